@@ -1,7 +1,6 @@
 """Raw text to verified shards: build them, check every byte of them, show what is in them.
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
-megabert prep build recipe.toml --output DIR           corpora and options of a TOML file
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
 megabert prep build … --part K/N, then --merge         the same bytes out, by N independent jobs and a last one
 megabert prep verify DIR        exit code 1 when anything is damaged
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from data_prep.arguments import parser
+from data_prep import commands
 from megabert.common.errors import INTERRUPTED, code_of, command
 from megabert.common.files import refuse_url
 from megabert.common.logs import log
@@ -20,15 +19,11 @@ from megabert.common.logs import log
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser(__doc__).parse_args(argv)
+    args = commands.parser(__doc__).parse_args(argv)
     folder = args.output if args.command == "build" else args.folder
-    # slow imports: --help answers before them
-    from data_prep import commands
-
     try:
         refuse_url(folder or "")
-        return commands.run(args, argv)
+        return commands.run(args)
     except OSError as error:
         # a failed write has no name
         error.filename = error.filename or folder

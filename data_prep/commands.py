@@ -1,124 +1,160 @@
-"""The commands `build`, `verify` and `inspect`, after their arguments were parsed."""
+"""The commands `build`, `verify` and `inspect`: their arguments, and what they run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from data_prep import recipe
-from data_prep.arguments import actions, corpora, options_of, parser, part_of, tokenizer_of, workers_of
-from data_prep.build import build, build_part
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
-from data_prep.executor import output_folder, pool
+from data_prep.filters import rules
 from data_prep.options import BuildOptions
-from data_prep.report import inspect_dataset
-from data_prep.report.summary import summary_text
+from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
-from megabert.data import shards
+
+if TYPE_CHECKING:
+    from megabert.data.tokenizer import Tokenizer
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """What the command line `argv`, parsed as `args`, asks for; the exit code."""
+def parser(description: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; `description` stands above their list."""
+    top = Parser(prog=called_as("data_prep"), description=description)
+    commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
+    rules_of = "rules of --filters:\n" + rules.describe_rules()
+    _add_build(commands.add_parser("build", help="text to shards", epilog=rules_of))
+    p = commands.add_parser("verify", help="check every byte")
+    p.add_argument("folder", metavar="DIR", help="what build wrote")
+    p.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores)")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p = commands.add_parser("inspect", help="show what is in it")
+    p.add_argument("folder", metavar="DIR", help="what build wrote")
+    p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
+    p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the rows shown")
+    return top
+
+
+def _add_build(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument
+    add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
+        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL (each also .gz .bz2 "
+        ".xz .zst), Parquet, Arrow; NAME= starts a corpus of that name")  # fmt: skip
+    add("--output", required=True, metavar="DIR", help="folder of the dataset")
+    add("--weight", nargs="+", default=[], metavar="NAME=W",
+        help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip
+    add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
+    add("--workers", type=int, metavar="N", help="processes (default: the cores)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
+    add("--overwrite", action="store_true",
+        help="replace the dataset in DIR; an unfinished build with the same options is resumed")  # fmt: skip
+    add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
+    add("--merge", action="store_true", help="the rest of the build, when all parts are read")
+    add("--json", metavar="FILE", help="write the summary there too; of a dataset that is complete already, its report")
+    add("--quiet", action="store_true", help="no progress bar")
+    BuildOptions.add_to(p)
+
+
+def run(args: argparse.Namespace) -> int:
+    """What the parsed arguments ask for; the exit code."""
+    # slow imports: --help answers before them
+    from data_prep.executor import pool
+    from data_prep.report import inspect_dataset
+    from megabert.data import shards
+
     pool.collect_seldom()
     if args.command == "build":
-        return _build(args, argv)
-    if args.command == "verify":
-        return _verify(args)
-    print(inspect_dataset.inspect(args.folder, args.rows, args.seed, args.masking))
-    return OK
-
-
-def _build(args: argparse.Namespace, argv: list[str]) -> int:
-    recipe_file = args.recipe
-    if recipe_file is None:
-        if not args.input:
-            raise BadInput("build: give a recipe or --input")
-        options, inputs = options_of(args), corpora(args.input, args.weight)
-    else:
-        args, options, inputs = _from_recipe(args, argv)
-    stored = recipe.render(vars(args), inputs, options.read)
-    if args.print_recipe:
-        print(stored, end="")
+        return _build(args)
+    if args.command == "inspect":
+        print(inspect_dataset.inspect(args.folder, args.rows, args.masking))
         return OK
-    if not args.output:
-        raise BadInput("build: give --output, the folder of the dataset")
-    _check_json(args)
-    part = part_of(args)
-    with pool.opened(workers_of(args)) as executor:
+    problems = 0
+    for problem in inspect_dataset.verify(args.folder, _workers(args) or pool.default_workers(), not args.quiet):
+        print(problem)
+        problems += 1
+    for folder in inspect_dataset.datasets(args.folder) if not problems else ():
+        print(f"{folder}: complete, {shards.Manifest.load(folder).rows} rows")
+    return 1 if problems else OK
+
+
+def _build(args: argparse.Namespace) -> int:
+    from data_prep.build import BuildPlan, build, build_part
+    from data_prep.executor import output_folder, pool
+    from data_prep.report.summary import summary_text
+
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
+    part, options = _part(args), BuildOptions.of(args)
+    plan = BuildPlan(corpora(args.input, args.weight), Path(args.output), options, _tokenizer(args), args.on_error)
+    with pool.opened(_workers(args)) as executor:
         if executor is None:
             return OK
         if part:
-            read = build_part(
-                inputs, args.output, options, executor, part, tokenizer_of(args), args.on_error, not args.quiet
-            )
-            message = "complete already; nothing to do"
-            if read:
-                message = (
-                    f"part {args.part} is read, {read.counts['bytes read']:,} bytes; when all parts are, the same command "
-                    "with --merge in place of --part"
-                )
-            log.info(f"{args.output}: {message}")
+            read = build_part(plan, executor, part, not args.quiet)
+            done = f"{args.output}: part {args.part} is read; when all parts are, the same command with --merge in its place"
+            log.info(done if read else f"{args.output}: complete already; nothing to do")
             return OK
-        summary = build(
-            inputs,
-            args.output,
-            options,
-            executor,
-            tokenizer_of(args),
-            args.overwrite,
-            args.on_error,
-            progress=not args.quiet,
-            allow=args.allow,
-            parts_read=args.merge,
-            recipe=stored,
-            recipe_file=recipe_file,
-        )
+        summary = build(plan, executor, args.overwrite, not args.quiet, args.merge)
     if summary is None:
         log.info(f"{args.output}: complete already, from the same input with the same options; nothing to do")
+        summary = json.loads((Path(args.output) / output_folder.REPORT).read_bytes())
     else:
         print(summary_text(summary, args.output))
-    _write_json(args, summary, Path(args.output))
+    if args.json:
+        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return OK
 
 
-def _from_recipe(args: argparse.Namespace, argv: list[str]) -> tuple[argparse.Namespace, BuildOptions, list[Corpus]]:
-    """Arguments, options and corpora of a recipe; options on the command line `argv` replace those of the recipe."""
-    if args.input or args.weight:
-        raise BadInput(f"{args.recipe}: a recipe names its corpora; leave out --input and --weight")
-    path: str = args.recipe
-    arguments, tables = recipe.load(path, actions())
-    rest = list(argv[1:])
-    rest.remove(path)
-    args = parser().parse_args([argv[0], *arguments, *rest])
-    options = options_of(args)
-    return args, options, recipe.corpora(path, tables, options.read)
+def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
+    """Corpora of `[NAME=]PATH` items; a path without a name belongs to the corpus that was named last."""
+    paths: dict[str, list[str]] = {}
+    name = "input"
+    for item in inputs:
+        named = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", item, re.DOTALL)
+        if named and not os.path.lexists(item):
+            name, item = named.groups()
+        paths.setdefault(name, []).append(item)
+    factors: dict[str, float] = {}
+    for item in weights:
+        named = re.fullmatch(r"([A-Za-z][\w-]*)=(\d+(?:\.\d*)?|\.\d+)", item)
+        if not named or not 0 < float(named[2]) <= 100:
+            raise BadInput(f"--weight {item}: give NAME=W with W above 0 and at most 100")
+        if named[1] not in paths:
+            raise BadInput(f"--weight {item}: no corpus of that name; --input names {', '.join(paths)}")
+        factors[named[1]] = float(named[2])
+    return [Corpus(name, tuple(items), factors.get(name, 1.0)) for name, items in paths.items()]
 
 
-def _check_json(args: argparse.Namespace) -> None:
-    """Raises BadInput, before the work, where the summary can't be written."""
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
+def _workers(args: argparse.Namespace) -> int | None:
+    if args.workers is not None and args.workers < 1:
+        raise BadInput(f"--workers: must be at least 1, is {args.workers}")
+    return args.workers
 
 
-def _write_json(args: argparse.Namespace, summary: dict[str, Any] | None, folder: Path) -> None:
-    """Write the summary to the file of `--json`; of a dataset that was complete before, `summary` None, its report."""
-    if not args.json:
-        return
-    if summary is None:
-        summary = json.loads((folder / output_folder.REPORT).read_bytes())
-    Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that the command names, None where one is to be trained."""
+    if args.tokenizer is None:
+        return None
+    from megabert.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(args.tokenizer)
+    if doubt := tokenizer.doubt():
+        raise BadInput(
+            f'--tokenizer {doubt}; write one there: {{"do_lower_case": false}}, or true and "strip_accents": false'
+        )
+    return tokenizer
 
 
-def _verify(args: argparse.Namespace) -> int:
-    problems = 0
-    for problem in inspect_dataset.verify(args.folder, workers_of(args) or pool.default_workers(), not args.quiet):
-        print(problem)
-        problems += 1
-    if not problems:
-        for folder in inspect_dataset.datasets(args.folder):
-            print(f"{folder}: complete, {shards.Manifest.load(folder).rows} rows")
-    return 1 if problems else OK
+def _part(args: argparse.Namespace) -> tuple[int, int] | None:
+    """(K, N) of --part K/N."""
+    if args.part is None:
+        return None
+    named = re.fullmatch(r"(\d+)/(\d+)", args.part)
+    if not named or not 1 <= int(named[1]) <= int(named[2]):
+        raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
+    if args.merge or args.overwrite or args.json:
+        raise BadInput("--part: excludes --merge, --overwrite and --json")
+    return int(named[1]), int(named[2])

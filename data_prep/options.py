@@ -1,156 +1,146 @@
-"""Options of a build: every choice that changes its bytes, checked before anything is read and listed in the manifest."""
+"""Options of a build: every choice that changes its bytes, declared once.
+
+A field of `BuildOptions` is an argument of the command line, a checked range and an entry of the manifest.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
 
 from data_prep.common.errors import BadInput
-from data_prep.common.records import Corpus, ReadOptions
+from data_prep.common.records import AUTO, FORMATS, TEXT_DOCUMENTS, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
 
-if TYPE_CHECKING:
-    from data_prep.text.clean import Form
-    from megabert.data.tokenizer import Tokenizer
-
 BLOCK_ROWS = 256
-# least value of --max-sentence, tokens
-SHORTEST_SENTENCE = 8
 DEDUP = ("documents", "near", "paragraphs")
-TRAINING = (
-    *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
-    *("model_form", "character_coverage", "byte_fallback"),
-)
+# fields that matter only where a tokenizer is trained
+TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "character_coverage")
 
 
-@dataclass(frozen=True)
-class CorpusOptions:
-    """Options that a corpus may have of its own. `rules`: limits of quality rules by name."""
-
-    read: ReadOptions
-    rules: dict[str, float]
-    language: Classifier | None = None
+def _option(
+    default: Any, group: str, text: str, low: float | None = None, high: float | None = None, **keywords: Any
+) -> Any:
+    """A field with its help text, the range of its value, and further keywords of `add_argument`."""
+    limits = None if low is None else (low, high)
+    return field(default=default, metadata={"group": group, "range": limits, "argument": {"help": text, **keywords}})
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `data_prep build` but its inputs, output and number of workers."""
+    """Options of `data_prep build` but its inputs, output and how it runs. A flag that is on by default is --no-NAME."""
 
-    # tokens a row; a dataset each
-    seq_lens: tuple[int, ...] = (128,)
-    # sequences a row at most; 0 chooses by the corpus (shuffle.choose_slots)
-    max_sequences: int = 0
-    # sentence pairs; without, rows are filled with text
-    nsp: bool = True
-    # of pairs that aim at a shorter, uniform length
-    short_share: float = 0.1
-    # share of documents, by a hash of their words
-    held_out: float = 0.01
-    seed: int = 0
-    normalization: Form = "NFC"
-    # a model and its labels by which documents of other languages, or of poor quality, are dropped
-    language: Classifier | None = None
-    quality: Classifier | None = None
-    # what is masked in texts, of clean.MASK_KINDS
-    mask: tuple[str, ...] = ()
-    # limits of quality rules by name
-    rules: dict[str, float] = field(default_factory=dict)
-    dedup: tuple[str, ...] = ("documents",)
-    vocab_size: int = 30_000
-    model_type: str = "unigram"
-    # Unicode normal form in a SentencePiece model that is trained
-    model_form: Form = "NFKC"
-    # of the sample's characters; the rest is [UNK]
-    character_coverage: float = 0.9995
-    # tokens for bytes in place of [UNK]
-    byte_fallback: bool = False
-    # runs of spaces, tabs and line feeds become tokens, for code
-    keep_whitespace: bool = False
-    lowercase: bool = False
-    # text that the tokenizer is trained on
-    sample_megabytes: int = 20
-    # a corpus' share of it grows with its bytes to this power
-    sample_alpha: float = 1.0
-    # tokens; longer sentences are split where pairs are made. 0: where much of a text is in far longer ones
-    max_sentence: int = 0
-    rows_per_shard: int = 65_536
-    read: ReadOptions = field(default_factory=ReadOptions)
+    seq_len: tuple[int, ...] = _option(
+        (128,), "rows", "tokens a row; several make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
+    )
+    nsp: bool = _option(True, "rows", "full sentences in place of sentence pairs")
+    held_out: float = _option(0.01, "rows", "share of documents kept for evaluation", 0, 0.5)
+    rows_per_shard: int = _option(65_536, "rows", "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
+    seed: int = _option(0, "rows", "of the shuffle, the pairs and the held-out documents", 0, 2**32 - 1)
+
+    vocab_size: int = _option(30_000, "tokenizer", "tokens of the tokenizer to train", 16, 1_000_000)
+    model_type: str = _option(
+        "unigram", "tokenizer", "of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
+    )  # fmt: skip
+    lowercase: bool = _option(False, "tokenizer", "train an uncased tokenizer")
+    character_coverage: float = _option(
+        0.9995,
+        "tokenizer",
+        "of the sample's characters that get a token; 1 for small alphabets",
+        0.9,
+        1,
+        metavar="SHARE",
+    )
+    sample_megabytes: int = _option(20, "tokenizer", "text to train the tokenizer on", 1, 200)
+
+    format: str = _option(AUTO, "reading", "auto: by content", choices=(AUTO, *FORMATS))
+    text_documents: str = _option(
+        AUTO, "reading", "what a document is in plain text; auto: by the first bytes of each file, blank-line where it has a "
+        "sentence or a paragraph a line and blank lines between, else file, cut every 8 MiB",
+        choices=TEXT_DOCUMENTS,
+    )  # fmt: skip
+    text_field: str = _option(
+        "text", "reading", "field or column that holds the text; article.body is nested, title+abstract joins two", metavar="NAME"
+    )  # fmt: skip
+    filters: tuple[str, ...] = _option(
+        ("off",), "reading", "gopher, c4, or rules: NAME=LIMIT (listed below)", metavar="RULE"
+    )
+    classifier: tuple[str, ...] = _option(
+        (), "reading", "fastText models: documents to which FILE gives LABELS (a,b) less than P together are dropped, such as "
+        "lid.176.ftz:en:0.65", metavar="FILE:LABELS:P",
+    )  # fmt: skip
+    dedup: tuple[str, ...] = _option(
+        ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
+    )  # fmt: skip
+
+    @staticmethod
+    def add_to(parser: argparse.ArgumentParser) -> None:
+        groups: dict[str, Any] = {}
+        for item in fields(BuildOptions):
+            name, default, keywords = item.name, item.default, dict(item.metadata["argument"])
+            if isinstance(default, bool):
+                name = f"no_{name}" if default else name
+                keywords["action"] = "store_true"
+            elif isinstance(default, tuple):
+                keywords |= {"nargs": "+", "default": list(default), "type": type(default[0]) if default else str}
+            else:
+                keywords |= {"default": default, "type": type(default)}
+            group = item.metadata["group"]
+            groups[group] = groups.get(group) or parser.add_argument_group(group)
+            groups[group].add_argument(f"--{name.replace('_', '-')}", **keywords)
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> BuildOptions:
+        """The options of parsed arguments. Raises BadInput for a value that `check` refuses."""
+        values: dict[str, Any] = {}
+        for item in fields(BuildOptions):
+            value = not getattr(args, f"no_{item.name}") if item.default is True else getattr(args, item.name)
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+        if "none" in values["dedup"] and len(values["dedup"]) > 1:
+            raise BadInput("--dedup: none excludes the others")
+        values["dedup"] = tuple(kind for kind in DEDUP if kind in values["dedup"])
+        options = BuildOptions(**values)
+        options.check()
+        return options
 
     def check(self) -> None:
         """Raises BadInput naming the option that is out of range."""
-        for seq_len in self.seq_lens:
-            if not 8 <= seq_len <= 8192:
-                raise BadInput(f"--seq-len: must lie in 8..8192, is {seq_len}")
-        if len(set(self.seq_lens)) < len(self.seq_lens):
-            raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_lens))}")
-        for name, low, high in (
-            ("max_sequences", 0, 64),
-            ("short_share", 0, 1),
-            ("held_out", 0, 0.5),
-            ("seed", 0, 2**32 - 1),
-            ("vocab_size", 16, 1_000_000),
-            ("sample_megabytes", 1, 200),
-            ("sample_alpha", 0, 1),
-            ("character_coverage", 0.9, 1),
-            ("max_sentence", 0, 8192),
-            ("rows_per_shard", BLOCK_ROWS, 1 << 24),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise BadInput(f"--{name.replace('_', '-')}: must lie in {low}..{high}, is {value}")
-        if 0 < self.max_sentence < SHORTEST_SENTENCE:
-            raise BadInput(f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}")
+        for item in fields(self):
+            flag = f"--{item.name.replace('_', '-')}"
+            value, limits = getattr(self, item.name), item.metadata["range"]
+            for number in (value if isinstance(value, tuple) else (value,)) if limits else ():
+                if not limits[0] <= number <= limits[1]:
+                    raise BadInput(f"{flag}: must lie in {limits[0]}..{limits[1]}, is {number}")
+        if len(set(self.seq_len)) < len(self.seq_len):
+            raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
+        assert self.rules is not None and self.classifiers is not None
 
-        if self.lowercase and self.model_form != "NFKC" and self.kind == "sentencepiece":
-            raise BadInput(
-                f"--normalization {self.model_form}: --lowercase folds case together with NFKC; leave one of them out, or take "
-                "--model-type wordpiece"
-            )
-        if self.byte_fallback and self.kind == "wordpiece":
-            raise BadInput("--byte-fallback: WordPiece has no tokens for bytes; take --model-type unigram or bpe")
+    @cached_property
+    def rules(self) -> dict[str, float]:
+        """Limits of quality rules by name."""
+        return rules.parse(list(self.filters))
 
-        if self.keep_whitespace and self.kind == "wordpiece":
-            raise BadInput("--keep-whitespace: WordPiece forgets whitespace; take --model-type unigram or bpe")
-        if self.keep_whitespace and {self.normalization, self.model_form} != {"none"}:
-            raise BadInput("--keep-whitespace: takes --normalization none, which changes no character")
+    @cached_property
+    def classifiers(self) -> tuple[Classifier, ...]:
+        return tuple(map(Classifier.parse, self.classifier))
 
-    def check_tokenizer(self, given: Tokenizer) -> None:
-        """Raises BadInput where a tokenizer and these options treat whitespace differently."""
-        if given.keeps_whitespace == self.keep_whitespace:
-            return
-        if self.keep_whitespace:
-            why = "is WordPiece, which forgets" if given.kind == "wordpiece" else "was not trained to keep"
-            raise BadInput(f"--keep-whitespace: {given.path} {why} whitespace; leave one of the two out")
-        raise BadInput(f"--tokenizer {given.path}: keeps whitespace; give --keep-whitespace --normalization none")
+    @property
+    def read(self) -> ReadOptions:
+        return ReadOptions(self.format, self.text_documents, self.text_field)
 
     @property
     def kind(self) -> str:
         """The kind of the tokenizer that is trained, as `Tokenizer.kind`."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
-    def shared(self) -> CorpusOptions:
-        """Options of a corpus that has none of its own."""
-        return CorpusOptions(self.read, self.rules, self.language)
-
-    def of(self, corpus: Corpus) -> CorpusOptions:
-        """Options of a corpus: its own where it has some. Raises BadInput for an unknown filter."""
-        limits = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
-        language = self.language
-        if corpus.languages is not None:
-            if language is None:
-                raise BadInput(f"corpus {corpus.name}: a language takes --language-model")
-            language = replace(language, labels=corpus.languages)
-        return CorpusOptions(corpus.read or self.read, limits, language)
-
     def listed(self, trained: bool) -> dict[str, Any]:
         """The options as manifests and build.json list them; without those of training where a tokenizer was given."""
-        listed = asdict(self)
-        if not trained:
-            for name in TRAINING:
-                listed.pop(name, None)
-        as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists, at any depth
+        listed = {name: value for name, value in asdict(self).items() if trained or name not in TRAINING}
+        as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists
         return as_json

@@ -1,6 +1,6 @@
 """The stages of a build in their order, from listed files to written shards without manifests.
 
-    unpack           large packed files → spools of text, where there are such files     a file, or 8 MB of bzip2
+    unpack           large packed files → spools of text, where there are such files     a file
     train_tokenizer  a sample spread over the corpora → a tokenizer, unless one is given
     read             documents → clean → judge → tokens, once for all row lengths        a task: some MB of text
     dedup            hashes of all documents, sorted a task, compared by key ranges      a range of keys
@@ -62,20 +62,18 @@ def plan_reading(
     stages: Stages, job: BuildJob, ranges: list[tuple[int, FileRange]], given: Tokenizer | None
 ) -> ReadPlan:
     """The stages before reading: unpack large files, group the input into tasks, train a tokenizer."""
-    if given is not None:
-        job.options.check_tokenizer(given)
     unpacked = None
-    if parts := unpack.parts_of(ranges):
-        size = sum(part.range.size for part in parts)
-        unpacked = stages.map("unpack", unpack.unpack, job, parts, unit="B", size=size)
-        ranges = unpack.cut(job, ranges, parts, unpacked.results)
+    if packed := unpack.packed_files(ranges):
+        size = sum(item.file.size for item in packed)
+        unpacked = stages.map("unpack", unpack.unpack, job, packed, unit="B", size=size)
+        ranges = unpack.cut(job, ranges, packed, unpacked.results)
     tasks = group(ranges)
     tokenizer = train_tokenizer.run(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
     return ReadPlan(job, tokenizer, tasks, unpacked)
 
 
-def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool, allow: bool) -> BuildOutput:
+def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> BuildOutput:
     """The stages from reading to shards, which are in their place when it ends; manifests are not."""
     job, tasks = plan.job, plan.tasks
     size = sum(task.size for task in tasks)
@@ -92,9 +90,9 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool, allo
     job = replace(job, held_limit=limit)
 
     datasets = []
-    for seq_len, place in output_folder.folders(folder, job.options.seq_lens).items():
-        drawn = sequences.run(stages, job, kept, held_tokens, seq_len, allow)
-        if seq_len == job.options.seq_lens[-1]:
+    for seq_len, place in output_folder.folders(folder, job.options.seq_len).items():
+        drawn = sequences.run(stages, job, kept, held_tokens, seq_len)
+        if seq_len == job.options.seq_len[-1]:
             for stage in (documents, *compared):
                 stages.journal.consume(stage, drawn.stage)
         datasets.append(_dataset(stages, job, drawn, plan.tokenizer, place, job.options.listed(trained)))
@@ -120,7 +118,7 @@ def _dataset(
     """Shuffle and write the held-out rows, if there are any, then the training rows. `listed`: options as in manifests."""
     seq_len = drawn.seq_len
     held, train = total(drawn.held), total(drawn.train)
-    slots = job.options.max_sequences or shuffle.choose_slots(train.histograms["tokens of a sequence"], seq_len)
+    slots = shuffle.choose_slots(train.histograms["tokens of a sequence"], seq_len)
     dtype, name = work_files.id_dtype(tokenizer).name, tokenizer.path.name
     held_folder, held_entry, manifests = folder / output_folder.HELD_OUT, None, []
     if held.counts["sequences"]:

@@ -29,14 +29,13 @@ class Problems:
 
     Policy "stop" raises at the first bad place, "skip" drops the bad part. `counts` maps a reason to its number of bad places
     under "skip" (an empty file is counted under both); `dropped` maps a rule to the documents of good input that it left out, a
-    redirect for example; `noted` counts what the summary mentions though it is no problem.
+    redirect for example.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
-        self.noted: Counter[str] = Counter()
 
     def bad(self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte") -> None:
         """Report one bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: no place."""

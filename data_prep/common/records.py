@@ -12,7 +12,7 @@ FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
+    """How files become documents. `text_documents` is auto | file | blank-line | line.
 
     `text_field` is as `megabert.common.tables` takes it, `split` the split of a saved dataset that is read, or "all".
     """
@@ -20,29 +20,16 @@ class ReadOptions:
     format: str = AUTO
     text_documents: str = AUTO
     text_field: str = "text"
-    keep_titles: bool = False
-    encoding: str = AUTO
     split: str = "train"
-
-    @staticmethod
-    def choices(name: str) -> tuple[str, ...]:
-        """The values of the option of that name; () for any text."""
-        return {"format": (AUTO, *FORMATS), "text_documents": TEXT_DOCUMENTS}.get(name, ())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read.
-
-    `read`, `filters` (as `--filters` takes them) and `languages` replace those of the build where they are not None.
-    """
+    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read."""
 
     name: str
     paths: tuple[str, ...]
     weight: float = 1.0
-    read: ReadOptions | None = None
-    filters: tuple[str, ...] | None = None
-    languages: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +47,12 @@ class FileRange:
     end: int | None = None
     # bytes on disk, for the progress bar
     size: int = 0
-    encoding: str = AUTO
     # (bytes, time of the last change in ns) of the file when it was planned
     stamp: tuple[int, int] | None = None
     # False: planned by its name and size alone
     opened: bool = True
     # what a document is in a text file, once its first bytes were read: file or blank-line
     documents: str = ""
-    # whether the first bytes decide that, or the default for files where they don't
-    decided: bool = True
     # a large file that is unpacked before it can be cut
     unpack_first: bool = False
     index: str = ""
@@ -91,7 +75,7 @@ class ReadTask:
 class RawDocument:
     """One document as read. `text` is str when a parser already decoded it, else UTF-8 bytes to be checked.
 
-    `offset` is in bytes of the unpacked (and recoded) file, for a table a row. In a range of a bzip2 file it counts
+    `offset` is in bytes of the unpacked file, for a table a row. In a range of a bzip2 file it counts
     from the first stream of the range, which `path` then names after the file. `markup`: extracted from markup, so that its
     paragraphs are lines.
     """

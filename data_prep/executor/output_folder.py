@@ -25,7 +25,6 @@ from megabert.data.tokenizer import CONFIG
 WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
-RECIPE = "recipe.toml"
 REPORT = "report.json"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # the entry of an account in which an unfinished build may differ: what it read is checked item by item
@@ -41,9 +40,9 @@ def _is_ours(path: Path) -> bool:
     name = path.name
     if path.is_dir():
         return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
-    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe")):
+    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report")):
         return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, RECIPE, REPORT, *TOKENIZERS.values(), CONFIG)
+    return name in (MANIFEST, ACCOUNT, REPORT, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.filters.rules import needs_folded
-from data_prep.options import BuildOptions, CorpusOptions
+from data_prep.options import BuildOptions
 from megabert.data.tokenizer import Tokenizer
 
 # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
@@ -55,15 +55,10 @@ class BuildJob:
     held_limit: int = 0
     # of the corpora
     weights: tuple[float, ...] = (1.0,)
-    # of the corpora, where one has options of its own
-    corpus_options: tuple[CorpusOptions, ...] = ()
-
-    def options_of(self, corpus: int) -> CorpusOptions:
-        return self.corpus_options[corpus] if self.corpus_options else self.options.shared()
 
     def needs_folded(self) -> bool:
-        """Whether a rule of some corpus looks at folded words."""
-        return any(needs_folded(options.rules) for options in self.corpus_options or (self.options_of(0),))
+        """Whether a quality rule looks at folded words."""
+        return needs_folded(self.options.rules)
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)
@@ -124,12 +119,6 @@ class ItemResult:
     def example(self, reason: str, texts: list[str]) -> None:
         kept = self.examples.setdefault(reason, [])
         kept += [text[:EXAMPLE_CHARACTERS] for text in texts[: EXAMPLES - len(kept)]]
-
-    def histogram(self, name: str, values: np.ndarray) -> None:
-        """Count integer values, above 64 by the power of two below them, so that the number of bars is bounded."""
-        exact = np.asarray(values, np.int64)
-        rounded = np.where(exact <= 64, exact, 1 << np.log2(np.maximum(exact, 1)).astype(np.int64))
-        self.count(name, rounded)
 
     def count(self, name: str, values: np.ndarray) -> None:
         distinct, counts = np.unique(values, return_counts=True)

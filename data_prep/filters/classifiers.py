@@ -27,26 +27,30 @@ class Classifier:
     labels: tuple[str, ...]
     minimum: float
 
+    @staticmethod
+    def parse(text: str) -> Classifier:
+        """The classifier of `FILE:LABELS:P`. Raises BadInput where it is not of that form."""
+        path, labels, minimum = ["", "", *text.rsplit(":", 2)][-3:]
+        try:
+            share = float(minimum)
+        except ValueError:
+            share = -1.0
+        if not path or not all(labels.split(",")) or not 0 <= share <= 1:
+            raise BadInput(f"--classifier {text}: give FILE:LABELS:P, with labels a,b and P in 0..1")
+        return Classifier(path, tuple(labels.split(",")), share)
+
     def keeps(self, text: str) -> bool:
         """Whether a document is kept. It is judged as one line."""
-        model = _load(self.path)
-        line = " ".join(text[:READ].split())
-        labels, shares = model.predict(line, k=-1)
+        labels, shares = _load(self.path).predict(" ".join(text[:READ].split()), k=-1)
         wanted = {PREFIX + label for label in self.labels}
         return sum(p for label, p in zip(labels, shares, strict=True) if label in wanted) >= self.minimum
 
     def check(self) -> None:
         """Raises BadInput where there is no such model or label, or no package to read it with."""
-        model = _load(self.path)
-        known = sorted(label.removeprefix(PREFIX) for label in model.predict("a", k=-1)[0])
+        known = sorted(label.removeprefix(PREFIX) for label in _load(self.path).predict("a", k=-1)[0])
         for label in self.labels:
             if known and label not in known:  # some models give no label for an unknown word
-                shown = ", ".join(known[:20]) + ", …" * (len(known) > 20)
-                raise BadInput(f"{self.path}: has no label {label!r}; it has {shown}")
-        if not self.labels:
-            raise BadInput(f"{self.path}: name the labels of the documents to keep")
-        if not 0 <= self.minimum <= 1:
-            raise BadInput(f"{self.path}: the minimum probability lies in 0..1, not {self.minimum:g}")
+                raise BadInput(f"{self.path}: has no label {label!r}; it has {', '.join(known[:20])}")
 
 
 @lru_cache(maxsize=4)

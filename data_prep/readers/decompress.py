@@ -1,12 +1,8 @@
 """Decompression: a file as a stream of unpacked byte chunks, bounded in memory, never silently short.
 
 gzip, bzip2, xz and zstd are recognised by their first bytes. A compressed file that is damaged or ends inside its stream is an
-error with its name and the number of bytes that could be unpacked. A bzip2 file can be shared by several workers: by its
-streams, where it has many (a range of its bytes owns the streams that start in it), else by the blocks of a stream.
-
-A bzip2 block of at most 900 KB begins at any bit, with a mark of 48 bits, and depends on no other (the format is described in
-Seward's bzip2 manual and, to the bit, in https://github.com/dsnet/compress/blob/master/doc/bzip2-format.pdf). Each is put into
-a stream of its own and given to libbz2, which checks its CRC-32; a block ends at the next mark for which libbz2 agrees.
+error with its name and the number of bytes that could be unpacked. A bzip2 file of many streams can be shared by several
+workers: a range of its bytes owns the streams that start in it.
 """
 
 from __future__ import annotations
@@ -36,23 +32,14 @@ MAGIC = (
 SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
+# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. BOMB_BYTES is the largest task of
+# reading (`tasks`), so that a small file need not be unpacked to be accepted.
+BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 PLAIN_CHUNK = 1 << 20
 # Input bytes given to a decompressor at once. zstd can't bound its output, and one 4-byte block may unpack to 128 KiB, so it
 # is given little: a decompression bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
-# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. BOMB_BYTES is the largest task of
-# reading (`tasks`), so that a small file need not be unpacked to be accepted.
-BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
-# marks of a bzip2 block and of the end of a stream: pi and the square root of pi in BCD
-BLOCK, END = 0x314159265359, 0x177245385090
-# bits; what is longer is no bzip2 block
-MOST_BLOCK = 8 * (2 << 20)
-FIVE_BYTES = (1 << 40) - 1
-# the five whole bytes inside a mark that begins at each of the eight bits of a byte
-PATTERNS = [
-    (mark, shift, (mark >> shift & FIVE_BYTES).to_bytes(5, "big")) for mark in (BLOCK, END) for shift in range(8)
-]
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
@@ -198,7 +185,11 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, range_end
                         f"{path}: damaged {compression} data after {unpacked} unpacked bytes ({error})"
                     ) from None
                 unpacked += len(out)
-                _refuse_bomb(path, packed, unpacked)
+                if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
+                    raise BadInput(
+                        f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
+                        "if it is real, unpack it first"
+                    )
                 if out:
                     yield out
                 if inner.eof:
@@ -209,80 +200,3 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, range_end
                     data = b""
         if began:
             raise BadInput(f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")
-
-
-def _refuse_bomb(path: str, packed: int, unpacked: int) -> None:
-    if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
-        raise BadInput(
-            f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
-            "if it is real, unpack it first"
-        )
-
-
-def block_marks(data: bytes) -> list[tuple[int, bool]]:
-    """(bit, whether a block begins there) of all marks that lie in `data` whole, in order."""
-    marks = []
-    for mark, shift, pattern in PATTERNS:  # `shift` bits of the byte before the five are not the mark's
-        at = data.find(pattern, 1)
-        while at >= 0:
-            window = int.from_bytes(data[at - 1 : at + 6].ljust(7, b"\0"), "big")
-            complete = at + 5 + (shift > 0) <= len(data)
-            if complete and window >> (8 - shift) & (1 << 48) - 1 == mark:
-                marks.append((8 * (at - 1) + shift, mark == BLOCK))
-            at = data.find(pattern, at + 1)
-    return sorted(marks)
-
-
-def _unpack_block(bits: bytes, first: int, last: int) -> bytes | None:
-    """The text of the block in bits [first, last) of `bits`; None where there is no whole block."""
-    size = last - first
-    value = int.from_bytes(bits[first // 8 : -(-last // 8)], "big") >> (-last % 8) & (1 << size) - 1
-    # the checksum of a stream of one block is the block's
-    checksum = value >> size - 80 & 0xFFFFFFFF
-    value = ((value << 48 | END) << 32 | checksum) << (-size % 8)
-    inner = bz2.BZ2Decompressor()
-    try:
-        text = inner.decompress(b"BZh9" + value.to_bytes(-(-size // 8) + 10, "big"))
-    except (OSError, ValueError):
-        return None
-    return text if inner.eof else None
-
-
-def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
-    """The text of each block whose mark begins in bytes [start, stop) of a bzip2 file.
-
-    Raises BadInput where a block is damaged, or the file ends inside one, or unpacks to more than BOMB_RATIO times its size.
-    """
-    with open_regular(path) as file:
-        file.seek(start)
-        # `base`: the byte of the file that `data` begins with; marks up to bit `seen` are done; `begin`: the first bit of the open block
-        data, base, seen = b"", start, -1
-        begin: int | None = None
-        unpacked = 0
-        while new := file.read(PLAIN_CHUNK):
-            data += new
-            for place, is_block in block_marks(data):
-                bit = 8 * base + place
-                if bit <= seen:
-                    continue
-                seen = bit
-                if begin is not None:
-                    text = _unpack_block(data, begin - 8 * base, place)
-                    if text is None:
-                        continue  # a mark by chance, or damage, which the length decides
-                    unpacked += len(text)
-                    _refuse_bomb(path, base + len(data) - start, unpacked)
-                    yield text
-                    begin = None
-                if bit >= 8 * stop:
-                    return
-                if is_block:
-                    begin = bit
-            keep = max(len(data) - 7, 0) if begin is None else begin // 8 - base
-            if begin is not None and 8 * (base + len(data)) - begin > MOST_BLOCK:
-                raise BadInput(f"{path}: damaged bz2 data in the block at byte {begin // 8}")
-            if begin is None and base + keep > stop:
-                return
-            data, base = data[keep:], base + keep
-        if begin is not None:
-            raise BadInput(f"{path}: truncated: the bz2 stream ends early, in the block at byte {begin // 8}")

@@ -1,4 +1,4 @@
-"""Documents of a range of a file: its format and encoding by content, then one pass.
+"""Documents of a range of a file: its format by content, then one pass.
 
 Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which its first
 document can be recognised, and reads on past its end until its last document is whole.
@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import AUTO, TABLES, FileRange, RawDocument, ReadOptions
-from data_prep.readers import decompress, encodings, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.readers import decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
 
-# first bytes of a file, by which its encoding and format are recognised
+# first bytes of a file, by which its format is recognised
 HEAD_BYTES = 1 << 18
 # bytes of text in a range of a file that is cut
 RANGE_BYTES = 32 << 20
@@ -31,8 +31,6 @@ PROBES = 4
 # unpacked bytes a compressed one, a rough figure that only steers grouping
 EXPANSION = 4
 PYDOC = "pydoc"
-AMBIGUOUS = "text files of ambiguous documents"
-AMBIGUOUS_DOCUMENTS = "documents of ambiguous text files"
 
 Item = TypeVar("Item")
 
@@ -50,10 +48,7 @@ def read_documents(
 
 def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
     if not part.opened:
-        file = identify(part, options, problems)
-        if file is None:
-            return
-        part = file
+        part = identify(part, options)
     if part.format in TABLES:
         for row, text in tables.read_table(part, options.text_field, problems):
             yield RawDocument(part.path, row, text, False)
@@ -63,40 +58,35 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
     """`items` read of a file that must not change meanwhile; what is bad about the file itself follows the policy."""
-    path = part.path
     try:
-        _check_unchanged(part)
+        if change := _change(part):
+            raise BadInput(change)
         yield from items
-        _check_unchanged(part)
+        if change := _change(part):
+            raise BadInput(change)
     except BadInput as error:
         if problems.policy == "stop":
-            change = _change(part) if str(error).startswith(path) else None
-            raise Unfinished(change or str(error)) from None  # what was read of other files stays
+            raise Unfinished(_change(part) or str(error)) from None  # what was read of other files stays
         problems.counts["damaged or truncated file"] += 1
     except OSError as error:
-        problems.unreadable(path, error)
+        problems.unreadable(part.path, error)
 
 
-def _change(part: FileRange) -> str | None:
-    """An error message for a file that changed since it was planned, else None."""
-    status = files.status(part.path)
-    if part.stamp is None or part.stamp == (status.size, status.stamp):
-        return None
+def _change(part: FileRange) -> str:
+    """An error message for a file that changed since it was planned, else ""."""
+    size, changed = files.status(part.path)
+    if part.stamp is None or part.stamp == (size, changed):
+        return ""
     return (
-        f"{part.path}: changed while it was read ({part.stamp[0]} bytes when the build began, now "
-        f"{status.size}); let it be finished first, or give a copy"
+        f"{part.path}: changed while it was read ({part.stamp[0]} bytes when the build began, now {size}); let it be finished "
+        "first, or give a copy"
     )
 
 
-def _check_unchanged(part: FileRange) -> None:
-    if change := _change(part):
-        raise BadInput(change)
+def identify(file: FileRange, options: ReadOptions) -> FileRange:
+    """A whole file with what its first bytes say: compression, format, whether it is unpacked before it is cut.
 
-
-def identify(file: FileRange, options: ReadOptions, problems: Problems) -> FileRange | None:
-    """A whole file with what its first bytes say: compression, format, encoding, whether it is unpacked before it is cut.
-
-    None where they don't and `problems` skips such files. Of a small compressed file the text is left to its reader.
+    Of a small compressed file the text is left to its reader. Raises BadInput where the bytes don't decide the format.
     """
     with files.open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
@@ -104,67 +94,46 @@ def identify(file: FileRange, options: ReadOptions, problems: Problems) -> FileR
     compression = decompress.compression_of(head)
     named = decompress.SUFFIXES.get(suffix)
     if named and compression != named:
-        detail = f"no {named} data in spite of its suffix {suffix}"
-        problems.bad(file.path, 0, "not what its suffix says", detail)
-        return None
+        raise BadInput(f"{file.path}: byte 0: no {named} data in spite of its suffix {suffix}")
     file = replace(file, compression=compression, opened=True)
-    try:
-        whole = file.size <= HEAD_BYTES
-        if compression:
-            if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
-                return file
-            text = next(decompress.read_chunks(file.path, compression), b"")
-            head_of_text, whole = text[:HEAD_BYTES], len(text) <= HEAD_BYTES
-        else:
-            head_of_text = head
-        file = inspect(file, head_of_text, options, whole=whole)
-        return replace(file, unpack_first=file.format not in TABLES and _must_unpack(file, head))
-    except BadInput:
-        if problems.policy == "stop":
-            raise
-        problems.counts["unknown format"] += 1
-        return None
+    if not compression:
+        return inspect(file, head, options, whole=file.size <= HEAD_BYTES)
+    if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
+        return file
+    text = next(decompress.read_chunks(file.path, compression), b"")
+    file = inspect(file, text[:HEAD_BYTES], options, whole=len(text) <= HEAD_BYTES)
+    return replace(file, unpack_first=_must_unpack(file, head))
 
 
 def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
-    """The range with its format, its encoding and what a document is in it, by the first unpacked bytes.
+    """The range with its format and what a document is in it, by the first unpacked bytes.
 
-    `whole`: these are all. Raises BadInput where they don't decide the format or the encoding.
+    `whole`: these are all. Raises BadInput where they don't decide the format.
     """
     path, format_ = part.path, options.format
     if format_ in (AUTO, *TABLES) and (table := kind_of(head)):
         if part.compression:
             raise BadInput(f"{path}: a table inside {part.compression} data; unpack it first")
-        return replace(part, format=table, encoding=encodings.UTF8)
+        return replace(part, format=table)
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
-    encoding = encodings.check(options.encoding)
-    if encoding == AUTO:  # XML is in UTF-8 where it names nothing else, and a dump names nothing else
-        is_dump = formats.XML_HEAD.match(head.removeprefix(formats.BOM).lstrip())
-        encoding = encodings.UTF8 if is_dump else encodings.decide(path, head)
-    if encoding != encodings.UTF8:
-        head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
     if format_ == AUTO:
         stem, suffix = os.path.splitext(path)
         if suffix in decompress.SUFFIXES:
             suffix = os.path.splitext(stem)[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])
-    part = replace(part, format=format_, encoding=encoding)
     if format_ != "text" or options.text_documents != AUTO:
-        return part
-    kind, decided = formats.text_kind(head, whole=whole)
-    return replace(part, documents=kind, decided=decided)
+        return replace(part, format=format_)
+    return replace(part, format=format_, documents=formats.text_kind(head, whole=whole))
 
 
 def _must_unpack(file: FileRange, head: bytes) -> bool:
-    """Whether a file of text is large and can't be cut as it is; `head` are its first bytes."""
-    if not file.compression:
-        return file.encoding != encodings.UTF8 and file.size > RANGE_BYTES * 3 // 2
+    """Whether a compressed file is large and can't be cut as it is; `head` are its first bytes."""
     if file.size <= RANGE_BYTES // EXPANSION * 3 // 2:  # by the usual ratio; a few files pack much better
         if max(BOMB_BYTES, BOMB_RATIO * file.size) <= MOST_UNCUT * RANGE_BYTES:  # more is refused
             return False
         return decompress.ratio(head, file.compression) * file.size > MOST_UNCUT * RANGE_BYTES
-    if file.compression != "bz2" or file.encoding != encodings.UTF8 or file.format not in ELEMENTS:
+    if file.compression != "bz2" or file.format not in ELEMENTS:
         return True
     # Ranges of a bzip2 file share it evenly where streams begin all over it.
     step = RANGE_BYTES // EXPANSION
@@ -194,39 +163,27 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
         problems.counts["empty file"] += 1
         return
     unknown_documents = part.format == "text" and options.text_documents == AUTO and not part.documents
-    if part.format == AUTO or part.encoding == AUTO or unknown_documents:
+    if part.format == AUTO or unknown_documents:
         part = inspect(part, first[:HEAD_BYTES], options, whole=len(first) <= HEAD_BYTES)
     synced = begin == 0
-    if part.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
+    if begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
-    if part.encoding != encodings.UTF8:
-        chunks = encodings.recode(chunks, part.encoding, path, problems)
     if part.format in ELEMENTS:
-        yield from _elements(chunks, begin, part, options, problems, path, range_end)
-        return
-    if not part.start and part.format == "text":
-        problems.noted[AMBIGUOUS] += not part.decided
-    for document in _lines(chunks, begin, synced, part, options, problems):
-        problems.noted[AMBIGUOUS_DOCUMENTS] += not part.decided
-        yield document
+        yield from _elements(chunks, begin, part.format, problems, path, range_end)
+    else:
+        yield from _lines(chunks, begin, synced, part, options, problems)
 
 
 def _elements(
-    chunks: Iterator[bytes],
-    begin: int,
-    part: FileRange,
-    options: ReadOptions,
-    problems: Problems,
-    path: str,
-    range_end: RangeEnd,
+    chunks: Iterator[bytes], begin: int, format_: str, problems: Problems, path: str, range_end: RangeEnd
 ) -> Iterator[RawDocument]:
     """Documents of `<doc>` or `<page>` elements."""
-    for offset, body in formats.split_elements(chunks, begin, part.format, path, problems, range_end):
-        if part.format == "wiki":
-            text = formats.wiki_body(body, options.keep_titles)
+    for offset, body in formats.split_elements(chunks, begin, format_, path, problems, range_end):
+        if format_ == "wiki":
+            text = formats.wiki_body(body)
             yield RawDocument(path, offset + len(body) - len(text), text, True)
-        elif (article := mediawiki.article(body, offset, path, options.keep_titles, problems)) is not None:
+        elif (article := mediawiki.article(body, offset, path, problems)) is not None:
             yield RawDocument(path, offset, article, True)
 
 

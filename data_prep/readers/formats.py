@@ -54,7 +54,7 @@ def detect(path: str, suffix: str, head: bytes) -> str:
     """
     start = head.removeprefix(BOM).lstrip()
     if head.count(0) > len(head) // 4:
-        raise BadInput(f"{path}: binary data (or UTF-16 without a byte-order mark: --encoding utf-16-le)")
+        raise BadInput(f"{path}: binary data (or UTF-16: convert it to UTF-8 first)")
     if start.startswith(b"<doc "):
         return "wiki"
     if match := XML_HEAD.match(start):
@@ -202,15 +202,11 @@ def split_elements(
         bad(begin, base + len(buffer))
 
 
-def _tag_end(element: bytes) -> int:
+def wiki_body(element: bytes) -> bytes:
+    """What follows the tag and the title line of a `<doc …>` element."""
     line_end = element.find(b"\n")
-    return element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1
-
-
-def wiki_body(element: bytes, keep_title: bool) -> bytes:
-    """The end of a `<doc …>` element that follows the tag and, unless it is kept, the title line."""
-    body = element[_tag_end(element) :]
-    return body if keep_title else body.lstrip(b"\r\n").partition(b"\n")[2]
+    tag_end = element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1
+    return element[tag_end:].lstrip(b"\r\n").partition(b"\n")[2]
 
 
 def split_blank(
@@ -285,22 +281,19 @@ def split_file(runs: Iterator[Slice], synced: bool) -> Iterator[Slice]:
         yield start, b"".join(parts)
 
 
-def text_kind(head: bytes, whole: bool) -> tuple[str, bool]:
-    """What a document is in a text file by its first bytes: (file or blank-line, whether they decide it).
+def text_kind(head: bytes, whole: bool) -> str:
+    """What a document is in a text file by its first bytes: file or blank-line.
 
     Blocks between blank lines are documents where most have several lines that end as sentences do: a sentence or a
-    paragraph a line. Where lines are wrapped the blocks are paragraphs, and the file is one document; so it is taken where
-    they decide neither. `whole`: they are all of the file.
+    paragraph a line. Else they are paragraphs, and the file is one document. `whole`: they are all of the file.
     """
     blocks = BLANK.split(head.strip(SPACE))
     if not whole and len(blocks) > 1:
         blocks.pop()  # cut anywhere
     lines = [[line.rstrip(SPACE) for line in block.split(b"\n")] for block in blocks]
-    if len(lines) == 1:
-        return "file", whole
     followed = [line for block in lines for line in block[:-1]]
     ended = sum(bool(SENTENCE_END.search(line[-32:])) for line in followed)
     several = sum(len(block) > 1 for block in lines)
     if len(lines) >= 4 and 2 * several >= len(lines) and ended >= 0.9 * len(followed):
-        return "blank-line", True
-    return "file", 2 * several >= len(lines) and ended <= 0.5 * len(followed)
+        return "blank-line"
+    return "file"

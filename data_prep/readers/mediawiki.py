@@ -114,7 +114,7 @@ class _Page:
         return "".join(self.fields.get(name, ()))
 
 
-def article(body: bytes, offset: int, path: str, keep_title: bool, problems: Problems) -> str | None:
+def article(body: bytes, offset: int, path: str, problems: Problems) -> str | None:
     """Prose of a `<page>` element (without its end tag), or None for one that is left out, which is counted.
 
     Redirects, pages of other namespaces, disambiguation pages and pages without prose are left out by rule.
@@ -136,7 +136,7 @@ def article(body: bytes, offset: int, path: str, keep_title: bool, problems: Pro
     elif not (text_of_page := prose(text)):
         dropped[EMPTY] += 1
     else:
-        return f"{title}\n{text_of_page}" if keep_title else text_of_page
+        return text_of_page
     return None
 
 

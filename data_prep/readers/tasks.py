@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Corpus, FileRange, ReadOptions, ReadTask
-from data_prep.readers import decompress, documents, encodings, files, pydoc_corpus, tables
+from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
 
 # of text, estimated by the size on disk: least and most
@@ -41,7 +41,7 @@ PlannedFile = tuple[str, list[FileRange], Problems]
 def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[tuple[int, FileRange]]:
     """(corpus, range) of all files in order. A file named twice is read once. Empty files are counted and left out.
 
-    `options` are those of a corpus that has none of its own. Raises BadInput naming the file that can't be read.
+    Raises BadInput naming the file that can't be read.
     """
     ranges: list[tuple[int, FileRange]] = []
     seen: set[str] = set()
@@ -49,8 +49,6 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
     planned: Iterator[PlannedFile]
     with ThreadPoolExecutor(THREADS) as threads:
         for number, corpus in enumerate(corpora):
-            read = corpus.read or options
-            encodings.check(read.encoding)
             for item in corpus.paths:
                 if item == PYDOC and not os.path.exists(item):
                     modules = [
@@ -58,7 +56,7 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                     ]
                     planned = ((os.path.realpath(path), module, Problems("skip")) for path, module in modules)
                 else:
-                    planned = _plan_all(files.expand(item, problems, read.split), read, problems.policy, threads)
+                    planned = _plan_all(files.expand(item, problems), options, problems.policy, threads)
                 for real, parts, its_problems in planned:
                     if real not in seen:
                         seen.add(real)
@@ -103,33 +101,27 @@ def _real_folder(folder: str) -> str:
 def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
     """Ranges of one file; none when it is empty or bad."""
     try:
-        status = files.status(path)
-        if not status.regular:
-            problems.bad(path, None, "not a regular file")
-            return []
-        if not status.size:
+        size, changed = files.status(path)
+        if not size:
             problems.counts["empty file"] += 1
             return []
-        whole = FileRange(
-            path,
-            format=options.format,
-            size=status.size,
-            encoding=encodings.check(options.encoding),
-            stamp=(status.size, status.stamp),
-        )
+        whole = FileRange(path, format=options.format, size=size, stamp=(size, changed))
         suffix = os.path.splitext(path)[1]
         small = min(SMALL, documents.RANGE_BYTES // EXPANSION)
-        if suffix in NAMED and status.size < (small // EXPANSION if NAMED[suffix] else small):
+        if suffix in NAMED and size < (small // EXPANSION if NAMED[suffix] else small):
             format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
             return [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]
-        file = documents.identify(whole, options, problems)
-        return [] if file is None else _cut_file(file, problems)
+        return _cut_file(documents.identify(whole, options))
+    except BadInput:
+        if problems.policy == "stop":
+            raise
+        problems.counts["unknown format"] += 1
     except OSError as error:
         problems.unreadable(path, error)
     return []
 
 
-def _cut_file(file: FileRange, problems: Problems) -> list[FileRange]:
+def _cut_file(file: FileRange) -> list[FileRange]:
     if file.unpack_first or file.format == AUTO:
         return [file]
     if file.format not in TABLES:
@@ -137,13 +129,7 @@ def _cut_file(file: FileRange, problems: Problems) -> list[FileRange]:
     parts = max(file.size // documents.RANGE_BYTES, 1)
     if file.format == "arrow" and parts == 1:
         return [file]
-    try:
-        count = tables.row_groups(file.path) if file.format == "parquet" else tables.batches(file.path)
-    except BadInput:
-        if problems.policy == "stop":
-            raise
-        problems.counts["unknown format"] += 1
-        return []
+    count = tables.row_groups(file.path) if file.format == "parquet" else tables.batches(file.path)
     edges = sorted({i * count // parts for i in range(parts + 1)})
     last = edges[-1] or 1
     return [

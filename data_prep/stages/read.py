@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,19 +31,20 @@ UNIT_BYTES = 8 << 20
 # characters encoded together: about 260,000 words
 CHARACTERS_AT_ONCE = 3 << 19
 # verdicts below 0, beside those of the quality rules
-OTHER_REASONS = {-1: "empty", -2: "left out by weight", -4: "language", -5: "model quality"}
+OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
+# the verdict of the first classifier, the next ones below
+CLASSIFIED = -3
 
-_encoders: dict[tuple[str, str, str, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
+_encoders: dict[tuple[str, str, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
 def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
     """The tokenizer, its word cache and the words shared with other workers, cached for the life of the process."""
-    form = job.options.normalization
-    key = (job.tokenizer, job.tokenizer_sha256, form, job.needs_folded())
+    key = (job.tokenizer, job.tokenizer_sha256, job.needs_folded())
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
-        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, job.needs_folded())
+        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), job.needs_folded())
         of_options = hash_bytes(repr(key[1:]).encode())
         _encoders[key] = (tokenizer, encoder, SharedWords(job.work, f"{of_options:016x}"))
     return _encoders[key]
@@ -60,7 +62,7 @@ def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems:
     clock = time.perf_counter
     before = clock()
     for part in task.ranges:
-        for document in read_documents(part, job.options_of(task.corpus).read, problems, job.work):
+        for document in read_documents(part, job.options.read, problems, job.work):
             result.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
@@ -70,15 +72,13 @@ def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems:
             try:
                 text, nuls, controls, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
-                problems.bad(document.path, document.offset + error.start, "invalid UTF-8")
+                hint = "invalid UTF-8; convert text of another encoding to UTF-8 first (iconv -f NAME -t utf-8)"
+                problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
                 before = clock()
                 continue
             result.counts["nuls"] += nuls
             result.counts["control characters"] += controls
-            if job.options.mask:
-                text = clean.mask_addresses(text, job.options.mask, result.counts)
-            keep_whitespace = job.options.keep_whitespace
-            paragraphs = clean.paragraphs(text, document.markup, result.counts, keep_whitespace, glued)
+            paragraphs = clean.paragraphs(text, document.markup, result.counts, glued)
             result.seconds["clean"] += clock() - before
             yield CleanDocument(paragraphs, len(raw))
             before = clock()
@@ -119,7 +119,6 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         shared.write(task.index, learned)
     result.seconds["encode"] += clock() - before
     result.problems = problems.counts
-    result.counts += problems.noted
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents
         result.counts["documents read"] += documents
@@ -139,8 +138,7 @@ class _TaskFiles:
     def __init__(self, job: BuildJob, task: ReadTask, result: ItemResult) -> None:
         self._job, self._task, self._result = job, task, result
         self._weight = job.weights[task.corpus]
-        options = job.options_of(task.corpus)
-        self._limits, self._language = options.rules, options.language
+        self._limits, self._classifiers = job.options.rules, job.options.classifiers
         self._stem = f"read-{task.index:07d}"
         # documents of each unit, and those and the bytes of the open one
         self._units: list[int] = []
@@ -184,8 +182,6 @@ class _TaskFiles:
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
         self._files["tokens"].write(encoded.tokens)
-        result.histogram("tokens of a document", table["tokens"][keep])
-        result.histogram("tokens of a sentence", encoded.sentence_lengths)
         result.seconds["work files"] += time.perf_counter() - before
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
@@ -218,16 +214,20 @@ class _TaskFiles:
         codes[table["tokens"] == 0] = -1
         if self._weight < 1:
             codes[(codes == 0) & ~choose_share(table["hash"], self._weight)] = -2
-        for code, classifier in ((-4, self._language), (-5, self._job.options.quality)):
-            for i in np.flatnonzero(codes == 0).tolist() if classifier else ():
-                if classifier and not classifier.keeps(" ".join(documents[i].paragraphs)):
-                    codes[i] = code
+        for number, classifier in enumerate(self._classifiers):
+            for i in np.flatnonzero(codes == 0).tolist():
+                if not classifier.keeps(" ".join(documents[i].paragraphs)):
+                    codes[i] = CLASSIFIED - number
         for code in np.unique(codes[codes != 0]).tolist():
             places = np.flatnonzero(codes == code)
             few = [documents[i].paragraphs for i in places[: work_files.EXAMPLES].tolist()]
             examples = [" ".join(" ".join(paragraphs).split()) for paragraphs in few]
             sentences, tokens = int(table["sentences"][places].sum()), int(table["tokens"][places].sum())
-            reason = OTHER_REASONS.get(code) or rules.REASONS[code]
+            reason = OTHER_REASONS.get(code) or (
+                f"classifier {Path(self._classifiers[CLASSIFIED - code].path).name}"
+                if code < 0
+                else rules.REASONS[code]
+            )
             self._result.drop(reason, len(places), sentences, tokens, examples)
         return codes == 0
 

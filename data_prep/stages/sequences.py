@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.common.arrays import choose_share
-from data_prep.common.errors import BadInput, Unfinished
+from data_prep.common.errors import BadInput
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer, total
@@ -38,9 +38,10 @@ DRAWS = 4096
 # LONG_ROWS rows, which no text with sentence ends has; into PARTS parts a row, so that one that does not fit loses little, of
 # at least SHORTEST tokens.
 LONG_ROWS, LONG_SHARE, PARTS, SHORTEST = 2, 0.2, 12, 8
-# shares of random pairs and of truncated tokens above which a build stops; of fewer than FEWEST_PAIRS pairs, or rows shorter
-# than SHORT_ROW, from which BERT's pairs cut off a fifth in any language, it only warns
-MAX_RANDOM, MAX_TRUNCATED, FEWEST_PAIRS, SHORT_ROW = 0.6, 0.2, 1000, 128
+# share of sequences that aim at a shorter, uniform length
+SHORT_SHARE = 0.1
+# shares of random pairs and of truncated tokens above which a build warns
+MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ class DrawnSequences:
 
 
 def run(
-    stages: Stages, job: BuildJob, kept: list[KeptDocuments], held_tokens: list[int], seq_len: int, allow: bool
+    stages: Stages, job: BuildJob, kept: list[KeptDocuments], held_tokens: list[int], seq_len: int
 ) -> DrawnSequences:
     """Draw all sequences of `seq_len`. `held_tokens` is truthy for each task that has held-out documents."""
     groups = held_groups(kept, held_tokens, seq_len)
     draws = [SequenceDraw("train", i, seq_len, (part,)) for i, part in enumerate(kept)]
     drawn = DrawnSequences(seq_len, stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws]), len(groups))
-    check(total(drawn.train), seq_len, allow)
+    check(total(drawn.train), seq_len)
     return drawn
 
 
@@ -182,15 +183,15 @@ def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> list[En
 
 
 def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator, result: ItemResult) -> SequenceSpans:
-    options, tokenizer = job.options, read.encoder_of(job)[0]
-    if not options.nsp:
-        return filled_rows(unit, seq_len - SINGLE_SPECIALS, options.short_share, tokenizer.word_start, rng)
+    tokenizer = read.encoder_of(job)[0]
+    if not job.options.nsp:
+        return filled_rows(unit, seq_len - SINGLE_SPECIALS, SHORT_SHARE, tokenizer.word_start, rng)
     capacity = seq_len - PAIR_SPECIALS
-    if limit := sentence_limit(unit, capacity, options.max_sentence):
+    if limit := sentence_limit(unit, capacity):
         sentences = len(unit.sentence_lengths)
         unit = split_long(unit, limit, tokenizer)
         result.counts["split sentences"] += len(unit.sentence_lengths) - sentences
-    return sentence_pairs(unit, capacity, options.short_share, rng)
+    return sentence_pairs(unit, capacity, SHORT_SHARE, rng)
 
 
 def _write(
@@ -381,10 +382,8 @@ def assemble(
     return flat, lengths, first
 
 
-def sentence_limit(encoded: Encoded, capacity: int, wanted: int) -> int:
-    """Tokens that a sentence may have; 0: any number. `wanted` is the option, 0 to decide by the documents."""
-    if wanted:
-        return wanted
+def sentence_limit(encoded: Encoded, capacity: int) -> int:
+    """Tokens that a sentence may have; 0: any number."""
     lengths = encoded.sentence_lengths
     if lengths[lengths > LONG_ROWS * capacity].sum() <= LONG_SHARE * len(encoded.tokens):
         return 0
@@ -431,47 +430,23 @@ def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
     return at[np.arange(len(at)), value.argmax(1)] if len(at) else np.zeros(0, np.int64)
 
 
-def check(drawn: ItemResult, seq_len: int, allow: bool) -> None:
-    """Check the sum of what drawing the training sequences of `seq_len` reported.
-
-    Raises BadInput where it makes no row, and Unfinished where it makes poor ones: the same command with --allow continues.
-    """
-    if drawn.counts["tokens"] < seq_len:
+def check(drawn: ItemResult, seq_len: int) -> None:
+    """Warn where the training sequences of `seq_len`, whose sums are `drawn`, are poor. Raises BadInput where they make no row."""
+    c = drawn.counts
+    if c["tokens"] < seq_len:
         raise BadInput(
-            f"--input: the corpus makes only {drawn.counts['tokens']} tokens, less than one row of {seq_len}; give more text"
+            f"--input: the corpus makes only {c['tokens']} tokens, less than one row of {seq_len}; give more text"
         )
-    problems = [text for text in (_random(drawn), _truncated(drawn, seq_len)) if text]
-    if not problems:
-        return
-    message = f"rows of {seq_len}: " + "; ".join(problems)
-    if allow or drawn.counts["pairs"] < FEWEST_PAIRS or seq_len < SHORT_ROW:
-        log.warning(message)
-        return
-    raise Unfinished(
-        f"{message}. Nothing was written; --allow takes it as it is and resumes from here, "
-        "other options start again with --overwrite"
-    )
-
-
-def _random(drawn: ItemResult) -> str:
-    pairs, random = drawn.counts["pairs"], drawn.counts["random next"]
-    if random <= MAX_RANDOM * pairs:
-        return ""
-    sentences = drawn.counts["sentences"] / max(1, drawn.counts["documents"])
-    return (
-        f"{random / pairs:.0%} of the pairs have a random second part, where half should: documents have {sentences:.1f} "
-        "sentences on average, and one of a single sentence has no next (--no-nsp makes no pairs; --text-documents says "
-        "what a document is; --max-sentence N splits long sentences)"
-    )
-
-
-def _truncated(drawn: ItemResult, seq_len: int) -> str:
-    tokens = drawn.counts["corpus tokens"] + drawn.counts["borrowed tokens"]
-    lost = drawn.counts["truncated tokens"]
-    if not drawn.counts["pairs"] or lost <= MAX_TRUNCATED * tokens:
-        return ""
-    length = drawn.counts["corpus tokens"] / max(1, drawn.counts["sentences"])
-    return (
-        f"{lost / tokens:.0%} of the tokens are cut off, because sentences have {length:.0f} tokens on average (--seq-len "
-        f"{4 * seq_len} or so, a larger --vocab-size, --max-sentence {max(8, seq_len // 8)}, or --no-nsp, which cuts off none)"
-    )
+    if c["random next"] > MAX_RANDOM * c["pairs"]:
+        log.warning(
+            f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second part, where half should: "
+            f"documents have {c['sentences'] / max(1, c['documents']):.1f} sentences on average, and one of a single sentence "
+            "has no next (--no-nsp makes no pairs; --text-documents says what a document is)"
+        )
+    tokens = c["corpus tokens"] + c["borrowed tokens"]
+    if c["pairs"] and c["truncated tokens"] > MAX_TRUNCATED * tokens:
+        log.warning(
+            f"rows of {seq_len}: {c['truncated tokens'] / tokens:.0%} of the tokens are cut off: sentences have "
+            f"{c['corpus tokens'] / max(1, c['sentences']):.0f} tokens on average (a longer --seq-len, a larger --vocab-size, or "
+            "--no-nsp, which cuts off none)"
+        )

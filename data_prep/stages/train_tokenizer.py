@@ -1,8 +1,6 @@
 """Training of a tokenizer on a bounded sample spread over the corpora, to the same bytes each time.
 
-The sample is the beginning of tasks at even distances. A corpus gets a share of it that grows with its bytes to the power
-`sample_alpha`: 1 is its natural share, 0 an equal one, and 0.3 what multilingual models take to balance small languages
-(Conneau et al. 2020, section 3.1). The number of training threads is fixed: it decides in which order SentencePiece
+The sample is the beginning of tasks at even distances, from each corpus in the proportion of its bytes. The number of training threads is fixed: it decides in which order SentencePiece
 adds its floating-point sums.
 
 A WordPiece vocabulary is made of the tokens that SentencePiece's merges make of BERT's words. (The trainer of Hugging Face's
@@ -16,8 +14,7 @@ import io
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ from data_prep.stages.read import clean_documents
 from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import word_facts
 from megabert.common.files import write_whole
-from megabert.data.tokenizer import CONTINUATION, KEPT_BLANKS, SPECIAL_TOKENS, WORD_START, Tokenizer
+from megabert.data.tokenizer import CONTINUATION, SPECIAL_TOKENS, WORD_START, Tokenizer
 
 SAMPLE, TRAIN = "sample", "train"
 # tasks sampled of a corpus
@@ -81,10 +78,7 @@ def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequenc
     shares: list[SampleShare] = []
     by_corpus = {c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})}
     alone = len(by_corpus) == 1
-    counts = {
-        c: 1.0 if alone else (unpacked_bytes(of_corpus) * weights[c]) ** options.sample_alpha
-        for c, of_corpus in by_corpus.items()
-    }
+    counts = {c: 1.0 if alone else unpacked_bytes(of_corpus) * weights[c] for c, of_corpus in by_corpus.items()}
     for corpus, of_corpus in by_corpus.items():
         count = min(len(of_corpus), SAMPLED_TASKS)
         size = int(options.sample_megabytes * 1_000_000 * counts[corpus] / sum(counts.values()) / count)
@@ -104,24 +98,19 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
         documents.append(document.paragraphs)
         if size <= 0:
             break
-    options = job.options
-    facts_of = partial(
-        word_facts, form=options.normalization, folded=job.needs_folded(), keep_whitespace=options.keep_whitespace
-    )
-    words = facts_of(documents)
-    limits = job.options_of(share.task.corpus).rules
+    words = word_facts(documents, job.needs_folded())
+    limits = job.options.rules
     kept = iter((rules.judge_lines(words, limits) == 0).tolist())
     documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
-    words = facts_of(documents)
+    words = word_facts(documents, job.needs_folded())
     wanted = rules.judge(words, limits) == 0
-    wanted &= words.document_hashes(options.seed) >= job.held_limit
+    wanted &= words.document_hashes(job.options.seed) >= job.held_limit
     lines: list[str] = []
     size = share.size
     for i in np.flatnonzero(wanted).tolist():
         for paragraph in documents[i]:
-            for sentence in _lines_of(paragraph) if options.keep_whitespace else sentences.split(paragraph):
-                cut = sentence[:MAX_SENTENCE].split(" ")
-                lines.append(" ".join(clean.clean_word(word, options.normalization) for word in cut))
+            for sentence in sentences.split(paragraph):
+                lines.append(" ".join(map(clean.clean_word, sentence[:MAX_SENTENCE].split(" "))))
                 size -= len(sentence)
             if size <= 0:
                 break
@@ -129,15 +118,6 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     data = "".join(line + "\n" for line in lines).encode()
     work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), result)
     return result
-
-
-def _lines_of(paragraph: str) -> list[str]:
-    """Lines of a paragraph that keeps its whitespace, each after a tab.
-
-    A tab is a symbol, as a line end is, and separates a line from the space that SentencePiece puts before it: what is learned
-    of indented lines then holds inside documents.
-    """
-    return ["\t" + line for line in paragraph.split("\n") if line.strip(clean.BLANKS)]
 
 
 def train_item(job: BuildJob, count: int) -> ItemResult:
@@ -156,12 +136,11 @@ def train_files(lines: list[str], options: BuildOptions) -> dict[str, bytes]:
     """The files of a tokenizer of the kind of `options`, by name. Raises BadInput as `train` does."""
     if options.kind == "sentencepiece":
         return {"tokenizer.model": train(lines, options)}
-    merges = replace(options, model_type="bpe", lowercase=False, model_form="none")
-    return wordpiece_vocabulary(_parse(train(bert_words(lines, options), merges)), options).files()
+    return wordpiece_vocabulary(_parse(train(bert_words(lines, options), options)), options).files()
 
 
 def train(lines: list[str], options: BuildOptions) -> bytes:
-    """Bytes of a SentencePiece model with the five special tokens at ids 0 to 4.
+    """Bytes of a SentencePiece model with the five special tokens at ids 0 to 4; for WordPiece of its BPE merges.
 
     Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works, or more
     characters than that.
@@ -169,18 +148,16 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
     model = io.BytesIO()
     if not lines:
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
-    # A model lists the options that were passed, so only those that are needed are.
-    optional: dict[str, Any] = {"byte_fallback": True} if options.byte_fallback else {}
-    if options.keep_whitespace:
-        optional |= {"user_defined_symbols": list(KEPT_BLANKS), "remove_extra_whitespaces": False}
-        optional["allow_whitespace_only_pieces"] = True
+    rule = "identity"
+    if options.kind == "sentencepiece":
+        rule = "nmt_nfkc_cf" if options.lowercase else "nmt_nfkc"
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=options.vocab_size,
-            model_type=options.model_type,
-            normalization_rule_name=_normalization_rule(options),
+            model_type="unigram" if options.model_type == "unigram" else "bpe",
+            normalization_rule_name=rule,
             pad_id=0,
             unk_id=1,
             bos_id=2,
@@ -191,7 +168,6 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             eos_piece="[SEP]",
             control_symbols=["[MASK]"],
             character_coverage=options.character_coverage,
-            **optional,
             max_sentence_length=4 * MAX_SENTENCE,
             num_threads=THREADS,
             minloglevel=2,
@@ -207,15 +183,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
                 f"--vocab-size: {options.vocab_size} tokens are more than the corpus gives{hint}, or give more text"
             ) from None
         raise
-    trained = exact(model.getvalue()) if options.model_type == "unigram" else model.getvalue()
-    return _with_form(trained, "nfc") if options.model_form == "NFC" else trained
-
-
-def _normalization_rule(options: BuildOptions) -> str:
-    """SentencePiece's name of what the model does to characters. Text in NFC is normalized before it."""
-    if options.model_form != "NFKC":
-        return "identity"
-    return "nmt_nfkc_cf" if options.lowercase else "nmt_nfkc"
+    return exact(model.getvalue()) if options.model_type == "unigram" else model.getvalue()
 
 
 def _too_few(options: BuildOptions, least: int) -> BadInput:
@@ -229,13 +197,6 @@ def _parse(model: bytes) -> Any:
     """The protocol buffer of a SentencePiece model."""
     messages: Any = sentencepiece_model_pb2  # its classes are made at import
     return messages.ModelProto.FromString(model)
-
-
-def _with_form(model: bytes, form: str) -> bytes:
-    """A model that names the normal form of its text: the library has no rule of that name, and ignores it."""
-    proto = _parse(model)
-    proto.normalizer_spec.name = form
-    return proto.SerializeToString()
 
 
 def exact(model: bytes) -> bytes:

@@ -106,22 +106,17 @@ class DocumentBatch:
         return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0))
 
 
-def word_facts(
-    documents: list[list[str]], form: clean.Form, folded: bool = False, keep_whitespace: bool = False
-) -> WordFacts:
+def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
     """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded` ones too where asked for."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
         for paragraph in paragraphs:
-            if keep_whitespace:
-                words += [word.strip(clean.BLANKS) for word in clean.kept_words(paragraph)]
-            else:
-                words += paragraph.split()
+            words += paragraph.split()
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    plain = [clean.clean_word(word, form) for word in distinct]
+    plain = [clean.clean_word(word) for word in distinct]
     facts = describe_words(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     hashes = fold(plain)[numbers] if folded else None
@@ -131,16 +126,16 @@ def word_facts(
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
-    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC). `folded`: fold words, too.
+    `dtype` is that of the ids in shards. `folded`: fold words, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC", folded: bool = False) -> None:
-        if not tokenizer.word_local:
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False) -> None:
+        if not tokenizer.word_local or tokenizer.keeps_whitespace:
             raise BadInput(
-                f"{tokenizer.path}: its tokens cross word boundaries (trained with split_by_whitespace or "
+                f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
-        self.tokenizer, self.dtype, self.form, self.folded = tokenizer, np.dtype(dtype), form, folded
+        self.tokenizer, self.dtype, self.folded = tokenizer, np.dtype(dtype), folded
         self._reset_cache()
         self._reset_documents()
 
@@ -167,11 +162,7 @@ class WordEncoder:
 
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         """Word numbers int64 [w] of all waiting documents, and the word offsets int64 [p + 1] of their paragraphs."""
-        if self.tokenizer.keeps_whitespace:
-            words = [clean.kept_words(paragraph) for paragraph in self._paragraphs]
-            lists = pa.array(words, pa.list_(pa.string()))
-        else:
-            lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
+        lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         encoded = lists.flatten().dictionary_encode()
         distinct, place = encoded.dictionary, encoded.indices.to_numpy()  # place: of each word among the distinct ones
         hashes = word_hashes(distinct)
@@ -231,15 +222,10 @@ class WordEncoder:
         if max(map(len, new)) > MAX_WORD:
             parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
             edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
-        if self.tokenizer.keeps_whitespace:  # the blanks around a word are part of it
-            encoded = self.tokenizer.encode_chunks(parts)
-            plain = [word.strip(clean.BLANKS) for word in new]
-        else:
-            form = self.form
-            plain = [w if w.isascii() and "&" not in w else clean.clean_word(w, form) for w in parts]
-            encoded = self.tokenizer.encode_batch(plain)
-            if parts is not new:
-                plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
+        plain = [w if w.isascii() and "&" not in w else clean.clean_word(w) for w in parts]
+        encoded = self.tokenizer.encode_batch(plain)
+        if parts is not new:
+            plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
         lengths = np.fromiter(map(len, encoded), np.int32, len(parts))
         tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(lengths.sum()))
         ends = sentences.ends(plain)

@@ -206,7 +206,7 @@ def test_a_published_vocabulary_feeds_the_same_path(corpus, command, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(pieces) + "\n", encoding="utf-8")
     output = tmp_path / "out"
-    result = command("build", "--input", folder, "--tokenizer", vocabulary, "--output", output, "--allow", "--quiet")
+    result = command("build", "--input", folder, "--tokenizer", vocabulary, "--output", output, "--quiet")
     assert result.returncode == 0, result.stderr
     manifest = json.loads((output / "manifest.json").read_text())["tokenizer"]
     assert manifest["kind"] == "wordpiece" and manifest["file"] == "vocab.txt"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def batch_of(documents):
     """Facts of the words of documents, each a list of paragraphs or one string with line feeds between them."""
-    return encoder.word_facts([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC", folded=True)
+    return encoder.word_facts([d.split("\n") if isinstance(d, str) else d for d in documents], folded=True)
 
 
 def articles(count):

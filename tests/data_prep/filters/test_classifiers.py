@@ -1,4 +1,4 @@
-"""fastText models as filters: what the model says decides, a corpus may want another language, mistakes are named."""
+"""fastText models as filters: what the model says decides, mistakes are named."""
 
 import json
 import random
@@ -79,31 +79,22 @@ def test_mistakes_are_named(model, tmp_path):
     for classifier, said in (
         (Classifier(str(tmp_path / "gone.bin"), ("en",), 0.5), "gone.bin: no such model file"),
         (Classifier(str(tmp_path / "no.bin"), ("en",), 0.5), "no.bin: not a fastText model"),
-        (Classifier(model, (), 0.5), "name the labels"),
-        (Classifier(model, ("en",), 1.5), "lies in 0..1, not 1.5"),
     ):
         with pytest.raises(BadInput, match=said):
             classifier.check()
 
 
-def test_corpora_keep_their_languages(model, tmp_path):
+@pytest.mark.parametrize("text", ["model", "model:en", "model:en:x", "model:en:1.5", "model::0.5", "model:a,,b:0.5"])
+def test_a_classifier_of_another_form_is_refused(text):
+    with pytest.raises(BadInput, match=f"--classifier {text}: give FILE:LABELS:P"):
+        Classifier.parse(text)
+
+
+def test_build_drops_by_each_model(model, tmp_path):
     rng = random.Random(3)
-    for name, count in (("a", 60), ("b", 40)):
-        lines = [text("en" if i % 2 else "de", rng) for i in range(count)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-    recipe = tmp_path / "r.toml"
-    recipe.write_text(
-        f'language_model = "{model}"\nlanguage = "en"\ntext_documents = "line"\nno_nsp = true\nseq_len = 32\nheld_out = 0\n'
-        f'tokenizer = "{OLD}/dataset/tokenizer.model"\n[corpus.a]\ninput = "{tmp_path}/a.txt"\n'
-        f'[corpus.b]\ninput = "{tmp_path}/b.txt"\nlanguage = ["en", "de"]\n'
-    )
-    assert main(["build", str(recipe), "--output", str(tmp_path / "out"), "--workers", "1", "--quiet"]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["dropped"]["reasons"] == {"language": 30}
-    assert report["corpora"]["a"]["dropped_while_reading"] == {"language": 30}
+    lines = [text("en" if i % 2 else "de", rng) for i in range(60)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
     options = [
-        "--input",
-        f"{tmp_path}/a.txt",
         "--text-documents",
         "line",
         "--no-nsp",
@@ -111,24 +102,21 @@ def test_corpora_keep_their_languages(model, tmp_path):
         "32",
         "--held-out",
         "0",
+        "--workers",
+        "1",
+        "--quiet",
     ]
-    options += ["--tokenizer", f"{OLD}/dataset/tokenizer.model", "--quality-model", model, "--quality-label", "de"]
-    assert main(["build", *options, "--output", str(tmp_path / "two"), "--workers", "1", "--quiet"]) == 0
-    report = json.loads((tmp_path / "two" / "report.json").read_text())
-    assert report["dropped"]["reasons"] == {"model quality": 30}
-    assert str(model) in json.loads((tmp_path / "two" / "build.json").read_text())["models"]
-
-
-def test_build_with_models_is_reproducible(model, tmp_path):
-    rng = random.Random(4)
-    (tmp_path / "in").mkdir()
-    lines = [text("en" if i % 2 else "de", rng) for i in range(40)]
-    (tmp_path / "in" / "a.txt").write_text("\n".join(lines))
-    common = ["--workers", "1", "--quiet"]
-    command = [
-        "build", "--input", f"{tmp_path}/in", "--text-documents", "line", "--no-nsp", "--seq-len", "32", "--held-out", "0",
-        "--tokenizer", f"{OLD}/dataset/tokenizer.model", "--language-model", model, "--language", "en",
-        "--quality-model", model, "--quality-label", "en", *common,
-    ]  # fmt: skip
+    options += [
+        "--tokenizer",
+        f"{OLD}/dataset/tokenizer.model",
+        "--classifier",
+        f"{model}:en,de:0.1",
+        f"{model}:en:0.65",
+    ]
+    command = ["build", "--input", f"{tmp_path}/a.txt", "--output", str(tmp_path / "out"), *options]
     for _ in range(2):
-        assert main([*command, "--output", f"{tmp_path}/out"]) == 0
+        assert main(command) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["dropped"]["reasons"] == {"classifier lid.bin": 30}
+    assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
+    assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["models"]

@@ -100,7 +100,7 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
     path = folder / "cut"
     path.write_bytes(content)
     format_ = kind if kind in FORMATS else "text"
-    options = {"format": format_, "encoding": "utf-8", "text_documents": kind if format_ == "text" else "auto"}
+    options = {"format": format_, "text_documents": kind if format_ == "text" else "auto"}
     with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
         one, want = read(path, whole := Problems("skip"), **options)
         with (
@@ -123,12 +123,12 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
     packed = b"".join(bz2.compress(content[a:b]) for a, b in pairwise(ends))
     path = folder / "streams"
     path.write_bytes(packed)
-    _, want = read(path, whole := Problems("skip"), encoding="utf-8", format=kind)
+    _, want = read(path, whole := Problems("skip"), format=kind)
     with (
         mock.patch.object(documents, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
         mock.patch.object(documents, "_must_unpack", lambda file, head: False),
     ):
-        pieces, found = read(path, cut := Problems("skip"), encoding="utf-8", format=kind)
+        pieces, found = read(path, cut := Problems("skip"), format=kind)
     assert pieces > 1 or len(packed) < 400
     assert [text for _, text in found] == [text for _, text in want]
     assert cut.counts == whole.counts and cut.dropped == whole.dropped

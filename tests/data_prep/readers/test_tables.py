@@ -120,32 +120,16 @@ def test_a_bomb_of_one_repeated_value_is_refused(tmp_path):
         read_all([path])
 
 
-def test_saved_dataset_reads_its_state(tmp_path):
+def test_saved_dataset_is_its_tables(tmp_path):
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(3000))})
     whole.save_to_disk(tmp_path / "one", num_shards=3)
-    write(tmp_path / "one" / "data-left-over.arrow", pa.table({"text": ["stale"]}))
+    write(tmp_path / "one" / "cache-1f.arrow", pa.table({"text": ["stale"]}))
     assert read_all([tmp_path / "one"])[0] == TEXTS
     both = datasets.DatasetDict({"train": whole.select(range(2000)), "test": whole.select(range(2000, 3000))})
-    both.save_to_disk(tmp_path / "more" / "two")
-    assert read_all([tmp_path / "more"])[0] == TEXTS[:2000]  # train, where no split is named
-
-
-@pytest.mark.parametrize("name", ["../secret.arrow", "", "..", "a/b.arrow"])
-def test_a_state_that_names_other_places_is_refused(name, tmp_path):
-    (tmp_path / "dataset_info.json").write_text("{}")
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(BadInput, match=r"state\.json: names .* which is no file name"):
-        read_all([tmp_path])
-    assert read_all([tmp_path], "skip")[1].counts == {"damaged dataset folder": 1}
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"_data_files": 5}', b"[" * 100_000])
-def test_a_damaged_state_is_named(content, tmp_path):
-    (tmp_path / "dataset_info.json").write_text("{}")
-    (tmp_path / "state.json").write_bytes(content)
-    with pytest.raises(BadInput, match=r"state\.json: not the JSON object of a saved dataset"):
-        read_all([tmp_path])
+    both.save_to_disk(tmp_path / "two")
+    assert read_all([tmp_path / "two" / "train"])[0] == TEXTS[:2000]
+    assert read_all([tmp_path / "two"])[0] == TEXTS[2000:] + TEXTS[:2000]
 
 
 RECORDS = [
@@ -186,38 +170,6 @@ def test_a_field_that_is_not_there_is_named(table, field):
     name = field.split("+")[-1]
     with pytest.raises(BadInput, match=rf"(field|column) '{name}'"):
         read_all([table], text_field=field)
-
-
-def save(folder, text):
-    """A dataset as Hugging Face `datasets` saves it, of one record."""
-    folder.mkdir(parents=True)
-    found = pa.Table.from_pylist([{"text": text}])
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, found.schema) as out:  # fmt: skip
-        out.write_table(found)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
-    (folder / "dataset_info.json").write_text("{}")
-
-
-def test_of_a_saved_dictionary_one_split_is_read(tmp_path):
-    for split in ("train", "test"):
-        save(tmp_path / "d" / split, f"{split} text")
-    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    texts, problems = read_all([tmp_path / "d"])
-    assert texts == ["train text"] and problems.counts["split not read"] == 1
-    assert read_all([tmp_path / "d"], split="test")[0] == ["test text"]
-    assert read_all([tmp_path / "d"], split="all")[0] == ["test text", "train text"]
-    assert read_all([tmp_path / "d" / "test"])[0] == ["test text"]
-    with pytest.raises(BadInput, match=r"no split 'dev' \(it has train, test\)"):
-        read_all([tmp_path / "d"], split="dev")
-
-
-def test_tables_named_after_splits(tmp_path):
-    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
-        parquet.write_table(pa.Table.from_pylist([{"text": name}]), tmp_path / f"{name}.parquet")
-    assert read_all([tmp_path])[0] == ["train-00000-of-00002", "train-00001-of-00002"]
-    assert read_all([tmp_path], split="test")[0] == ["test-00000-of-00001"]
-    parquet.write_table(pa.Table.from_pylist([{"text": "b"}]), tmp_path / "books-00000-of-00001.parquet")
-    assert len(read_all([tmp_path])[0]) == 4  # names of something else
 
 
 @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst", "parquet"])

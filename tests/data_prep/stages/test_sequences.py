@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import re
 
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.common.errors import Unfinished
+from data_prep.common.errors import BadInput
 from data_prep.executor.work_files import ItemResult
 from data_prep.stages import sequences
 from data_prep.stages.sequences import SequenceSpans, _truncate, assemble, filled_rows, sentence_pairs
 from data_prep.stages.shuffle import pack
 from data_prep.tokens.encoder import Encoded
+from megabert.common import logs
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 
@@ -213,10 +213,10 @@ def encoded(tokenizer, documents):
 def test_only_documents_without_sentence_ends_are_split_unasked(tokenizer):
     short = encoded(tokenizer, [["the fox over the river"] * 90, ["the sea " * 150]])
     assert 0.2 < 300 / len(short.tokens) < 0.5
-    assert sequences.sentence_limit(short, 125, 0) == 10
-    assert sequences.sentence_limit(short, 150, 0) == 0  # nothing is longer than two rows
+    assert sequences.sentence_limit(short, 125) == 10
+    assert sequences.sentence_limit(short, 150) == 0  # nothing is longer than two rows
     most = encoded(tokenizer, [["the fox over the river"] * 300, ["the sea " * 150]])
-    assert sequences.sentence_limit(most, 125, 0) == 0 and sequences.sentence_limit(most, 125, 40) == 40
+    assert sequences.sentence_limit(most, 125) == 0
 
 
 def test_cuts_are_at_the_best_places(tokenizer):
@@ -255,31 +255,14 @@ def drawn(**changes: int) -> ItemResult:
     return done
 
 
-def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    sequences.check(drawn(random_next=1200, truncated_tokens=20_000), 128, allow=False)
-    with pytest.raises(Unfinished, match=r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp.*--allow"):
-        sequences.check(drawn(random_next=1201), 128, allow=False)
-    with pytest.raises(
-        Unfinished, match=r"20% of the tokens are cut off, .* 22 tokens .*--seq-len 512.*--max-sentence 16"
-    ):
-        sequences.check(drawn(truncated_tokens=20_001), 128, allow=False)
+def test_poor_pairs_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup()
+    sequences.check(drawn(random_next=1200, truncated_tokens=20_000), 128)
+    sequences.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128)  # no pairs at all
     assert not capsys.readouterr().err
-    sequences.check(drawn(random_next=1201), 128, allow=True)
-    sequences.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
-    sequences.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
-    sequences.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True)  # no pairs at all
-    assert capsys.readouterr().err.count("of the pairs have a random second part") == 3
-
-
-def test_a_corpus_of_single_sentences(tmp_path, capsys) -> None:
-    records = ({"text": f"Record number {i} says one thing and stops after {i % 97} words."} for i in range(1300))
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = ["build", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
-    command += ["--vocab-size", "120", "--quiet"]
-    assert main(command) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: rows of 128: 100% of the pairs have a random second part") and said.count("\n") == 1
-    assert not list((tmp_path / "out").glob("*.tar")) and not (tmp_path / "out" / "manifest.json").exists()
-    assert main([*command, "--allow"]) == 0
-    out = capsys.readouterr().out
-    assert "random next 100.0%, cut off 0 tokens (0.0%)" in out and "resumed" in out
+    sequences.check(drawn(random_next=1201), 128)
+    assert re.search(r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp", capsys.readouterr().err)
+    sequences.check(drawn(truncated_tokens=20_001), 128)
+    assert re.search(r"20% of the tokens are cut off: .* 22 tokens .*--seq-len", capsys.readouterr().err)
+    with pytest.raises(BadInput, match="less than one row of 128"):
+        sequences.check(drawn(tokens=127), 128)

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from data_prep.build import build
+from data_prep.build import BuildPlan, build
 from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal, Stages
@@ -29,7 +29,8 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
     def run(name, **options):
         given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
         corpora = [tasks.Corpus("input", (str(corpus),))]
-        build(corpora, tmp_path / name, given, Pool(1), Tokenizer.load(tokenizer_file), progress=False)
+        plan = BuildPlan(corpora, tmp_path / name, given, Tokenizer.load(tokenizer_file))
+        build(plan, Pool(1), progress=False)
         return tmp_path / name
 
     return run

@@ -47,28 +47,12 @@ def trained(lines: list[str], folder: Path, **options: Any) -> Tokenizer:
     return Tokenizer.load(folder / ("vocab.txt" if options.get("model_type") == "wordpiece" else "tokenizer.model"))
 
 
-def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> None:
-    lines = [*topics[:9], *["10 m² of H₂O at ½ bar, ﬁne"] * 50]
-    decoded = {}
-    for form in ("NFKC", "NFC", "none"):
-        options = BuildOptions(vocab_size=400, model_form=form, normalization="NFC", character_coverage=1.0)
-        options.check()
-        tokenizer = trained(lines, tmp_path, **{"vocab_size": 400, "model_form": form, "character_coverage": 1.0})
-        decoded[form] = tokenizer.decode(tokenizer.encode_batch(["10 m² of H₂O"])[0])
-        assert tokenizer.plain("a&amp;\u200bb") == ("a&amp;\u200bb" if form == "none" else "a&b")
-    assert decoded == {"NFKC": "10 m2 of H2O", "NFC": "10 m² of H₂O", "none": "10 m² of H₂O"}
-    with pytest.raises(BadInput, match="--lowercase folds case together with NFKC"):
-        BuildOptions(model_form="NFC", lowercase=True).check()
-
-
-def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: Path) -> None:
+def test_coverage_leaves_nothing_unknown(topics: list[str], tmp_path: Path) -> None:
     lines = [*topics[:9], "one rare sign: \u2318"]
     plain = trained(lines, tmp_path, vocab_size=300)
     assert plain.unk_id in plain.encode_batch(["\u2318"])[0]
     whole = trained(lines, tmp_path, vocab_size=300, character_coverage=1.0)
     assert whole.unk_id not in whole.encode_batch(["\u2318"])[0] and whole.unk_id in whole.encode_batch(["\u4e2d"])[0]
-    with_bytes = trained(lines, tmp_path, vocab_size=500, byte_fallback=True)
-    assert with_bytes.decode(with_bytes.encode_batch(["\u4e2d \u2318 the"])[0]) == "\u4e2d \u2318 the"
 
 
 def test_wordpiece_vocabulary_is_reproducible(topics: list[str], tmp_path: Path) -> None:

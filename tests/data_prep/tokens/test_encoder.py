@@ -92,7 +92,7 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     assert batch.paragraph_sizes.tolist() == [2, 0, 0, 1, 0, 0, 1]
     assert batch.encoded.document_sizes.tolist() == [3, 0, 0, 0, 1]
     assert batch.encoded.document_tokens().sum() == len(batch.encoded.tokens)
-    alone = word_facts(documents, "NFC")
+    alone = word_facts(documents)
     for name in ("documents", "paragraphs"):
         assert getattr(alone, name).tolist() == getattr(batch.words, name).tolist()
     assert (alone.facts == batch.words.facts).all()
