@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
@@ -16,23 +15,17 @@ import pytest
 from benchmarks import bench_finetune as bench
 
 
-def test_phrases_to_choose_on_are_not_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "TRAIN_ROWS", 30)
-    (tmp_path / "sst2").mkdir()
-    rows = [f"{n % 2}\trow {n}" for n in range(100)]
+    for name in ("sst2", "wnut17"):
+        (tmp_path / name).mkdir()
+    rows, blocks = [f"{n % 2}\trow {n}" for n in range(100)], [f"w{n}\tB-person\nx\tO" for n in range(21)]
     (tmp_path / "sst2/train.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
+    (tmp_path / "wnut17/wnut17train.conll").write_bytes("\n\n".join(blocks).replace("\n", "\r\n").encode())
     files = bench.phrases(tmp_path, tmp_path)
     train, chosen_on = (path.read_text().splitlines() for path in (files.train, files.chosen_on))
-    assert train[0] == chosen_on[0] == "label\tsentence"
-    assert chosen_on[1:] == rows[::10] and len(set(train)) == 1 + 30
-    assert set(train[1:]) <= set(rows) - set(chosen_on) and files.reported == tmp_path / "sst2/dev.tsv"
-
-
-def test_sentences_of_tagged_words_stay_whole(tmp_path: Path) -> None:
-    (tmp_path / "wnut17").mkdir()
-    blocks = [f"w{n}\tB-person\nx\tO" for n in range(21)]
-    text = "\r\n\r\n".join(block.replace("\n", "\r\n") for block in blocks)
-    (tmp_path / "wnut17/wnut17train.conll").write_bytes(text.encode())
+    assert train[0] == "label\tsentence" and chosen_on == ["label\tsentence", *rows[::10]]
+    assert len(set(train)) == 1 + 30 and set(train[1:]) <= set(rows) - set(chosen_on)
     files = bench.sentences(tmp_path, tmp_path)
     train, chosen_on = (path.read_text().strip("\n").split("\n\n") for path in (files.train, files.chosen_on))
     assert chosen_on == blocks[::10] and train == [b for n, b in enumerate(blocks) if n % 10]
@@ -106,11 +99,10 @@ def test_the_interval_is_paired_over_items() -> None:
 def test_seeds_that_differ_widen_the_interval() -> None:
     draw = np.random.default_rng(2)
     theirs = np.repeat(draw.random((1, 500)) < 0.5, 5, axis=0)
-    steady = theirs | (draw.random((1, 500)) < 0.1)
-    unsteady = np.where(np.arange(5)[:, None] % 2, True, theirs)
+    steady, unsteady = theirs | (draw.random((1, 500)) < 0.1), np.where(np.arange(5)[:, None] % 2, True, theirs)
     narrow, wide = (bench.interval(runs(ours), runs(theirs)) for ours in (steady, unsteady))
-    assert 0 < narrow["low"] < narrow["gain"] < narrow["high"]
-    assert wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"]) and wide["low"] <= 0 < wide["gain"]
+    assert 0 < narrow["low"] < narrow["gain"] < narrow["high"] and wide["low"] <= 0 < wide["gain"]
+    assert wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"])
 
 
 CORRECT = {"ours": ("10", "10"), "theirs": ("11", "10"), bench.RANDOM: ("00", "01")}
@@ -167,10 +159,3 @@ def test_predictions_must_give_the_runs_scores(tmp_path: Path, trained: list[str
     monkeypatch.setattr(bench, "CASES", (other,))
     with pytest.raises(ValueError, match="its runs score"):
         bench.main(["--models", "ours=x", "--tasks", "t", "--work", str(tmp_path), "--seeds", "2"])
-
-
-def test_a_model_is_written_as_name_and_run() -> None:
-    for text in ("run", "=run", "a=", f"{bench.RANDOM}=run"):
-        with pytest.raises(argparse.ArgumentTypeError, match="write NAME=RUN"):
-            bench.named(text)
-    assert bench.named("a=b=c") == ("a", Path("b=c"))

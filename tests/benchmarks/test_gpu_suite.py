@@ -94,7 +94,6 @@ def test_wheels_are_those_that_the_machine_lacks(tmp_path: Path) -> None:
     assert (tmp_path / "site/alpha.py").read_text() == "name = 'alpha'\n"
     (folder / pack.RECORD).write_text(json.dumps({"python": "3.9"}))
     assert pack.unpack_wheels(folder, tmp_path / "other").startswith("wheels not used: they are of Python 3.9")
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_is_no_pack_is_not_replaced(tmp_path: Path) -> None:

@@ -40,22 +40,19 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_a_clean_tree_may_write_its_results(tree: Path) -> None:
     (tree / hardware.RESULTS / "new.json").write_text("{}\n")  # results do not make it dirty
-    (tree / hardware.RESULTS / "old.json").write_text("[]\n")
     target = parse("--json", str(tree / hardware.RESULTS / "new.json")).json
     hardware.write_json(target, {"ratio": 2.0})
     about = json.loads(target.read_text())["about"]
     assert "+changes" not in about["revision"] and "changes" not in about
 
 
-@pytest.mark.parametrize("changed", ["source.py", "untracked.py"])
-def test_a_changed_tree_may_not_but_where_it_is_allowed_and_said(tree: Path, capsys, changed: str) -> None:
-    (tree / changed).write_text("2\n")
+def test_a_changed_tree_may_not_but_where_it_is_allowed_and_said(tree: Path, capsys) -> None:
+    (tree / "source.py").write_text("2\n")
     target = tree / hardware.RESULTS / "new.json"
     with pytest.raises(SystemExit) as ended:
         parse("--json", str(target))
-    assert ended.value.code == 2 and changed in capsys.readouterr().err
+    assert ended.value.code == 2 and "source.py" in capsys.readouterr().err
     parse("--json", str(tree / "elsewhere.json"))
-    parse()
     hardware.write_json(parse("--json", str(target), "--allow-dirty").json, {})
     about = json.loads(target.read_text())["about"]
-    assert about["revision"].endswith("+changes") and [line.split()[-1] for line in about["changes"]] == [changed]
+    assert about["revision"].endswith("+changes") and about["changes"] == [" M source.py"]

@@ -16,6 +16,7 @@ from benchmarks.race.recipes import TRACKS, RaceRecipe, track_of
 from benchmarks.race.records import Records
 from megabert import config as configuration
 from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/data/golden/dataset"
@@ -33,42 +34,30 @@ def test_a_track_is_minutes_or_tokens() -> None:
 
 def test_no_document_is_on_both_sides(tmp_path: Path) -> None:
     articles = [f'<doc id="{n}">\nTitle {n}\n\nText {n}.\n</doc>\n'.encode() for n in range(2000)]
-    for folder in ("AA", "AB"):
-        (tmp_path / "text/enwiki" / folder).mkdir(parents=True)
-        half = articles[:1000] if folder == "AA" else articles[1000:]
-        (tmp_path / "text/enwiki" / folder / "wiki_00.bz2").write_bytes(bz2.compress(b"".join(half)))
+    for folder, half in (("enwiki/AA", articles[:1000]), ("enwiki/AB", articles[1000:])):
+        (tmp_path / "text" / folder).mkdir(parents=True)
+        (tmp_path / "text" / folder / "wiki_00.bz2").write_bytes(bz2.compress(b"".join(half)))
     (tmp_path / "text/novels").mkdir()
     (tmp_path / "text/novels/One.txt").write_bytes(b"A novel.\r\n")
     dataset.split(tmp_path / "text", tmp_path / "out")
-    parts = {
-        part: b"".join(path.read_bytes() for path in sorted((tmp_path / "out" / part).iterdir()))
+    train, held_out = (
+        b"".join(path.read_bytes() for path in sorted((tmp_path / "out" / part).iterdir()))
         for part in ("train", "held_out")
-    }
-    found = {part: set(dataset.WIKI_DOCUMENT.findall(text)) for part, text in parts.items()}
-    assert not found["train"] & found["held_out"] and found["train"] | found["held_out"] == set(articles)
-    assert 5 < len(found["held_out"]) < 40 and b"A novel." in b"".join(parts.values())
-    mark = json.loads((tmp_path / "out" / dataset.MARK).read_text())
-    assert mark["counts"] == {part: len(f) + (b"novel" in parts[part]) for part, f in found.items()}
-    (tmp_path / "text/novels/One.txt").write_bytes(b"Another novel.\r\n")
-    dataset.split(tmp_path / "text", tmp_path / "again")
-    assert json.loads((tmp_path / "again" / dataset.MARK).read_text())["documents"] == mark["documents"]
+    )
+    kept, held = (set(dataset.WIKI_DOCUMENT.findall(text)) for text in (train, held_out))
+    assert not kept & held and kept | held == set(articles)
+    assert 5 < len(held) < 40 and b"A novel." in train + held_out
+    assert sum(json.loads((tmp_path / "out" / dataset.MARK).read_text())["counts"].values()) == 2001
 
 
 def test_bits_a_byte_do_not_depend_on_the_vocabulary() -> None:
     """A model that knows nothing of a text of independent bytes: 8 bits a byte, with tokens of one byte or of two."""
     ones, twos = (dataset.figures(math.log(256**n), 0.0, float(n))["bits"] for n in (1, 2))
     assert ones == twos == 8.0
-    rows = Dataset(GOLDEN).read(np.arange(536))
-    size = dataset.bytes_a_token(GOLDEN)
-    text = sum(len(piece) for piece in decoded(rows.ids))
-    assert size == pytest.approx(text / (rows.ids > 4).sum())
-
-
-def decoded(ids: np.ndarray) -> list[bytes]:
-    from megabert.data.tokenizer import Tokenizer
-
-    pieces = Tokenizer.load(GOLDEN / "tokenizer.model").tokens
-    return [pieces[i].encode() for i in ids.ravel().tolist() if i > 4]
+    ids = Dataset(GOLDEN).read(np.arange(536)).ids
+    tokens = Tokenizer.load(GOLDEN / "tokenizer.model").tokens
+    text = sum(len(tokens[i].encode()) for i in ids.ravel().tolist() if i > 4)
+    assert dataset.bytes_a_token(GOLDEN) == pytest.approx(text / (ids > 4).sum())
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -125,60 +114,40 @@ def test_a_wrong_recipe_names_file_and_field(tmp_path: Path, text: str, said: st
     assert "recipe.toml" in str(error.value)
 
 
-def result(bits: float, date: str) -> dict:
+def result(bits: float) -> dict:
     curve = [{"seconds": 6.0 * n, "tokens": 1000 * n, "loss": 9.0 - n, "accuracy": 0.1 * n} for n in range(3)]
     figures = {"bits": bits, "loss": 3 * bits, "accuracy": 0.2, "tokens": 2e6}
-    return {"date": date, "hardware": "2 cores, X; no GPU", "curve": curve} | figures
-
-
-def test_entries_are_kept_and_best_first(tmp_path: Path) -> None:
-    kept, track = Records(tmp_path / "records.json"), track_of("5m-tokens")
-    for name, day, scores in (
-        ("first", 1, (2.0, 2.1, 2.2)),
-        ("worse", 2, (2.3, 2.3, 2.3)),
-        ("two seeds", 3, (1.0, 1.0)),
-        ("better", 4, (1.9, 2.0, 1.8)),
-    ):
-        recipe = RaceRecipe(name, about=name, keys={"optimizer.lr": day / 1000})
-        entry = kept.entry(track, recipe, DATA)
-        for seed, bits in enumerate(scores, 42):
-            entry["seeds"][str(seed)] = result(bits, f"2026-11-0{day}T00:00:0{seed - 42}+00:00")
-    kept.write()
-    again = Records(kept.path)
-    entries = again.of("5m-tokens")
-    assert [entry["recipe"] for entry in entries] == ["two seeds", "better", "first", "worse"]
-    lines = records.table(again, "5m-tokens").splitlines()
-    assert lines[3].startswith("| better | 1.9000 ± 0.1000 |")
-    assert again.entry(track, RaceRecipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA) is again.entries[3]
-    with pytest.raises(ValueError, match="other held-out documents"):
-        again.entry(track, RaceRecipe("other", about="x"), DATA | {"documents": "e"})
-    pytest.importorskip("matplotlib")
-    records.plot(entries, tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "million real tokens" in drawn and "<!-- better -->" in drawn
-    longer = [entry | {"track": "20m-tokens"} for entry in entries[:1]]
-    records.plot(entries + longer, tmp_path / "both.svg")
-    assert "<!-- two seeds, 20m-tokens -->" in (tmp_path / "both.svg").read_text()
-    with pytest.raises(ValueError, match="plot either"):
-        records.plot([entries[0], entries[1] | {"track": "30min-2cores"}], tmp_path / "neither.svg")
-    assert not (tmp_path / "neither.svg").exists()
+    return {"date": "2026-11-01", "hardware": "2 cores, X; no GPU", "curve": curve} | figures
 
 
 def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
     track, path = track_of("5m-tokens"), tmp_path / "new" / "records.json"
     both, own = RaceRecipe("both", about="both"), RaceRecipe("own", about="own", keys={"optimizer.lr": 0.1})
     one, other = Records(path), Records(path)
-    one.entry(track, both, DATA)["seeds"]["42"] = result(2.0, "2026-11-01T00:00:00+00:00")
+    for records_, recipe, seed, bits in ((one, both, "42", 2.0), (other, both, "43", 2.1), (other, own, "42", 1.9)):
+        records_.entry(track, recipe, DATA)["seeds"][seed] = result(bits)
+        records_.write()
+    one.entry(track, both, DATA)["seeds"]["44"] = result(2.2)
     one.write()
-    other.entry(track, both, DATA)["seeds"]["43"] = result(2.1, "2026-11-01T00:00:01+00:00")
-    other.entry(track, own, DATA)["seeds"]["42"] = result(1.9, "2026-11-01T00:00:02+00:00")
-    other.write()
-    one.entry(track, both, DATA)["seeds"]["44"] = result(2.2, "2026-11-01T00:00:03+00:00")
-    one.write()
-    assert [(e["recipe"], sorted(e["seeds"])) for e in Records(path).of("5m-tokens")] == [
-        ("own", ["42"]),
-        ("both", ["42", "43", "44"]),
-    ]
+    again = Records(path)
+    entries = again.of("5m-tokens")
+    found = [(entry["recipe"], sorted(entry["seeds"])) for entry in entries]
+    assert found == [("own", ["42"]), ("both", ["42", "43", "44"])]
+    assert records.table(again, "5m-tokens").splitlines()[3].startswith("| both | 2.1000 ± 0.1000 |")
+    assert again.entry(track, replace(both, name="renamed"), DATA) is entries[1]
+    with pytest.raises(ValueError, match="other held-out documents"):
+        again.entry(track, both, DATA | {"documents": "e"})
+
+
+def test_plots_are_of_minutes_or_of_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    entry = {"recipe": "one", "system": "megabert", "seeds": {"42": result(2.0)}}
+    both = [entry | {"track": track} for track in ("5m-tokens", "20m-tokens")]
+    records.plot(both, tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert "million real tokens" in drawn and "<!-- one, 20m-tokens -->" in drawn
+    with pytest.raises(ValueError, match="plot either"):
+        records.plot([both[0], entry | {"track": "30min-2cores"}], tmp_path / "neither.svg")
 
 
 def test_time_and_tokens_to_the_peers_loss() -> None:

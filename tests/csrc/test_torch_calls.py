@@ -10,9 +10,6 @@ ROOT = Path(__file__).resolve().parents[2] / "csrc"
 # A wrong argument of torch_call_dispatcher shows only when it is called: it is not called by hand.
 DISPATCHER = r"\b(?:aoti_)?torch_call_dispatcher\b"
 CALLS = rf"torch::stable::(?:accelerator::)?\w+(?=[ ({{<;]|\s\w)|\baoti_torch_\w+|{DISPATCHER}"
-NEWER = {
-    "STABLE_TORCH_ERROR_CODE_CHECK": "2.13, where TORCH_ERROR_CODE_CHECK does the same"
-}  # than the oldest torch, 2.11
 CUDA_ONLY = {"torch::stable::accelerator::DeviceGuard", "aoti_torch_get_current_cuda_stream"}  # common/cuda.h
 
 
@@ -51,18 +48,3 @@ def test_the_dispatcher_is_not_called_by_hand() -> None:
     sources = [path for path in ROOT.rglob("*.*") if path.suffix != ".md"]
     found = [path.name for path in sources if re.search(DISPATCHER, code(path))]
     assert not found, f"{found}: torch_call_dispatcher cannot pass Scalars, see common/products.h"
-
-
-def test_every_source_gives_torchs_own_reason() -> None:
-    """`common/errors.h` comes before torch's headers, which use its check."""
-    users = [path for path in ROOT.rglob("*.*") if "#include <torch/" in code(path) and path.name != "errors.h"]
-    assert len(users) >= 4
-    for path in users:
-        assert code(path).partition("#include <torch/")[0].count('#include "common/errors.h"') == 1, path.name
-
-
-def test_nothing_is_newer_than_the_oldest_torch() -> None:
-    """Functions are checked by the compiler (`TORCH_TARGET_VERSION`); macros of torch's headers are not."""
-    for path in (path for path in ROOT.rglob("*.*") if path.suffix != ".md"):
-        for name, since in NEWER.items():
-            assert not re.search(rf"\b{name}\b", code(path)), f"{path.name}: {name} came with torch {since}"

@@ -129,12 +129,6 @@ __global__ void multiply_16(const T* a, const T* b, float* c, bool transposed) {
     for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 16 + n * 8 + t + i % 2] = x[i];
   }
 }
-__global__ void missing_wait(const float* x, float* y) {
-  float* shared = reinterpret_cast<float*>(launched_shared());
-  start_copy<4>(shared + threadIdx.x, x + threadIdx.x, true);
-  commit_copies();
-  y[threadIdx.x] = shared[threadIdx.x];
-}
 
 int64_t lines_of_a_row = 0;  // of the dropout mask, where the seed has a second element
 
@@ -258,17 +252,6 @@ __global__ void divergent_barrier() {
 __global__ void past_the_end(const float* x, float* y, int64_t count) { y[threadIdx.x % count] = x[threadIdx.x]; }
 
 const char* wrong_barrier() { return message_of(launch(1, 64, false, [] { divergent_barrier(); })); }
-const char* wrong_wait(int, bool backwards, const float* x, float* y) {
-  return message_of(launch(1, 32, backwards, [&] { missing_wait(x, y); }, 128));
-}
-const char* wrong_shared(const float* x) {
-  const auto kernel = [&] {
-    start_copy<4>(launched_shared() + 4 * threadIdx.x + 4, x + threadIdx.x, true);
-    commit_copies();
-    wait_copies<0>();
-  };
-  return message_of(launch(1, 32, false, kernel, 128));
-}
 const char* wrong_bounds(const float* x, float* y, int64_t count) {
   return message_of(launch(1, count + 1, false, [&] { past_the_end(x, y, count); }));
 }
