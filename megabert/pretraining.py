@@ -137,7 +137,7 @@ def complete_config(
     if writes:
         run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
-    path = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    path = checkpoints.latest(None if replay is None else replay - 1)
     state: Mapping[str, Any] = {}
     if path is not None:
         state = checkpoints.read_state(path)

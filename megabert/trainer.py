@@ -513,7 +513,7 @@ class Trainer:
         """Return to the newest checkpoint before `update`, leaving out the data from there through `update` (PaLM's recipe,
         Chowdhery et al. 2022, section 5.1). Raises BadTraining when there is none."""
         self.saves.finish()
-        path = self.checkpoints.before(self.state.step - 1)
+        path = self.checkpoints.latest(self.state.step - 1)
         if path is None:
             raise BadTraining(f"a spike at step {self.state.step} and no checkpoint before it to roll back to")
         self.updates.close()

@@ -18,11 +18,10 @@ from megabert.distributed.ranks import World
 FILE = "learning_rates.bin"
 # step, number in the data, seconds, rate, CRC-32 of the rest
 RECORD = struct.Struct("<qqddI")
-VALUES = RECORD.size - 4
 
 
 class RateRecord:
-    """Seconds and rates of a run's updates from step `first` on, by step and number in the data. Opening it is a collective."""
+    """Seconds and rates of a run's updates from step `first` on. Opening it is a collective."""
 
     def __init__(
         self, run_dir: Path, config: Config, world: World, first: int, writes: bool, fresh: bool = False
@@ -37,12 +36,11 @@ class RateRecord:
 
     def _read(self, first: int) -> list[list[float]]:
         data = self._path.read_bytes() if self._path.exists() else b""
-        found = []
-        for start in range(0, len(data) - RECORD.size + 1, RECORD.size):
-            *values, crc = RECORD.unpack_from(data, start)
-            if values[0] >= first and crc == zlib.crc32(data[start : start + VALUES], self._settings):
-                found.append(values)
-        return found
+        records = RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])
+        return [values for *values, crc in records if values[0] >= first and crc == self._crc(*values)]
+
+    def _crc(self, *values: float) -> int:
+        return zlib.crc32(RECORD.pack(*values, 0)[: RECORD.size - 4], self._settings)
 
     def known(self, step: int, cursor: int) -> tuple[float, float] | None:
         """Seconds trained before an update, and its rate, where it was done before."""
@@ -50,10 +48,8 @@ class RateRecord:
 
     def add(self, step: int, cursor: int, seconds: float, rate: float) -> None:
         """An update that starts."""
-        if not self._writes:
-            return
-        values = RECORD.pack(step, cursor, seconds, rate, 0)[:VALUES]
-        with open(self._path, "ab") as file:
-            torn = file.tell() % RECORD.size
-            file.truncate(file.tell() - torn)
-            file.write(values + zlib.crc32(values, self._settings).to_bytes(4, "little"))
+        if self._writes:
+            values = (step, cursor, seconds, rate)
+            with open(self._path, "ab") as file:
+                file.truncate(file.tell() // RECORD.size * RECORD.size)
+                file.write(RECORD.pack(*values, self._crc(*values)))

@@ -135,7 +135,7 @@ def _newest_of(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
         if problem := checkpoints.problem(path, weights_only):
             raise ValueError(problem)
         return path
-    newest = checkpoints.newest(None, weights_only)
+    newest = checkpoints.latest(weights_only=weights_only)
     if newest is None:
         raise ValueError(f"{path}: no checkpoint in it; name a run folder or one of its checkpoints")
     return newest

@@ -94,7 +94,7 @@ class SaveInFlight:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. All methods but `pending`, `ready` and `status` are called by all ranks alike."""
+    """The checkpoints of one run folder. All methods but `pending` and `status` are called by all ranks alike."""
 
     def __init__(self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None) -> None:
         """`settings` None opens the folder for reading only. Otherwise what dead saves left is removed, so the run's lock
@@ -130,11 +130,6 @@ class Checkpoints:
     def pending(self) -> bool:
         """A save is in flight; the same on every rank."""
         return self._in_flight is not None
-
-    @property
-    def ready(self) -> bool:
-        """This rank's part of the save in flight is on the disk, or has failed."""
-        return self._in_flight is not None and not self._in_flight.writing.is_alive()
 
     @property
     def status(self) -> int:
@@ -276,39 +271,12 @@ class Checkpoints:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint that verifies; None when the run has none yet. A collective.
+    def latest(self, limit: int | None = None, weights_only: bool = False) -> Path | None:
+        """The newest checkpoint that verifies, of step `limit` at most; None when there is none. `weights_only`: whatever its
+        moments are. A collective.
 
         Falls back to an older one with a warning. Raises ValueError when there are checkpoints but none is whole.
         """
-        return self.newest(None)
-
-    def before(self, step: int) -> Path | None:
-        """The newest checkpoint of `step` or an earlier step that verifies; None when there is none. A collective.
-
-        Falls back and raises as `latest` does.
-        """
-        return self.newest(step)
-
-    def read_state(self, path: Path) -> dict[str, Any]:
-        """The state saved with a checkpoint that `latest` gave."""
-        return read_manifest(path)["state"]
-
-    def load(self, engine: Engine, path: Path) -> dict[str, Any]:
-        """Continue `engine` from a checkpoint that `latest` gave; gives its state. A collective.
-
-        Any number of ranks and any ZeRO stage may have written it; with the same ones training continues bit for bit.
-        Files are mapped; of the moments a rank reads its own slices only.
-        """
-        assert not self.pending, "finish the save in flight first"
-        manifest = read_manifest(path)
-        stored = StoredTensors(path, manifest)
-        engine.restore(stored.read, stored.shapes, manifest["engine"])
-        self.world.barrier()
-        return manifest["state"]
-
-    def newest(self, limit: int | None, weights_only: bool = False) -> Path | None:
-        """As `latest`, of step `limit` at most; `weights_only`: whose weights verify, whatever the moments are."""
         steps, pointer = self.world.broadcast(
             [self._steps(), committed_step(self.folder)] if self.world.is_main else None
         )
@@ -330,6 +298,20 @@ class Checkpoints:
                 f"{self.folder}: no checkpoint is whole ({'; '.join(reasons)}); restore one, or name another run folder"
             )
         return None
+
+    def read_state(self, path: Path) -> dict[str, Any]:
+        """The state saved with a checkpoint that `latest` gave."""
+        return read_manifest(path)["state"]
+
+    def load(self, engine: Engine, path: Path) -> dict[str, Any]:
+        """Continue `engine` from a checkpoint that `latest` gave, whatever ranks and ZeRO stage wrote it; gives its state. A
+        collective."""
+        assert not self.pending, "finish the save in flight first"
+        manifest = read_manifest(path)
+        stored = StoredTensors(path, manifest)
+        engine.restore(stored.read, stored.shapes, manifest["engine"])
+        self.world.barrier()
+        return manifest["state"]
 
     def problem(self, path: Path, weights_only: bool = False) -> str:
         """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files. A

@@ -165,7 +165,6 @@ def backends() -> list[Finding]:
     import torch
 
     from megabert import ops
-    from megabert.engine import choice
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if ops.MISSING:
@@ -186,11 +185,6 @@ def backends() -> list[Finding]:
             lines.append(finding("operations", label, f"{chosen.name}: {chosen.reason}"))
     apexs = "torch: apex's kernels only on CUDA, where NVIDIA's is installed"
     lines.append(finding("operations", f"optimizer {device}", apexs))
-    if device == "cuda":
-        file, measured = choice.cached(torch.device(device))
-        lines += [finding("measured", *line.split(": ", 1)) for line in measured] or [
-            finding("measured", "auto", f"nothing yet in {file.parent}: training measures at its start")
-        ]
     return lines
 
 

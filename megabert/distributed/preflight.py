@@ -9,9 +9,8 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,9 @@ from megabert.common import environment
 from megabert.common.errors import describe
 from megabert.distributed.ranks import World
 
-# Bytes of an all-reduce.
-SIZES = [8, 2**12, 2**16, 2**20, 2**24, 2**28]
-# Seconds that one all-reduce may take, by what the size before took; the same limit on all ranks.
-LONGEST = 3.0
+# Bytes of a message: a link of 20 Mbit/s takes two seconds.
+MESSAGE = 4 * 2**20
 REPEATS = 3
-# Seconds that a message to the next rank should take.
-LINK_SECONDS = 0.5
 # Written by each rank.
 FILE_BYTES = 64 * 2**20
 # Until another node's file must be visible: network file systems cache listings for a while.
@@ -75,63 +70,37 @@ class PreflightLine:
 
 def survey(
     world: World, folder: Path, tflops: Callable[[], float], done: Callable[[], None] = lambda: None
-) -> tuple[list[RankSurvey], list[tuple[int, float]]]:
-    """What every rank measured, and (bytes, seconds) of all-reduces. Files go to `folder`; `tflops` measures the device's
-    product rate; `done` is called after each part. A collective."""
-    facts = versions() | {"device": device_name(world.device), "kernel": platform.release()}
-    local = RankSurvey(world.rank, socket.gethostname(), facts, tflops=tflops())
+) -> tuple[list[RankSurvey], float]:
+    """What every rank measured, and seconds of an all-reduce of MESSAGE on the slowest. Files go to `folder`; `tflops`
+    measures the device's product rate; `done` is called after each part. A collective."""
+    local = RankSurvey(world.rank, socket.gethostname(), facts(world.device), tflops=tflops())
     done()
-    sums = all_reduce_seconds(world)
+    sent, received = (torch.ones(MESSAGE // 4, device=world.device) for _ in range(2))
+    summed = max(world.gather(_best_seconds(world, lambda: dist.all_reduce(sent))))
     done()
-    local.link = link_rate(world, sums)
+    if world.size > 1:
+        local.link = MESSAGE / _best_seconds(world, lambda: shift(world, sent, received))
     done()
     check_shared_files(world, folder, local)
     done()
-    return [RankSurvey(**one) for one in world.gather(asdict(local))], sums
+    return [RankSurvey(**one) for one in world.gather(asdict(local))], summed
 
 
-def device_name(device: torch.device) -> str:
-    """Name and memory of a GPU; of a CPU the model and its cores."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    return f"{environment.cpu_model()}, {environment.cores()} cores"
+def facts(device: torch.device) -> dict[str, str]:
+    """Versions that must be the same on every node, and device and kernel, which should be."""
+    found = environment.versions() | {"megabert": environment.revision(), "kernel": platform.release()}
+    if device.type != "cuda":
+        return found | {"device": f"{environment.cpu_model()}, {environment.cores()} cores"}
+    properties = torch.cuda.get_device_properties(device)
+    found["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return found | {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
-def versions() -> dict[str, str]:
-    """Versions that must be the same on every node."""
-    installed = environment.versions() | {"megabert": environment.revision()}
-    if torch.version.cuda:
-        installed |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    return installed
-
-
-def all_reduce_seconds(world: World) -> list[tuple[int, float]]:
-    """(bytes, seconds) of all-reduces of fp32 where gradients are summed, the best of `REPEATS` on the slowest rank."""
-    times: list[tuple[int, float]] = []
-    for size in SIZES if world.size > 1 else ():
-        if times and times[-1][1] * size / times[-1][0] > LONGEST and size > 2**16:
-            break
-        data = torch.ones(size // 4, device=world.device)
-        best = _best_seconds(world, partial(dist.all_reduce, data))
-        times.append((size, max(world.gather(best))))
-    return times
-
-
-def link_rate(world: World, sums: Sequence[tuple[int, float]]) -> float:
-    """Bytes a second that arrive from the rank before, while every rank sends to the next; 0 for a lone rank."""
-    if world.size == 1:
-        return 0.0
-    size = max(bytes_ for bytes_, seconds in sums if seconds < LINK_SECONDS or bytes_ == sums[0][0])
-    sent, received = torch.ones(size // 4, device=world.device), torch.empty(size // 4, device=world.device)
-
-    def shift() -> None:
-        to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        receive, send = dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)
-        for work in dist.batch_isend_irecv([receive, send]):
-            work.wait()
-
-    return size / _best_seconds(world, shift)
+def shift(world: World, sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Every rank sends to the next."""
+    to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)]):
+        work.wait()
 
 
 def _best_seconds(world: World, function: Callable[[], Any]) -> float:
@@ -175,20 +144,21 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
 # -- report ----------------------------------------------------------------------------------------------------------
 
 
-def report(world: World, ranks: list[RankSurvey], all_reduce: Sequence[tuple[int, float]]) -> list[PreflightLine]:
+def report(world: World, ranks: list[RankSurvey], all_reduce: float) -> list[PreflightLine]:
     """Lines of the report, the slowest rank of each measurement named."""
-    size, nodes = len(ranks), Counter(one.host for one in ranks)
+    nodes = Counter(one.host for one in ranks)
     hosts = ", ".join(f"{host} x{count}" for host, count in list(nodes.items())[:8])
     more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-    value = f"{size} on {len(nodes)} node(s) by {world.launcher}, {world.backend}: {hosts}{more}"
+    value = f"{len(ranks)} on {len(nodes)} node(s) by {world.launcher}, {world.backend}: {hosts}{more}"
     lines = [PreflightLine("ranks", "ok", value), *_facts(ranks)]
     lines.append(_slowest("product rate", {one.name: one.tflops for one in ranks}, "TFLOP/s", 1.0))
-    for bytes_, seconds in all_reduce:
-        moved = 2 * (size - 1) / size * bytes_ / seconds / 1e9
-        value = f"{seconds * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank"
-        lines.append(PreflightLine(f"all-reduce {bytes_:,} B", "ok", value))
+    if len(ranks) > 1:
+        moved = 2 * (len(ranks) - 1) / len(ranks) * MESSAGE / all_reduce / 1e9
+        lines.append(
+            PreflightLine("all-reduce of 4 MiB", "ok", f"{all_reduce * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank")
+        )
     for name, inside in (("links in nodes", True), ("links between nodes", False)):
-        pairs = [(ranks[i - 1], one) for i, one in enumerate(ranks) if size > 1]
+        pairs = [(ranks[i - 1], one) for i, one in enumerate(ranks) if len(ranks) > 1]
         links = {f"{a.name} to {b.name}": b.link for a, b in pairs if (a.host == b.host) == inside}
         if links:
             lines.append(_slowest(name, links, "MB/s", 1e6))

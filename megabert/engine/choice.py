@@ -48,8 +48,8 @@ RECORD = "backends.json"
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of a candidate; what is compiled takes most.
 TIME_LIMIT = 300.0
-# Timed forward and backward passes.
-PASSES = 20
+# Forward and backward passes, and the first of them, which are not timed.
+PASSES, WARM_UP = 25, 5
 # Of plain torch's error, which a candidate's may have; and errors below which it counts as rounding of the type.
 MULTIPLE = 4.0
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -72,7 +72,7 @@ def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: P
             chosen.update({role: recorded["chosen"][role] for role in roles})
             log.info(f"backends as recorded with this run: {chosen}")
         else:
-            chosen.update(measure(roles, config, shapes_of(config, manifest, world.device), Cache(place)))
+            chosen.update(measure(roles, config, shapes_of(config, manifest, world.device), place))
         if writes:
             write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
@@ -111,13 +111,14 @@ def shapes_of(config: Config, manifest: Manifest, device: torch.device) -> dict[
     }
 
 
-def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], cache: Cache) -> dict[str, str]:
+def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, str]:
     """The fastest usable backend of each of `roles`, one role after another."""
     chosen = {role: name for role in PLAIN if (name := getattr(config.ops, role)) != "auto"}
     for role in roles:
         blocked, times, reasons = obstacles(role, config, shapes["device"]), {}, {}
         for name in CANDIDATES[role]:
-            result = blocked[name] or cache.result(role, name, {**shapes, "ops": PLAIN | chosen | {role: name}})
+            spec = {**shapes, "ops": PLAIN | chosen | {role: name}}
+            result = blocked[name] or cached_result(f"{role}={name}", spec, place)
             if isinstance(result, float):
                 times[name] = result
             else:
@@ -145,63 +146,41 @@ def describe_place(device: torch.device, deterministic: bool = False) -> dict[st
     }
 
 
-class Cache:
-    """Results of one place in `$XDG_CACHE_HOME/megabert/backends` (or under `~/.cache`): milliseconds or a reason by
-    candidate and shapes, and the candidates that are broken."""
+def cache_file(place: Mapping[str, Any]) -> Path:
+    """Under `$XDG_CACHE_HOME` or `~/.cache`: {"results": {"role=name shapes": milliseconds or a reason}, "broken":
+    {"role=name": reason}} of one place."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megabert" / "backends"
+    return folder / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
 
-    def __init__(self, place: Mapping[str, Any]) -> None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megabert" / "backends"
-        self.path = folder / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
-        self._place = dict(place)
 
-    def read(self) -> tuple[dict[str, float | str], dict[str, str]]:
-        """Results by candidate and shapes; reasons of broken candidates, by "role=name"."""
-        saved = _read(self.path)
-        return dict(saved.get("results", {})), dict(saved.get("broken", {}))
-
-    def result(self, role: str, name: str, spec: Mapping[str, Any]) -> float | str:
-        """Milliseconds of a candidate, or why it is not used: cached, or measured now in a child process."""
-        results, broken = self.read()
-        key, candidate = f"{role}={name} {hashlib.sha256(compact(spec)).hexdigest()[:16]}", f"{role}={name}"
-        if candidate in broken:
-            return f"{broken[candidate]}; remove {self.path} to try it again"
-        if key not in results:
-            try:
-                results[key] = run_child(spec)
-            except BrokenCandidate as error:
-                broken[candidate] = results[key] = str(error)
-            self._write({"place": self._place, "results": results, "broken": broken})
-        return results[key]
-
-    def _write(self, tree: dict[str, Any]) -> None:
-        """A cache that cannot be written costs the next start its measuring, and not this run."""
+def cached_result(candidate: str, spec: Mapping[str, Any], place: Mapping[str, Any]) -> float | str:
+    """Milliseconds of a candidate, or why it is not used: from the cache, or measured now in a child process."""
+    file = cache_file(place)
+    cache = {"results": {}, "broken": {}} | _read(file)
+    results, broken = cache["results"], cache["broken"]
+    key = f"{candidate} {hashlib.sha256(compact(spec)).hexdigest()[:16]}"
+    if candidate in broken:
+        return f"{broken[candidate]}; remove {file} to try it again"
+    if key not in results:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, canonical(tree))
+            results[key] = run_child(spec)
+        except BrokenCandidate as error:
+            broken[candidate] = results[key] = str(error)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, canonical(cache | {"place": place}))
         except OSError as error:
-            log.warning(f"{self.path}: {errors.describe(error)}; the next start measures again")
+            log.warning(f"{file}: {errors.describe(error)}; the next start measures again")
+    return results[key]
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        saved = json.loads(path.read_bytes())
+        saved = json.loads(path.read_bytes()) if path.exists() else {}
         return saved if isinstance(saved, dict) else {}
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         log.warning(f"{path}: {error}; backends are measured again")
         return {}
-
-
-def cached(device: torch.device) -> tuple[Path, list[str]]:
-    """The cache's file of this machine, and its results as lines for people."""
-    cache = Cache(describe_place(device))
-    results, broken = cache.read()
-    lines = [
-        f"{key.split()[0]}: {r:.3g} ms" if isinstance(r, float) else f"{key.split()[0]}: {r}"
-        for key, r in results.items()
-    ]
-    return cache.path, sorted({*lines, *(f"{name}: {reason}" for name, reason in broken.items())})
 
 
 # -- a candidate, in its own process ---------------------------------------------------------------------------------
@@ -248,16 +227,12 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
 def batch_of(spec: Mapping[str, Any]) -> dict[str, Tensor]:
     """A batch of the run's shapes: equal sequences, as many a row as there are on average, every prediction slot used."""
     rows, width, slots = spec["rows"], spec["seq_len"], spec["predictions"]
-    draw = torch.Generator().manual_seed(0)
+    draw, place = torch.Generator().manual_seed(0), torch.arange(width)
     count = min(max(1, round(spec["sequences"])), width)
     edges = torch.arange(count + 1) * width // count
-    lengths, place = edges.diff(), torch.arange(width)
-    start = edges[:-1].repeat_interleave(lengths)
-    end = (
-        torch.minimum(edges[1:].repeat_interleave(lengths), place + 1)
-        if spec["causal"]
-        else start + lengths.repeat_interleave(lengths)
-    )
+    lengths = edges.diff()
+    start, end = (bound.repeat_interleave(lengths) for bound in (edges[:-1], edges[1:]))
+    end = torch.minimum(end, place + 1) if spec["causal"] else end
     first = torch.arange(rows)[:, None] * width
     ids = torch.randint(spec["model"]["vocab_size"], (rows, width), generator=draw)
     batch = {
@@ -305,20 +280,16 @@ def _error(value: Tensor, exact: Tensor) -> float:
 
 
 def _milliseconds(model: BertForPreTraining, batch: Mapping[str, Tensor]) -> float:
-    """Median of `PASSES` forward and backward passes, after some that are not timed."""
-
-    def wait() -> float:
-        if batch["input_ids"].is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    times = []
-    for _ in range(PASSES + 5):
+    """Median of forward and backward passes, after some that are not timed."""
+    times, wait = [], torch.cuda.synchronize if batch["input_ids"].is_cuda else lambda: None
+    for _ in range(PASSES):
         model.zero_grad()
-        begin = wait()
+        wait()
+        begin = time.perf_counter()
         _gradients(model, batch)
-        times.append(1e3 * (wait() - begin))
-    return statistics.median(times[5:])
+        wait()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[WARM_UP:])
 
 
 if __name__ == "__main__":

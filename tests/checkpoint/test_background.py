@@ -37,21 +37,21 @@ def test_a_save_in_flight_is_invisible_and_a_snapshot(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store, "write_slices", at_moments(held))
     engine = FakeEngine(2)
-    assert not checkpoints.pending and not checkpoints.ready and checkpoints.finish() is None
+    assert not checkpoints.pending and checkpoints.finish() is None
     checkpoints.save(engine, state(2, tiny.config()))
     engine.value = 77.0
-    assert checkpoints.pending and not checkpoints.ready
+    assert checkpoints.pending and checkpoints.status == store.WRITING
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
     gate.set()
     deadline = time.monotonic() + 30
-    while not checkpoints.ready and time.monotonic() < deadline:
+    while checkpoints.status == store.WRITING and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert checkpoints.ready and checkpoints.pending  # on the disk, and still not to be seen
+    assert checkpoints.status == store.WRITTEN and checkpoints.pending  # on the disk, and still not to be seen
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
     checkpoints.save(engine, state(3, tiny.config()))
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000002" and stored(tmp_path) == 2
     assert checkpoints.finish() == tmp_path / "checkpoints" / "step-00000003" and stored(tmp_path) == 77
-    assert not checkpoints.pending and not checkpoints.ready
+    assert not checkpoints.pending
 
 
 def overlapped(world: World, folder: str) -> list[Any]:
@@ -72,7 +72,7 @@ def overlapped(world: World, folder: str) -> list[Any]:
     with collectives() as called:
         checkpoints.save(engine, state(2, cfg))
     tiny.train(engine, range(2, 5))
-    waiting, unseen = world.agree_any(checkpoints.pending and not checkpoints.ready), checkpoints.latest()
+    waiting, unseen = world.agree_any(checkpoints.status == store.WRITING), checkpoints.latest()
     gate.set()
     saved = checkpoints.finish()
     assert saved is not None

@@ -185,7 +185,7 @@ def test_multiples_of_keep_every_stay_for_ever(tmp_path):
 
 def test_before_gives_the_newest_whole_one(tmp_path, capsys):
     checkpoints = saved_run(tmp_path, (10, 20, 30))
-    name = lambda step: getattr(checkpoints.before(step), "name", None)  # noqa: E731
+    name = lambda step: getattr(checkpoints.latest(step), "name", None)  # noqa: E731
     assert [name(s) for s in (9, 10, 19, 20, 29, 30, 99)] == [
         None, *(f"step-000000{s}" for s in (10, 10, 20, 20, 30, 30))
     ]  # fmt: skip
@@ -195,7 +195,7 @@ def test_before_gives_the_newest_whole_one(tmp_path, capsys):
     assert "is missing: going back to step-00000010" in capsys.readouterr().err
     (tmp_path / "checkpoints" / "step-00000010" / MOMENTS_FILE).unlink()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
-        checkpoints.before(25)
+        checkpoints.latest(25)
 
 
 # -- init_from ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def surveys(**changes: dict[int, Any]) -> list[RankSurvey]:
 
 
 def lines(found: list[RankSurvey]) -> dict[str, PreflightLine]:
-    return {line.name: line for line in report(WORLD, found, [(2**20, 0.002)])}
+    return {line.name: line for line in report(WORLD, found, 0.002)}
 
 
 def test_nodes_that_are_alike_are_all_well() -> None:
@@ -36,7 +36,7 @@ def test_nodes_that_are_alike_are_all_well() -> None:
     assert {line.state for line in found.values()} == {"ok"}
     assert found["ranks"].value == "8 on 4 node(s) by srun, nccl: n0 x2, n1 x2, n2 x2, n3 x2"
     assert "device H100, 80 GiB" in found["the same on all"].value and "torch 2.13.0" in found["the same on all"].value
-    assert found["all-reduce 1,048,576 B"].value == "2.00 ms, 0.918 GB/s a rank"  # 2 x 7/8 x 2^20 bytes in 2 ms
+    assert found["all-reduce of 4 MiB"].value == "2.00 ms, 3.670 GB/s a rank"  # 2 x 7/8 x 2^22 bytes in 2 ms
 
 
 def test_another_version_on_one_node_is_named() -> None:
@@ -82,9 +82,9 @@ def test_a_lone_rank_writes_and_removes_its_file(tmp_path) -> None:
 
 
 def surveyed(world: World, folder: str) -> list[tuple[str, str]]:
-    found, sums = survey(world, Path(folder), lambda: 1.0 + world.rank)
+    found, summed = survey(world, Path(folder), lambda: 1.0 + world.rank)
     assert len(found) == world.size and all(one.link > 1e5 for one in found)
-    return [(line.name, line.state) for line in report(world, found, sums)]
+    return [(line.name, line.state) for line in report(world, found, summed)]
 
 
 @pytest.mark.slow
@@ -92,5 +92,5 @@ def surveyed(world: World, folder: str) -> list[tuple[str, str]]:
 def test_real_ranks_measure_and_leave_nothing(tmp_path) -> None:
     found = run_ranks(3, surveyed, str(tmp_path))
     assert found[0] == found[1] == found[2]
-    assert {"links in nodes", "files", "all-reduce 1,048,576 B"} <= {name for name, _ in found[0]}
+    assert {"links in nodes", "files", "all-reduce of 4 MiB"} <= {name for name, _ in found[0]}
     assert ("product rate", "note") in found[0] and not list(tmp_path.iterdir())
