@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from megabert.common.errors import describe
 from megabert.common.files import lock
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
-from megabert.data.tokenizer import CONFIG
 
 WORK = ".work"
 HELD_OUT = "held_out"
@@ -29,20 +29,16 @@ REPORT = "report.json"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # the entry of an account in which an unfinished build may differ: what it read is checked item by item
 FILES = "input files"
+# names of what a build makes
+OURS = re.compile(
+    r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
+    r"tokenizer\.model|vocab\.txt|tokenizer_config\.json"
+)
 
 
 def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
     """Folder of the dataset of each row length: `output` itself where there is one, else seqN in it."""
     return {n: output if len(seq_lens) == 1 else output / f"seq{n}" for n in seq_lens}
-
-
-def _is_ours(path: Path) -> bool:
-    name = path.name
-    if path.is_dir():
-        return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
-    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report")):
-        return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, REPORT, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:
@@ -58,65 +54,49 @@ def clear(output: Path) -> None:
     for path in sorted(output.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
-        elif _is_ours(path) and path != account:
+        elif OURS.fullmatch(path.name) and path != account:
             path.unlink()
     account.unlink(missing_ok=True)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
+def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
     """Differences between two accounts, one text each."""
     for key in sorted(old.keys() | new.keys()):
         label = f"{name}{key.replace('_', ' ')}"
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{label}: ")
+            yield from _differences(a, b, f"{label}: ")
         elif a != b:
             yield f"{label} was {a}, is {b}"
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _changes(path: Path, account: dict[str, Any], resumed: bool) -> str:
+    """How the account at `path` differs from `account`, "" where not; the files of a build that is `resumed` may differ."""
     try:
-        return json.loads(path.read_bytes())
+        old = json.loads(path.read_bytes())
     except ValueError:
-        raise BadInput(f"{path}: not valid JSON; --overwrite starts again") from None
-
-
-def _is_complete(output: Path, seq_lens: tuple[int, ...]) -> bool:
-    return (output / ACCOUNT).is_file() and all(
-        (folder / MANIFEST).is_file() for folder in folders(output, seq_lens).values()
-    )
+        return f"{path} is not valid JSON"
+    return "; ".join(_differences(old | {FILES: account[FILES]} if resumed else old, account))
 
 
 def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:
     """Whether `output` holds the complete dataset of `account`. Raises BadInput where it holds another one."""
-    if not _is_complete(output, seq_lens) or (output / WORK / ACCOUNT).exists():
+    manifests = [folder / MANIFEST for folder in folders(output, seq_lens).values()]
+    if not all(path.is_file() for path in (output / ACCOUNT, *manifests)) or (output / WORK / ACCOUNT).exists():
         return False
-    if changed := list(differences(_load(output / ACCOUNT), account)):
-        raise BadInput(
-            f"--output {output}: holds a dataset of another build ({'; '.join(changed)}); --overwrite replaces it"
-        )
+    if changed := _changes(output / ACCOUNT, account, resumed=False):
+        raise BadInput(f"--output {output}: holds a dataset of another build ({changed}); --overwrite replaces it")
     return True
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raises BadInput for files that are not of a dataset; where no build was, for any file."""
-    paths = sorted(output.iterdir())
-    for path in paths:
-        if not _is_ours(path):
-            raise BadInput(f"--output {output}: holds {path.name}, which is not of a dataset; name another folder")
-    if _was_built_in(output):
-        return
-    for path in paths:
-        if path.suffix != ".tmp":
-            raise BadInput(
-                f"--output {output}: holds {path.name} and neither a dataset nor an unfinished build; name another folder"
-            )
-
-
-def _was_built_in(output: Path) -> bool:
-    """Whether a folder holds a work folder, the account of a build, or a manifest whose account was not copied with it."""
-    marks = (output / WORK, output / ACCOUNT, output / MANIFEST)
-    return any(path.exists() for path in marks) or any(output.glob(f"seq*/{MANIFEST}"))
+    """Raises BadInput for files that are not of a build; where no build was, for any file."""
+    was_built = any((output / name).exists() for name in (WORK, ACCOUNT, MANIFEST)) or any(
+        output.glob(f"seq*/{MANIFEST}")
+    )
+    for path in sorted(output.iterdir()):
+        if not (was_built and OURS.fullmatch(path.name)) and path.suffix != ".tmp":
+            raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
 
 
 def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
@@ -134,53 +114,29 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
             )
 
 
-def _refuse_others(output: Path, unfinished: dict[str, Any], account: dict[str, Any]) -> None:
-    if changed := list(differences(unfinished, account)):
-        raise BadInput(
-            f"--output {output}: holds an unfinished build with other options ({'; '.join(changed)}); "
-            "give those to resume it, or --overwrite to start again"
-        )
+def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) -> None:
+    """Make the work folder of the build of `account`, or check that the one there is its own.
 
-
-def _is_unfinished(output: Path, account: dict[str, Any]) -> bool:
-    """Whether `output` holds an unfinished build of `account`."""
-    try:
-        unfinished = json.loads((output / WORK / ACCOUNT).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return False
-    return not any(differences({**unfinished, FILES: account[FILES]}, account))
-
-
-def _prepare(
-    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str]
-) -> bool:
-    """Prepare `output`: empty but for its work folder, new or the one to resume. False when the dataset is complete.
-
-    With `overwrite` an unfinished build of the same account was started by the same command, and is resumed.
+    With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that read
+    `parts` remove nothing, and must agree on the files too.
     """
-    _refuse_foreign(output)
-    if not overwrite and _is_done(output, account, seq_lens):
-        if (output / WORK).exists():  # killed while removing it
-            _remove_work(output)
-        return False
-    _refuse_sources(output, sources)
-    if overwrite and not _is_unfinished(output, account):
-        clear(output)
     unfinished = output / WORK / ACCOUNT
     if unfinished.exists():
-        _refuse_others(output, {**_load(unfinished), FILES: account[FILES]}, account)
-        write_json(unfinished, account)
-        return True
-    _refuse_dataset(output)
-    clear(output)
-    (output / WORK).mkdir()
-    write_json(unfinished, account)
-    return True
-
-
-def _refuse_dataset(output: Path) -> None:
-    if list(output.rglob(MANIFEST)):
+        changed = _changes(unfinished, account, resumed=not parts)
+        if changed and not overwrite:
+            raise BadInput(
+                f"--output {output}: holds an unfinished build with other options ({changed}); give those to resume it, or "
+                "--overwrite to start again"
+            )
+        if not changed:
+            write_json(unfinished, account)
+            return
+    if not overwrite and list(output.rglob(MANIFEST)):
         raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+    if not parts:
+        clear(output)
+        (output / WORK).mkdir()
+    write_json(unfinished, account)
 
 
 def _remove_work(output: Path) -> None:
@@ -200,6 +156,23 @@ def alone(work: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _locked(output: Path, shared: bool = False) -> Iterator[None]:
+    if output.exists() and not output.is_dir():
+        raise BadInput(f"--output {output}: is a file; name a folder")
+    output.mkdir(parents=True, exist_ok=True)
+    handle = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            lock(handle, output, "start no second build there", shared=shared)
+        except BlockingIOError:
+            raise BadInput(f"--output {output}: another build is writing there") from None
+        _refuse_foreign(output)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def joined(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
@@ -208,29 +181,15 @@ def joined(
     Nothing is removed: the job that merges, which is `opened`, does that. Raises BadInput where a whole build is running
     there, or the account is not that of the other parts.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    handle = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            lock(handle, output, "start no whole build there", shared=True)
-        except BlockingIOError:
-            raise BadInput(f"--output {output}: another build is writing there, not a part") from None
-        _refuse_foreign(output)
+    with _locked(output, shared=True):
         if _is_done(output, account, seq_lens):
             yield None
             return
         _refuse_sources(output, sources)
         (output / WORK).mkdir(exist_ok=True)
-        unfinished = output / WORK / ACCOUNT
         with alone(output / WORK):
-            if unfinished.exists():
-                _refuse_others(output, _load(unfinished), account)
-            else:
-                _refuse_dataset(output)
-                write_json(unfinished, account)
+            _begin(output, account, overwrite=False, parts=True)
         yield output / WORK
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -244,19 +203,15 @@ def opened(
     When the build ends, the work folder is removed and the account stays. After BadInput, which the user corrects by other
     options, nothing stays; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
     """
-    if output.exists() and not output.is_dir():
-        raise BadInput(f"--output {output}: is a file; name a folder")
     created = not output.exists()
-    output.mkdir(parents=True, exist_ok=True)
-    handle = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            lock(handle, output, "start no second build there")
-        except BlockingIOError:
-            raise BadInput(f"--output {output}: another build is writing there") from None
-        if not _prepare(output, account, seq_lens, overwrite, sources):
+    with _locked(output):
+        if not overwrite and _is_done(output, account, seq_lens):
+            if (output / WORK).exists():  # killed while removing it
+                _remove_work(output)
             yield None
             return
+        _refuse_sources(output, sources)
+        _begin(output, account, overwrite, parts=False)
         try:
             yield output / WORK
         except Unfinished:
@@ -268,5 +223,3 @@ def opened(
             raise
         (output / WORK / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed
         _remove_work(output)
-    finally:
-        os.close(handle)
