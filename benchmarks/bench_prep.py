@@ -109,7 +109,8 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
     one = middle["one"]
     text, dataset = one["read"]["bytes"], one["datasets"]["128"]
     print(f"{hardware.describe()}; {len(files)} files, {text / 1e6:.1f} MB of text")
-    for name, seconds in sorted(one["stage_seconds"].items(), key=lambda item: -item[1]):
+    stages = {name: figures["seconds"] for name, figures in one["stages"].items()}
+    for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
         print(f"{name:18} {seconds:8.2f} s {seconds * 1e9 / text:8.1f} ns a byte")
     result = {
         "unit": "MB/s a core",
@@ -118,7 +119,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         "ratio": None,
         "comparisons": [],
         "near_duplicates_add": middle["near"]["seconds"] / one["seconds"] - 1,
-        "stages_seconds": one["stage_seconds"],
+        "stages_seconds": stages,
         "peak_memory_bytes": max(run.get("peak_memory", 0) for found in runs.values() for run in found),
         "shard_bytes_over_text_bytes": dataset["shard_bytes"] / dataset["text_bytes"],
         "fill": dataset["fill"],

@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.common.errors import BadInput, Problems, Unfinished
+from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import TABLES, Corpus, FileRange
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
-from data_prep.pipeline import BuildOutput, ReadPlan, plan_reading, run_stages
+from data_prep.pipeline import BuildOutput, plan_reading, run_stages
 from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
-from megabert.common.files import sha256_of, write_whole
+from megabert.common.files import sha256_of
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
 # bytes on disk of a row group or batch of a table, which can't be cut: some 400 MB of text
 LARGE_GROUP = 128 << 20
-# the file of the work folder that holds the number of parts
-PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,12 @@ class BuildPlan:
     on_error: str = "stop"
 
 
-def build(
-    plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True, parts_read: bool = False
-) -> dict[str, Any] | None:
+def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True) -> dict[str, Any] | None:
     """Build a dataset a row length and return a summary; None when it is complete already. Rank 0 alone.
 
-    The bytes depend on the inputs and options (and the tokenizer file) alone. With `parts_read` the parts of `build_part`
-    must be there. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the disk
-    is full.
+    The bytes depend on the inputs and options (and the tokenizer file) alone. What parts (`build_part`) have read is used as that
+    of a killed build is. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the
+    disk is full.
     """
     began = time.perf_counter()
     problems = Problems(plan.on_error)
@@ -68,8 +64,6 @@ def build(
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
             reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
-            if parts_read:
-                _check_parts(journal, reading)
             output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
@@ -94,7 +88,6 @@ def build(
         "workers": executor.size,
         "resumed": resumed,
         "mb_per_second": speed,
-        "stage_seconds": dict(stages.everything.seconds),
         "stages": stages.figures,
         "peak_memory": max(stages.everything.peak, work_files.peak_memory()),
     }
@@ -104,7 +97,7 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     """Read part (k, n) of the input of a build, k from 1 to n; False when the dataset is complete already.
 
     Parts are independent of each other and may run at the same time, on machines that see the same folder. The first one unpacks
-    large files and trains the tokenizer while the others wait. `build` with `parts_read` does the rest.
+    large files and trains the tokenizer while the others wait. `build` does the rest.
     """
     ranges = _listed(plan, Problems(plan.on_error))
     joined = output_folder.joined(plan.folder, account_of(plan, ranges), plan.options.seq_len, _sources(plan, ranges))
@@ -114,34 +107,12 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
         with contextlib.closing(Journal(work, executor)) as journal:
             stages = Stages(journal, progress)
             with output_folder.alone(work):
-                _agree_on_parts(work, part)
                 reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
                 if reading.unpacked:
                     journal.keep(reading.unpacked)
                 journal.flush()
             stages.map_part("read", read.read_task, reading.job, reading.tasks, part)
     return True
-
-
-def _agree_on_parts(work: Path, part: tuple[int, int]) -> None:
-    path = work / PARTS
-    if path.exists() and (number := int(path.read_text())) != part[1]:
-        raise BadInput(f"--part {part[0]}/{part[1]}: other parts of this build are of {number}")
-    write_whole(path, f"{part[1]}\n".encode())
-
-
-def _check_parts(journal: Journal, reading: ReadPlan) -> None:
-    """Raises Unfinished naming the parts that are not read."""
-    missing = journal.missing("read", read.read_task, reading.job, reading.tasks)
-    if not missing:
-        return
-    path, which = Path(reading.job.path(PARTS)), "K/N"
-    if path.exists():
-        parts = int(path.read_text())
-        which = ", ".join(f"{number + 1}/{parts}" for number in sorted({task % parts for task in missing}))
-    raise Unfinished(
-        f"--merge: {len(missing)} of {len(reading.tasks)} tasks are not read yet; first start --part {which}"
-    )
 
 
 def _listed(plan: BuildPlan, problems: Problems) -> list[tuple[int, FileRange]]:

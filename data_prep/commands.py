@@ -51,8 +51,8 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
     add("--overwrite", action="store_true",
         help="replace the dataset in DIR; an unfinished build with the same options is resumed")  # fmt: skip
-    add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
-    add("--merge", action="store_true", help="the rest of the build, when all parts are read")
+    add("--part", metavar="K/N",
+        help="read one of N parts of the input, as one of N independent jobs; then the command without it does the rest")  # fmt: skip
     add("--json", metavar="FILE", help="write the summary there too; of a dataset that is complete already, its report")
     add("--quiet", action="store_true", help="no progress bar")
     BuildOptions.add_to(p)
@@ -94,10 +94,10 @@ def _build(args: argparse.Namespace) -> int:
             return OK
         if part:
             read = build_part(plan, executor, part, not args.quiet)
-            done = f"{args.output}: part {args.part} is read; when all parts are, the same command with --merge in its place"
+            done = f"{args.output}: part {args.part} is read; when all parts are, the same command without --part does the rest"
             log.info(done if read else f"{args.output}: complete already; nothing to do")
             return OK
-        summary = build(plan, executor, args.overwrite, not args.quiet, args.merge)
+        summary = build(plan, executor, args.overwrite, not args.quiet)
     if summary is None:
         log.info(f"{args.output}: complete already, from the same input with the same options; nothing to do")
         summary = json.loads((Path(args.output) / output_folder.REPORT).read_bytes())
@@ -155,6 +155,6 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
     named = re.fullmatch(r"(\d+)/(\d+)", args.part)
     if not named or not 1 <= int(named[1]) <= int(named[2]):
         raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
-    if args.merge or args.overwrite or args.json:
-        raise BadInput("--part: excludes --merge, --overwrite and --json")
+    if args.overwrite or args.json:
+        raise BadInput("--part: excludes --overwrite and --json")
     return int(named[1]), int(named[2])

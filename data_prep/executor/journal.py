@@ -139,21 +139,6 @@ class Journal:
         call = partial(_run, function, job, name, self._digest)
         return self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
 
-    def missing(
-        self, name: str, function: Callable[[BuildJob, Any], ItemResult], job: BuildJob, items: Sequence[Any]
-    ) -> list[int]:
-        """The numbers of items without a matching record."""
-        key = _digest(name, function.__name__, job, self._digest, *items)
-        record = _load(self._work / FOLDER / f"{name}.json")
-        if record and record["key"] == key:
-            return []
-        missing = []
-        for index, item in enumerate(items):
-            record = _load(_record_of(job, name, index))
-            if not record or record["key"] != _digest(function.__name__, job, item, self._digest):
-                missing.append(index)
-        return missing
-
     def keep(self, stage: Stage) -> None:
         """Record all results of a stage, so that other processes use them without reading its files."""
         results = [result.as_json() for result in stage.results]

@@ -12,7 +12,7 @@ import resource
 import sys
 import zlib
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +29,6 @@ TASK_SHIFT = 32
 MAX_OPENS = 1 << 19
 # number of runs to which they are merged where readers would open more files
 MERGED_RUNS = 64
-# texts shown of what was dropped for a reason, from one item of work
-EXAMPLES = 3
-EXAMPLE_CHARACTERS = 300
 
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")])
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
@@ -64,10 +61,6 @@ class BuildJob:
         return os.path.join(self.work, name)
 
 
-def _seconds() -> dict[str, float]:
-    return defaultdict(float)
-
-
 @dataclass
 class ItemResult:
     """What one item of work reports, or the sum of many.
@@ -79,14 +72,12 @@ class ItemResult:
     counts: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
     histograms: dict[str, Counter[int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     # name -> bytes, CRC-32
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     # input bytes on disk, for the progress bar
     size: int = 0
-    seconds: dict[str, float] = field(default_factory=_seconds)
     # bytes of memory of the process
     peak: int = 0
 
@@ -101,24 +92,18 @@ class ItemResult:
             name: Counter({int(value): n for value, n in counts.items()}) for name, counts in raw["histograms"].items()
         }
         result.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
-        result.seconds = defaultdict(float, raw["seconds"])
         return result
 
     def identity(self) -> dict[str, Any]:
-        """What follows from the input and the options: all but times and memory."""
-        return {name: value for name, value in self.as_json().items() if name not in ("seconds", "peak")}
+        """What follows from the input and the options: all but memory."""
+        return self.as_json() | {"peak": 0}
 
-    def drop(self, reason: str, documents: int, sentences: int, tokens: int, examples: list[str]) -> None:
-        """Count documents that end here, and keep the first few as examples."""
+    def drop(self, reason: str, documents: int, sentences: int, tokens: int) -> None:
+        """Count documents that end here."""
         if documents:
             self.dropped[reason] += documents
             self.counts["dropped sentences"] += sentences
             self.counts["dropped tokens"] += tokens
-            self.example(reason, examples)
-
-    def example(self, reason: str, texts: list[str]) -> None:
-        kept = self.examples.setdefault(reason, [])
-        kept += [text[:EXAMPLE_CHARACTERS] for text in texts[: EXAMPLES - len(kept)]]
 
     def count(self, name: str, values: np.ndarray) -> None:
         distinct, counts = np.unique(values, return_counts=True)
@@ -132,12 +117,8 @@ def total(results: list[ItemResult]) -> ItemResult:
         whole.counts.update(result.counts)
         whole.problems.update(result.problems)
         whole.dropped.update(result.dropped)
-        for reason, texts in result.examples.items():
-            whole.example(reason, texts)
         for name, counts in result.histograms.items():
             whole.histograms.setdefault(name, Counter()).update(counts)
-        for name, seconds in result.seconds.items():
-            whole.seconds[name] += seconds
         whole.peak = max(whole.peak, result.peak)
     return whole
 

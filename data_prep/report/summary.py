@@ -88,7 +88,6 @@ def facts(
         },
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
-        "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
         "datasets": datasets,
     }
 

@@ -15,15 +15,13 @@ import numpy as np
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
-from data_prep.stages import minhash, read
+from data_prep.stages import minhash
 
 RANGE_RECORDS = 1 << 21
 # pairs whose signatures are in memory: 32 MiB
 PAIRS_AT_ONCE = 1 << 14
-EXAMPLE_TOKENS = 60
 REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
 LOST = "repeated paragraphs alone"
-PARTNERS = np.dtype([("number", "<u8"), ("kept", "<u8")])
 
 _mapped_signatures: dict[tuple[str, int], np.ndarray] = {}
 
@@ -72,7 +70,7 @@ class DropList:
 
     def open(self, job: BuildJob) -> list[np.ndarray]:
         names = (f"{self.stem}-{index:06d}.drop" for index in range(self.first, self.first + self.count))
-        return [work_files.mapped(job, name, PARTNERS) for name in names]
+        return [work_files.mapped(job, name, "<u8") for name in names]
 
 
 @dataclass(frozen=True)
@@ -171,8 +169,7 @@ def gather(job: BuildJob, item: DropGather) -> ItemResult:
     """Write the drops of a group of tasks, ordered by number."""
     result = ItemResult()
     drops = np.concatenate([_of_tasks(part, item.first, item.tasks) for part in item.source.open(job)])
-    order = np.argsort(drops["number"], kind="stable")
-    work_files.write(job, f"{item.into.stem}-{item.into.first:06d}.drop", drops[order], result)
+    work_files.write(job, f"{item.into.stem}-{item.into.first:06d}.drop", np.sort(drops), result)
     return result
 
 
@@ -188,33 +185,29 @@ def task_masks(tasks: int, drops: list[DropList | list[DropGather]]) -> list[Tas
 
 
 def find(job: BuildJob, part: KeyRange) -> ItemResult:
-    """Write KIND-INDEX.drop: PARTNERS ordered by number, each number once."""
+    """Write KIND-INDEX.drop: the numbers to drop, uint64, ascending and each once."""
     result = ItemResult()
     kind = part.runs.kind
     records = np.concatenate([work_files.key_range(run, part.index, part.count) for run in part.runs.open(job)])
     if kind == "near":
-        dropped, kept = _near(job, records)
+        dropped = _near(job, records)
     else:
-        dropped, kept = minhash.exact_duplicates(records["key"], records["number"])
-    partners = np.empty(len(dropped), PARTNERS)
-    partners["number"], partners["kept"] = dropped, kept
-    work_files.write(job, f"{kind}-{part.index:06d}.drop", partners, result)
+        dropped = minhash.exact_duplicates(records["key"], records["number"])
+    work_files.write(job, f"{kind}-{part.index:06d}.drop", dropped, result)
     return result
 
 
-def _near(job: BuildJob, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(dropped, kept) numbers of the candidates among `records` whose signatures agree; a few pairs at a time."""
+def _near(job: BuildJob, records: np.ndarray) -> np.ndarray:
+    """The later number of each pair of candidates among `records` whose signatures agree; a few pairs at a time."""
     # The order of pairs is that of their numbers, so that the signatures of a few pairs lie close together.
     pairs = np.unique(minhash.near_candidates(records["key"], records["number"]), axis=0)
-    parts = [pairs[:0]]
+    parts = [pairs[:0, 1]]
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
         few = pairs[first : first + PAIRS_AT_ONCE]
         numbers, place = np.unique(few, return_inverse=True)
         signatures = _signatures(job, numbers)[place.reshape(few.shape)]
-        parts.append(few[minhash.verified(signatures[:, 0], signatures[:, 1])])
-    similar = np.concatenate(parts)
-    dropped, first_place = np.unique(similar[:, 1], return_index=True)
-    return dropped, similar[first_place, 0]
+        parts.append(few[minhash.verified(signatures[:, 0], signatures[:, 1]), 1])
+    return np.unique(np.concatenate(parts))
 
 
 def _signatures(job: BuildJob, numbers: np.ndarray) -> np.ndarray:
@@ -239,15 +232,14 @@ def _signatures_of(job: BuildJob, task: int) -> np.ndarray:
 def _of_tasks(drops: np.ndarray, first: int, tasks: int) -> np.ndarray:
     """Of drops ordered by number those of tasks [first, first + tasks)."""
     edges = np.array([first, first + tasks], np.uint64) << np.uint64(TASK_SHIFT)
-    low, high = np.searchsorted(drops["number"], edges)
+    low, high = np.searchsorted(drops, edges)
     return work_files.copy_of(drops, slice(low, high))
 
 
-def _dropped(job: BuildJob, task: int, drops: DropList) -> tuple[np.ndarray, np.ndarray]:
-    """(place in the task, number that was kept) of what is dropped of a task, each place once."""
-    partners = np.concatenate([_of_tasks(part, task, 1) for part in drops.open(job)])
-    places, first = np.unique(work_files.task_and_place(partners["number"])[1], return_index=True)
-    return places, partners["kept"][first]
+def _dropped(job: BuildJob, task: int, drops: DropList) -> np.ndarray:
+    """Places in the task of what is dropped of it, each once."""
+    numbers = np.concatenate([_of_tasks(part, task, 1) for part in drops.open(job)])
+    return np.unique(work_files.task_and_place(numbers)[1])
 
 
 def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
@@ -256,24 +248,14 @@ def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
     result = ItemResult()
     stem = f"read-{item.task:07d}"
     table = work_files.read(job, f"{stem}.documents", DOCUMENT)
-    tokenizer = read.encoder_of(job)[0]
     keep = np.ones(len(table), bool)
-    starts = np.cumsum(table["tokens"], dtype=np.int64) - table["tokens"]
     for drops in item.drops:
-        places, kept = _dropped(job, item.task, drops)
-        new = keep[places]
-        places, kept = places[new], kept[new]
+        places = _dropped(job, item.task, drops)
+        places = places[keep[places]]
         keep[places] = False
-        examples = []
-        for place, number in zip(places[: work_files.EXAMPLES].tolist(), kept.tolist(), strict=False):
-            count = min(EXAMPLE_TOKENS, int(table["tokens"][place]))
-            dtype = work_files.id_dtype(tokenizer)
-            tokens = work_files.read(job, f"{stem}.tokens", dtype, int(starts[place]), count)
-            task, other = divmod(number, 1 << TASK_SHIFT)
-            examples.append(f"[as document {other} of part {task}] {tokenizer.decode(tokens)}")
         sizes = table[places]
         sentences, dropped_tokens = int(sizes["sentences"].sum()), int(sizes["tokens"].sum())
-        result.drop(REASONS[drops.kind], len(places), sentences, dropped_tokens, examples)
+        result.drop(REASONS[drops.kind], len(places), sentences, dropped_tokens)
     work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), result)
     if "paragraphs" in job.options.dedup:
         paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
@@ -293,7 +275,7 @@ def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     before = work_files.read(job, f"keep-{item.task:07d}.mask", "bool")
     (drops,) = item.drops
     repeated = np.zeros(len(paragraphs), bool)
-    repeated[_dropped(job, item.task, drops)[0]] = True
+    repeated[_dropped(job, item.task, drops)] = True
     after = before & ~np.repeat(repeated, paragraphs["sentences"])
     work_files.write(job, f"trim-{item.task:07d}.mask", after, result)
     lengths = work_files.read(job, f"read-{item.task:07d}.sentences", "uint32")
@@ -301,7 +283,7 @@ def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     document = np.repeat(np.arange(len(table)), table["sentences"])
     had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
     dropped = before & ~after
-    result.drop(LOST, int((had & ~has).sum()), 0, 0, [])
+    result.drop(LOST, int((had & ~has).sum()), 0, 0)
     result.counts["dropped sentences"] += int(dropped.sum())
     result.counts["dropped tokens"] += int(lengths[dropped].sum())
     return result

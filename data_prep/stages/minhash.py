@@ -87,15 +87,10 @@ def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
     return ids, again, ids[first]
 
 
-def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(dropped ids, ascending; the id that stays in place of each), both [m]: the smallest id of every key stays.
-
-    keys, ids: uint64 [n], all of a range of keys; no id twice.
-    """
-    ids, again, first = _groups(keys, ids)
-    dropped, kept = ids[again], first[again]
-    order = np.argsort(dropped)
-    return dropped[order], kept[order]
+def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The ids to drop, ascending: all but the smallest of every key. keys, ids: uint64 [n], all of a range of keys; no id twice."""
+    ids, again, _ = _groups(keys, ids)
+    return np.sort(ids[again])
 
 
 def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ of what was kept and what was dropped.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -59,12 +58,8 @@ class CleanDocument(NamedTuple):
 
 def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems: Problems) -> Iterator[CleanDocument]:
     """The documents of a task."""
-    clock = time.perf_counter
-    before = clock()
     for part in task.ranges:
         for document in read_documents(part, job.options.read, problems, job.work):
-            result.seconds["read"] += clock() - before
-            before = clock()
             if isinstance(document.text, str):
                 raw = document.text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair
             else:
@@ -74,15 +69,11 @@ def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems:
             except UnicodeDecodeError as error:
                 hint = "invalid UTF-8; convert text of another encoding to UTF-8 first (iconv -f NAME -t utf-8)"
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
-                before = clock()
                 continue
             result.counts["nuls"] += nuls
             result.counts["control characters"] += controls
             paragraphs = clean.paragraphs(text, document.markup, result.counts, glued)
-            result.seconds["clean"] += clock() - before
             yield CleanDocument(paragraphs, len(raw))
-            before = clock()
-    result.seconds["read"] += clock() - before
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
@@ -97,39 +88,25 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
 def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
     result, problems = ItemResult(size=task.size), Problems(job.on_error)
     _, encoder, shared = encoder_of(job)
-    clock = time.perf_counter
-    before = clock()
     for words in shared.read_new():
         encoder.add_words(words)
-    result.seconds["encode"] += clock() - before
     with _TaskFiles(job, task, result) as files:
         pending: list[CleanDocument] = []
         for document in clean_documents(task, job, result, problems):
-            before = clock()
             encoder.add(document.paragraphs)
-            result.seconds["encode"] += clock() - before
             pending.append(document)
             if encoder.pending >= CHARACTERS_AT_ONCE:
-                files.add(_encode(encoder, result), pending)
+                files.add(encoder.finish(), pending)
                 pending = []
         if pending:
-            files.add(_encode(encoder, result), pending)
-    before = clock()
+            files.add(encoder.finish(), pending)
     if learned := encoder.take_learned():
         shared.write(task.index, learned)
-    result.seconds["encode"] += clock() - before
     result.problems = problems.counts
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents
         result.counts["documents read"] += documents
     return result
-
-
-def _encode(encoder: WordEncoder, result: ItemResult) -> DocumentBatch:
-    before = time.perf_counter()
-    batch = encoder.finish()
-    result.seconds["encode"] += time.perf_counter() - before
-    return batch
 
 
 class _TaskFiles:
@@ -159,7 +136,6 @@ class _TaskFiles:
     def add(self, batch: DocumentBatch, documents: list[CleanDocument]) -> None:
         """Judge documents, whose words `batch` holds, and write those that are kept."""
         result, job = self._result, self._job
-        before = time.perf_counter()
         table = np.zeros(len(documents), DOCUMENT)
         table["hash"] = batch.words.document_hashes(job.options.seed)
         table["bytes"] = [document.size for document in documents]
@@ -170,8 +146,6 @@ class _TaskFiles:
             result.counts[f"{unit} read"] += int(table[unit].sum())
         batch = self._drop_lines(batch, table)
         keep = self._judge(batch, table, documents)
-        result.seconds["judge"] += time.perf_counter() - before
-        before = time.perf_counter()
         held_out = keep & (table["hash"] < job.held_limit)
         result.counts["held-out tokens"] += int(table["tokens"][held_out].sum())
         if keep.any():
@@ -182,7 +156,6 @@ class _TaskFiles:
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
         self._files["tokens"].write(encoded.tokens)
-        result.seconds["work files"] += time.perf_counter() - before
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
             self._unit_documents += 1
@@ -220,20 +193,17 @@ class _TaskFiles:
                     codes[i] = CLASSIFIED - number
         for code in np.unique(codes[codes != 0]).tolist():
             places = np.flatnonzero(codes == code)
-            few = [documents[i].paragraphs for i in places[: work_files.EXAMPLES].tolist()]
-            examples = [" ".join(" ".join(paragraphs).split()) for paragraphs in few]
             sentences, tokens = int(table["sentences"][places].sum()), int(table["tokens"][places].sum())
             reason = OTHER_REASONS.get(code) or (
                 f"classifier {Path(self._classifiers[CLASSIFIED - code].path).name}"
                 if code < 0
                 else rules.REASONS[code]
             )
-            self._result.drop(reason, len(places), sentences, tokens, examples)
+            self._result.drop(reason, len(places), sentences, tokens)
         return codes == 0
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
         """Write the keys by which duplicates of the kept documents are found."""
-        before = time.perf_counter()
         dedup = self._job.options.dedup
         first = (self._task.index << TASK_SHIFT) + self._documents
         numbers = first + np.arange(int(keep.sum()), dtype=np.uint64)
@@ -253,7 +223,6 @@ class _TaskFiles:
             records["sentences"] = batch.paragraph_sizes[full]
             table["paragraphs"] = np.bincount(document, minlength=len(table))
             self._files["paragraphs"].write(records[keep[document]])
-        self._result.seconds["hash"] += time.perf_counter() - before
 
     def _end_unit(self) -> None:
         if self._unit_documents:

@@ -8,7 +8,6 @@ are chosen.
 
 from __future__ import annotations
 
-import time
 import unicodedata
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -124,10 +123,7 @@ def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int
 def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
     """Write KIND-LENGTH-INDEX.{meta,ids}: SEQUENCE records ordered by key, and their ids in that order."""
     result = ItemResult()
-    before = time.perf_counter()
     units = _train_units(job, item.parts[0], result) if item.kind == "train" else _held_unit(job, item, result)
-    result.seconds["load"] += time.perf_counter() - before
-    before = time.perf_counter()
     stream = STREAM_TRAIN if item.kind == "train" else STREAM_HELD
     parts: list[SequenceSpans] = []
     keys: list[np.ndarray] = []
@@ -145,10 +141,7 @@ def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
         result.counts["corpus tokens"] += len(unit.tokens)
         result.counts["borrowed tokens"] += chosen.borrowed
         result.counts["truncated tokens"] += chosen.truncated
-    result.seconds["pairs"] += time.perf_counter() - before
-    before = time.perf_counter()
     _write(job, item, units, parts, keys, result)
-    result.seconds["sort"] += time.perf_counter() - before
     return result
 
 

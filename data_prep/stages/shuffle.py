@@ -8,7 +8,6 @@ merged first: the rows are the same, and files are opened hundreds of times less
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -164,12 +163,8 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
 def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
     """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}. Counts its rows."""
     split = bucket.split
-    clock = time.perf_counter
     result = ItemResult()
-    before = clock()
     meta, ids = _gather(_open(job, split, 0, split.runs), bucket.index, bucket.count)
-    result.seconds["shuffle"] += clock() - before
-    before = clock()
     seq_len, slots = split.seq_len, split.slots
     lengths = meta["length"].astype(np.int64)
     row, slot, offset, rows = pack(lengths, seq_len, slots)
@@ -177,8 +172,6 @@ def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
         np.random.Philox(np.random.SeedSequence([job.options.seed, STREAM_SHUFFLE, split.seq_len, bucket.index]))
     )
     row = rng.permutation(rows)[row] if rows else row
-    result.seconds["pack"] += clock() - before
-    before = clock()
     packed = np.zeros(rows * seq_len, split.dtype)
     bounds = np.zeros((rows, slots, 2), np.uint16)
     labels = np.full((rows, slots), -1, np.int8)
@@ -194,7 +187,6 @@ def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
         packed[within + np.repeat(targets[few], size)] = ids[within + np.repeat(starts[few], size)]
     for suffix, array in (("ids", packed), ("bounds", bounds), ("labels", labels)):
         work_files.write(job, f"{split.stem}-{bucket.index:06d}.rows.{suffix}", array, result)
-    result.seconds["shuffle"] += clock() - before
     result.counts["rows"] = rows
     return result
 

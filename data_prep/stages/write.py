@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def plan_shards(split: RowSplit, bucket_rows: list[int], rows_per_shard: int) ->
 def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
     """Write one shard; the fact "shard" is its entry of the manifest."""
     result = ItemResult()
-    before = time.perf_counter()
     split = plan.split
     arrays = []
     for suffix, dtype, shape in (
@@ -87,7 +85,6 @@ def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
     entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
     result.facts["shard"] = entry
     result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
-    result.seconds["write"] += time.perf_counter() - before
     return result
 
 

@@ -29,18 +29,6 @@ def test_runs_equal_a_plain_sum_with_python_integers() -> None:
         assert arrays.segment_hashes(parts, edges, seed).tolist() == expected
 
 
-def test_no_run_is_mistaken_for_another() -> None:
-    """All 19,530 runs of at most 6 of 5 parts, and every order of 7 parts: no two hashes are equal."""
-    from itertools import permutations, product
-
-    runs = [run for size in range(1, 7) for run in product(range(5), repeat=size)]
-    runs += [tuple(order) for order in permutations(range(5, 12))]
-    edges = np.cumsum([0, *map(len, runs)])
-    hashes = arrays.segment_hashes(np.array([x for run in runs for x in run], np.uint8), edges)
-    assert len(runs) == 19_530 + 5_040
-    assert len(np.unique(hashes)) == len(runs) and hashes.all()
-
-
 def test_sums_of_empty_segments_are_zero() -> None:
     values = np.array([1, 2, 4, 8], np.uint8)
     assert arrays.segment_sums(values, np.array([0, 0, 1, 1, 4, 4])).tolist() == [0, 1, 0, 14, 0]

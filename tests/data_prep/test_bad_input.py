@@ -10,9 +10,6 @@ import time
 
 import pytest
 
-from data_prep.common.errors import BadInput
-from data_prep.executor import pool
-
 GOOD = "".join(
     "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)
 )
@@ -95,11 +92,6 @@ def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert os.listdir(out) == [".work"]
-
-
-def test_killed_worker_ends_the_build():
-    with pool.opened(2) as executor, pytest.raises(BadInput, match="a worker process died"):
-        executor.map(os._exit, [1, 1, 1], lambda _: None)
 
 
 def test_a_corpus_smaller_than_a_row(build, tmp_path):

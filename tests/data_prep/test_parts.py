@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.build import BuildPlan, build, build_part
-from data_prep.common.errors import BadInput, Unfinished
+from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
@@ -34,19 +34,13 @@ def contents(folder):
 
 
 def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
-    make = given
-    build(make(tmp_path / "at once"), Pool(1), progress=False)
-    output = tmp_path / "in parts"
+    build(given(tmp_path / "at once"), Pool(1), progress=False)
+    plan = given(tmp_path / "in parts")
     for k in (3, 1):
-        build_part(make(output), Pool(1), (k, 3), progress=False)
-    with pytest.raises(Unfinished, match=r"--merge: \d+ of \d+ tasks are not read yet; first start --part 2/3"):
-        build(make(output), Pool(1), progress=False, parts_read=True)
-    with pytest.raises(BadInput, match="--part 2/4: other parts of this build are of 3"):
-        build_part(make(output), Pool(1), (2, 4), progress=False)
-    assert build_part(make(output), Pool(1), (2, 3), progress=False)
-    summary = build(make(output), Pool(1), progress=False, parts_read=True)
-    assert summary["resumed"] and contents(output) == contents(tmp_path / "at once")
-    assert build_part(make(output), Pool(1), (2, 3), progress=False) is False
+        assert build_part(plan, Pool(1), (k, 3), progress=False)
+    summary = build(plan, Pool(1), progress=False)  # reads part 2 as well
+    assert summary["resumed"] and contents(plan.folder) == contents(tmp_path / "at once")
+    assert build_part(plan, Pool(1), (2, 3), progress=False) is False
 
 
 def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
@@ -75,7 +69,7 @@ def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     for job in jobs:
         job.join()
         assert job.exitcode == 0
-    build(make(output), Pool(1), progress=False, parts_read=True)
+    build(make(output), Pool(1), progress=False)
     build(make(tmp_path / "at once"), Pool(1), progress=False)
     assert contents(output) == contents(tmp_path / "at once")
 
@@ -85,8 +79,8 @@ def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     [
         (["--part", "3/2"], "--part 3/2: give K/N with K from 1 to N"),
         (["--part", "one"], "--part one: give K/N"),
-        (["--part", "1/2", "--merge"], "excludes --merge, --overwrite and --json"),
-        (["--part", "1/2", "--json", "summary.json"], "excludes --merge"),
+        (["--part", "1/2", "--overwrite"], "excludes --overwrite and --json"),
+        (["--part", "1/2", "--json", "summary.json"], "excludes --overwrite and --json"),
     ],
 )
 def test_bad_parts_are_refused(extra, said, tmp_path, capfd):

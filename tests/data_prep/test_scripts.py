@@ -14,7 +14,6 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.report import inspect_dataset
 from data_prep.text import clean, sentences
-from megabert.data.masking import Masking, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.text import writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
@@ -107,28 +106,6 @@ def test_what_is_in_the_rows_is_the_text(built):
         assert any("".join(first.split()) in text for text in whole), first
     shown = inspect_dataset.inspect(folder, 2, "word")
     assert tokenizer.decode(rows.ids[0][1:4]).split()[0] and f"{dataset.manifest.rows:,}" in shown
-
-
-@pytest.mark.parametrize("strategy", ["token", "word", "span"])
-def test_masks_are_spread_over_each_sequence(built, strategy):
-    dataset = Dataset(built[1])
-    t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
-    row_ids = np.arange(dataset.manifest.rows)
-    rows = dataset.read(row_ids)
-    masked = mask(rows.ids, rows.bounds, row_ids, seed=1, epoch=0, vocabulary=vocabulary, masking=Masking(strategy))
-    places, share = [], []
-    for bounds, positions, count in zip(rows.bounds, masked.positions, masked.counts, strict=True):
-        length = int(bounds[0, 0])
-        if length > SEQ_LEN // 2:
-            inside = positions[:count][positions[:count] < length]
-            places.append(len(np.unique(inside * 8 // length)))
-            share.append(len(inside) / (length - 3))
-    assert len(places) > 10
-    assert np.mean(places) >= (5 if strategy != "span" else 3), np.mean(
-        places
-    )  # of eight parts, those with a mask in them
-    assert 0.13 < np.mean(share) < 0.17
 
 
 def test_tags_are_read_from_first_tokens(built):

@@ -240,7 +240,7 @@ def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(clu
     build = f"{common} --output {tmp_path / 'parts'}"
     part = f"{build} --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"
     array = cluster.submit("--array=1-3", "--wrap", part, cwd=tmp_path, **site)
-    last = cluster.submit(f"--dependency=afterok:{array}", "--wrap", f"{build} --merge", cwd=tmp_path, **site)
+    last = cluster.submit(f"--dependency=afterok:{array}", "--wrap", build, cwd=tmp_path, **site)
     assert cluster.ended(last) == "COMPLETED", [log.read_text() for log in tmp_path.glob("*.out")]
     done = subprocess.run([*common.split(), "--output", tmp_path / "whole"], cwd=ROOT, timeout=600)
     assert done.returncode == 0

@@ -101,15 +101,3 @@ def test_consumed_files_are_deleted(job, tmp_path, monkeypatch):
     # What was made of them was on the disk before, and so were its records.
     names = [*(f"sum-{i}" for i in (1, 2, 3)), *(f"{i:07d}.json" for i in range(3)), "sums"]
     assert sorted(on_disk[: len(names)]) == sorted((name, 3) for name in names)
-
-
-def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "SWEPT", 0)
-    journal = Journal(Path(job.work), Pool(1))
-    squares = journal.map("squares", square, job, [1], lambda done: None)
-    (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
-    journal.consume(squares)
-    with pytest.raises(OSError, match=r"squares\.json"):
-        journal.flush()
-    journal.close()
-    assert (tmp_path / "square-1").exists(), "a file is gone whose results are on no disk"

@@ -173,16 +173,3 @@ def test_nothing_runs_after_an_error(tmp_path):
 def test_a_killed_worker_is_one_clear_error():
     with pool.opened(2) as executor, pytest.raises(Unfinished, match="a worker process died"):
         executor.map(die, [1, 2, 3, 4], lambda _: None)
-
-
-FORKED = """
-import multiprocessing, sys
-multiprocessing.set_start_method(sys.argv[1])
-from data_prep.executor import pool
-
-def here(item):
-    return -item
-
-with pool.opened(2) as executor:
-    print(executor.map(here, [1, 2, 3], lambda _: None))
-"""

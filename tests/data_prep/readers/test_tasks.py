@@ -7,7 +7,6 @@ import lzma
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import zstandard
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers import documents, formats, pydoc_corpus, tasks
 from data_prep.readers.decompress import RangeEnd
-from data_prep.text import clean
 from tests.helpers.prep_reading import plan, read_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,14 +36,6 @@ def test_formats_are_told_by_content_in_every_compression(suffix, tmp_path):
     (tmp_path / f"novel.txt{suffix}").write_bytes(PACK[suffix](b"\xef\xbb\xbfOnce.\r\n\r\nTwice.\r\n"))
     found, _ = read_all([tmp_path])
     assert found == ["Alpha one.", "Beta é.", "Once.\r\n\r\nTwice.\r\n", "\nFirst text.\nSecond line.\n", "\nOther.\n"]
-
-
-def test_files_folders_globs_and_names_given_twice(tmp_path):
-    for name in ("b/2.txt", "b/1.txt", "a.txt", "c.txt", "b/.hidden"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    found, _ = read_all([tmp_path / "c.txt", tmp_path / "b", str(tmp_path / "*.txt"), tmp_path / "b" / "1.txt"])
-    assert found == ["c.txt", "b/1.txt", "b/2.txt", "a.txt"]
 
 
 def test_what_a_document_is_in_plain_text(tmp_path):
@@ -169,15 +159,6 @@ def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
     assert int(peak) < 300
 
 
-def test_document_of_many_streams_bounded_time(tmp_path):
-    path = tmp_path / "d.bz2"
-    path.write_bytes(bz2.compress(b"<doc 1>\nT\n\nwords\n</doc><doc ") + bz2.compress(b"x" * 1000) * 20_000)
-    began = time.process_time()
-    found, problems = read_all([path], "skip", format="wiki")
-    assert len(found) == 1 and problems.counts == {"long document": 1}
-    assert time.process_time() - began < 20
-
-
 def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n{"text": "a\\u0000b"}\n{"te\0xt": 1}\n'
@@ -198,22 +179,6 @@ def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
             and found == (["Alpha one.", "Beta é."] * 2)[: len(found)]
             and len(found) >= 2
         )
-
-
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_hard_wrapped_blocks_of_any_line_end(ends, mark, tmp_path):
-    line = "It was the best of times, it was the worst of times, it was"
-    block = ends.join([line] * 3)
-    path = tmp_path / "t.txt"
-    path.write_bytes((mark + (ends * 2).join([block, block, block])).encode())
-    for kind, count in (("blank-line", 3), ("file", 1)):
-        found = read_all([path], text_documents=kind)[0]
-        assert len(found) == count
-        joined = [
-            paragraph.split() for text in found for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
-        ]
-        assert joined == [(" ".join([line] * 3)).split()] * 3
 
 
 WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"

@@ -101,10 +101,9 @@ def test_band_keys_equal_for_equal_bands() -> None:
 def test_the_smallest_id_of_every_key_stays() -> None:
     keys = np.array([5, 9, 5, 7, 9, 5], np.uint64)
     ids = np.array([30, 8, 10, 1, 2, 20], np.uint64)
-    dropped, kept = minhash.exact_duplicates(keys, ids)
-    assert dropped.tolist() == [8, 20, 30] and kept.tolist() == [2, 10, 10]
-    dropped, kept = minhash.exact_duplicates(keys[:0], ids[:0])
-    assert len(dropped) == len(kept) == 0 and dropped.dtype == kept.dtype == np.uint64
+    assert minhash.exact_duplicates(keys, ids).tolist() == [8, 20, 30]
+    none = minhash.exact_duplicates(keys[:0], ids[:0])
+    assert len(none) == 0 and none.dtype == np.uint64
 
 
 def test_candidates_pair_first_and_previous() -> None:
@@ -169,7 +168,7 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
     assert report["read"]["documents"] == 370 and report["dropped"]["documents"] == 0
     report, stdout = run(command, planted, tokenizer_file, tmp_path / "exact")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40}
-    assert "exact duplicate 40" in stdout and len(report["examples"]["exact duplicate"]) == 3
+    assert "exact duplicate 40" in stdout
     report, _ = run(command, planted, tokenizer_file, tmp_path / "near", "--dedup", "documents", "near")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
     report, _ = run(command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs")
@@ -185,7 +184,7 @@ def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, com
     for name in ("all", "none"):
         dataset = Dataset(tmp_path / name)
         tokenizer = Tokenizer.load(tmp_path / name / "tokenizer.model")
-        rows = dataset.read(range(dataset.rows))
+        rows = dataset.read(np.arange(dataset.rows))
         text = " ".join(tokenizer.decode(ids[ids > 0]) for ids in rows.ids)
         sentences = [s.strip() for s in text.split(".") if len(s.split()) == 12]
         counts[name] = len(sentences) / len(set(sentences))

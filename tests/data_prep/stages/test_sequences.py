@@ -125,16 +125,6 @@ def fill(ranges, seq_len):
     return lengths.sum() / (pack(lengths, seq_len, 8)[3] * seq_len)
 
 
-def test_rows_of_articles_are_filled():
-    """Documents and sentences as long as Wikipedia's: medians of 200 and 22 tokens, long tails."""
-    rng = np.random.default_rng(11)
-    counts = np.maximum(1, rng.lognormal(np.log(9), 1.2, 2000)).astype(int)
-    encoded = documents([np.clip(rng.lognormal(np.log(22), 0.6, n), 2, 300).astype(int) for n in counts])
-    word_start = rng.random(len(encoded.tokens) + 10) < 0.75
-    for seq_len in (64, 128, 512):
-        assert fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
-
-
 def test_filled_rows_drop_nothing():
     encoded = random_documents(100, 7, 1, 200)
     word_start = np.random.default_rng(9).random(len(encoded.tokens) + 10) < 0.7
