@@ -29,6 +29,13 @@ HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
 TIMEOUT = timedelta(minutes=20)
 # Of ranks that meet under srun; from 32,768 on Linux gives ports to any process.
 PORTS = range(20_000, 32_000)
+# Each launcher's variables of a rank, of the number of ranks, and of the rank on its host. A batch script's own shell has
+# SLURM_PROCID too; only srun sets the step's variables.
+LAUNCHERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
 # gloo's threads release a collective's tensors in microseconds, on a full machine in milliseconds.
 SETTLE_SECONDS = 0.2
 
@@ -51,7 +58,7 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    # Where ranks meet at a port that follows from the job's number; "" where the launcher named the port.
+    # Where SLURM started the ranks, which meet at a port that follows from its numbers; "" otherwise.
     job: str = ""
 
     @property
@@ -128,15 +135,18 @@ class RankRefused(ValueError):
         self.exit_code = code
 
 
+def _attempt(action: Callable[[], Result], results: list[Result]) -> tuple[str, int]:
+    """Adds the result of `action`; the text and exit code of its ValueError or OSError."""
+    try:
+        results.append(action())
+    except (ValueError, OSError) as error:
+        return errors.describe(error), errors.exit_code(error)
+    return "", errors.OK
+
+
 def on_main(world: World, action: Callable[[], None]) -> None:
     """Run `action` on rank 0; its error is raised on every rank, as ValueError or Failed. A collective."""
-    problem, code = "", errors.OK
-    if world.is_main:
-        try:
-            action()
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    problem, code = world.broadcast([problem, code])
+    problem, code = world.broadcast(_attempt(action, []) if world.is_main else None)
     if code:
         raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
 
@@ -145,12 +155,7 @@ def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
     """This rank's result of `action`, which every rank runs. A collective; raises RankRefused on every rank where any rank's
     raises ValueError or OSError."""
     results: list[Result] = []
-    problem, code = "", errors.OK
-    try:
-        results.append(action())
-    except (ValueError, OSError) as error:
-        problem, code = errors.describe(error), errors.exit_code(error)
-    refuse_together(world, problem, code)
+    refuse_together(world, *_attempt(action, results))
     return results[0]
 
 
@@ -180,18 +185,10 @@ def discover(environment: dict[str, str] | None = None) -> World:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed"
         rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
         return _world(env, rank, _number(env, "LOCAL_RANK", rank), size, launcher)
-    # A batch script's own shell has SLURM_PROCID too; only srun sets the step's variables.
-    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        size = _number(env, "SLURM_STEP_NUM_TASKS")
-        if size > 1:
-            return _world(env, _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), size, "srun")
-    for rank_name, size_name, local_name in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ):
+    for launcher, rank_name, size_name, local_name in LAUNCHERS:
         if rank_name in env and size_name in env and _number(env, size_name) > 1:
             rank = _number(env, rank_name)
-            return _world(env, rank, _number(env, local_name, rank), _number(env, size_name), "mpirun")
+            return _world(env, rank, _number(env, local_name, rank), _number(env, size_name), launcher)
     return _world(env, 0, 0, 1, "single")
 
 
@@ -209,13 +206,8 @@ def init(world: World) -> World:
     else:
         address = _start(world)
     # Libraries below us look for torchrun's variables, whatever launcher was used.
-    for name, value in (
-        ("RANK", world.rank),
-        ("LOCAL_RANK", world.local_rank),
-        ("WORLD_SIZE", world.size),
-        ("MASTER_ADDR", address[0]),
-        ("MASTER_PORT", address[1]),
-    ):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, (world.rank, world.local_rank, world.size, *address), strict=True):
         if name not in os.environ:
             os.environ[name] = str(value)
             _described.append(name)
@@ -261,15 +253,12 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             raise ValueError(f"MASTER_PORT={env['MASTER_PORT']} is outside 1 to 65535")
         if "MASTER_ADDR" in env and "MASTER_PORT" in env:
             master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
-        elif launcher == "srun" and "MASTER_PORT" in env:
-            host = first_host(env.get("SLURM_STEP_NODELIST", ""))
-            master = (host, _number(env, "MASTER_PORT"))
         elif launcher == "srun":
             host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
             number, step, restart = (_number(env, name, 0) for name in names)
             # The same on every rank, seldom the same for two jobs, and another one where a job is started again.
-            master = (host, PORTS[(number * 31 + step + restart * 997) % len(PORTS)])
+            master = (host, _number(env, "MASTER_PORT", PORTS[(number * 31 + step + restart * 997) % len(PORTS)]))
             job = f"{number}.{step}.{restart}"
         elif launcher != "mpirun":
             raise ValueError(f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun")
@@ -291,7 +280,7 @@ def _start(world: World) -> tuple[str, int]:
     place = "each other" if world.master is None else f"the others at {world.master[0]}:{world.master[1]}"
     address, store = world.master, None
     try:
-        if address is None or world.job:  # the launcher names no port, so that rank 0 opens the store itself
+        if address is None or world.job:  # no launcher has a store or names its place: rank 0 opens it
             port, opened = 0 if address is None else address[1], None
             if world.is_main:
                 if address is not None:

@@ -321,15 +321,13 @@ def main_thread() -> tuple[str, bool]:
     code = frame.f_code
     waiting = code is wait_for_ranks.__code__ or any(part in code.co_filename for part in COLLECTIVES)
     shown = frame
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            break
         frame = frame.f_back
     shown = frame or shown
     path = Path(shown.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{shown.f_lineno} in {shown.f_code.co_name}", waiting
-
-
-def _is_library(file: str) -> bool:
-    return not file.startswith(PACKAGE) and file.startswith(LIBRARIES)
 
 
 def pid_namespace() -> str:

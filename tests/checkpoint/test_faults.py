@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,43 +85,6 @@ def test_a_kill_during_a_save_leaves_a_whole_checkpoint(step, asynchronous, tmp_
         checkpoints.save(FakeEngine(30), state(30, tiny.config()))
         assert checkpoints.latest().name == "step-00000030"
     assert killed > 15 and kept == {10, 20}
-
-
-def committed(run) -> int:
-    """The newest step by the folders' names."""
-    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
-
-
-def save_for_ever(run: Path) -> None:
-    checkpoints = Checkpoints(run, ALONE, settings(2, asynchronous=True))
-    step = committed(run)
-    while True:
-        step += 1
-        checkpoints.save(FakeEngine(step, size=400_000), state(step, tiny.config()))  # type: ignore[arg-type]
-
-
-def test_random_kills_of_endless_saves(tmp_path):
-    """25 kills, each up to 0.2 s after a commit: what is there is whole, its step and its weights belong together, and it
-    never goes back."""
-    draw, step, partial = random.Random(5), 0, 0
-    for _ in range(25):
-        child = CONTEXT.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
-        child.start()
-        deadline = time.monotonic() + 60
-        while committed(tmp_path) <= step:
-            assert time.monotonic() < deadline and child.is_alive(), "nothing is saved"
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.2))
-        child.kill()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        partial += bool(list((tmp_path / "checkpoints").glob(".saving-*")))
-        newest = Checkpoints(tmp_path, ALONE).latest()
-        assert newest is not None
-        now = int(newest.name[5:])
-        assert now > step and stored(tmp_path) == now
-        step = now
-    assert step >= 25 and partial > 5, (step, partial)
 
 
 def damaged_ranks(world: World, folder: str) -> None:

@@ -13,68 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, read_manifest, seal
-from megabert.checkpoint.tensors import StoredTensors
+from megabert.checkpoint import Checkpoints, store
+from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, seal
 from megabert.common.files import canonical, digest, sealed, write_tensors
 from megabert.config import load
-from megabert.engine import Snapshot
-from megabert.engine.zero_layout import ParameterSlice
 from megabert.model import BertForPreTraining
 from tests.checkpoint.test_faults import names
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
 from tests.helpers import tiny
-from tests.helpers.simulated_ranks import save_as
-
-SHAPES = {"m": (37, 3), "b": (5,), "e": (101, 7), "one": (1,)}
-
-
-class WholeEngine:
-    """Everything is on one rank and drawn from a seed; `m` is Muon's, so that it has one moment."""
-
-    def snapshot(self) -> Snapshot:
-        draw = torch.Generator().manual_seed(4)
-
-        def pieces(*kinds: str) -> list[ParameterSlice]:
-            return [
-                ParameterSlice(
-                    name,
-                    0,
-                    {
-                        kind: torch.randn(torch.Size(shape).numel(), generator=draw)
-                        for kind in (kinds[:1] if name == "m" else kinds)
-                    },
-                )
-                for name, shape in SHAPES.items()
-            ]
-
-        return Snapshot(SHAPES, pieces("weight"), pieces("exp_avg", "exp_avg_sq"), {"optimizer_steps": 4})
-
-
-def bits(path: Path) -> dict[str, bytes]:
-    stored = StoredTensors(path, read_manifest(path))
-    found = {f"{kind} {n}": t.numpy().tobytes() for kind in ("weight", "exp_avg") for n, t in stored.whole(kind).items()}  # fmt: skip
-    for name in SHAPES.keys() - {"m"}:
-        into = torch.zeros(torch.Size(SHAPES[name]).numel())
-        stored.read("exp_avg_sq", name, 0, into)
-        found[f"exp_avg_sq {name}"] = into.numpy().tobytes()
-    return found
-
-
-def test_64_then_48_then_64_ranks_keep_every_bit(tmp_path: Path) -> None:
-    """At other ZeRO stages each time, more ranks than some parameters have elements; weights and both moments."""
-    checkpoints = Checkpoints(tmp_path / "1", ALONE, settings())
-    checkpoints.save(WholeEngine(), state(7, tiny.config()))  # type: ignore[arg-type]
-    path = checkpoints.latest()
-    assert path is not None
-    expected = bits(path)
-    assert len(expected) == 11
-    for number, (ranks, stage) in enumerate(((64, 1), (48, 3), (64, 2), (6, 0))):
-        path = save_as(path, tmp_path / f"{number}-of-{ranks}", 7, ranks, stage)
-        assert Checkpoints(path.parents[1], ALONE).latest() == path  # every file's bytes and pieces are verified
-        assert len(list(path.glob("weights-*"))) > ranks // 2 and not list(path.glob("note-*"))
-        assert bits(path) == expected, (ranks, stage)
-    assert load_weights(path)[0]["e"].numpy().tobytes() == expected["weight e"]
 
 
 def shapes_of_large() -> dict[str, tuple[int, ...]]:

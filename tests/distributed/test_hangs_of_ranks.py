@@ -56,11 +56,6 @@ def loops(world: World, device: dist.ProcessGroup) -> None:
         pass
 
 
-def loops_with_one_sum_started(world: World, device: dist.ProcessGroup) -> None:
-    all_reduce(device)
-    loops(world, device)
-
-
 def gathers_alone(world: World, device: dist.ProcessGroup) -> None:
     """What only one rank decided to do."""
     world.gather(["something seen by one rank"])
@@ -69,10 +64,6 @@ def gathers_alone(world: World, device: dist.ProcessGroup) -> None:
 def leaves_sums_out(world: World, device: dist.ProcessGroup) -> None:
     global all_reduce
     all_reduce = lambda group, size=1000: dist.barrier(async_op=True)  # noqa: E731
-
-
-def is_stopped(world: World, device: dist.ProcessGroup) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def rank_process(rank: int, port: int, folder: Path, fault: Fault, failed: int) -> None:
@@ -98,17 +89,11 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, failed: int) 
 
 
 @pytest.mark.parametrize(
-    ("fault", "failed", "reason"),
-    [
-        (loops, 5, "has not entered"),
-        (loops_with_one_sum_started, 0, "has not entered"),
-        (gathers_alone, 2, "has not entered"),
-        (leaves_sums_out, 6, "has not entered"),
-        (is_stopped, 4, "is stopped or lost"),
-    ],
+    ("fault", "failed"),
+    [(loops, 5), (gathers_alone, 2), (leaves_sums_out, 6)],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_failed_rank_of_eight_is_named(fault, failed, reason, tmp_path) -> None:
+def test_the_failed_rank_of_eight_is_named(fault, failed, tmp_path) -> None:
     port, children = free_port(), []
     torch.set_num_threads(1)
     try:
@@ -130,9 +115,8 @@ def test_the_failed_rank_of_eight_is_named(fault, failed, reason, tmp_path) -> N
     said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(RANKS)]
     assert len(codes) == RANKS, "\n".join(said)
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("error:")]
-    print(line)
     assert f"error: rank {failed} (host " in line and line.count("(host ") == 1, line
-    assert reason in line and ("another order" in line) == (fault in (leaves_sums_out, gathers_alone))
+    assert "has not entered" in line and ("another order" in line) == (fault in (leaves_sums_out, gathers_alone))
     if fault is loops:
         assert f"in {fault.__name__}" in line
         assert f"in {fault.__name__}" in (tmp_path / f"hang-{failed}.txt").read_text()

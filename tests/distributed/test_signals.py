@@ -31,12 +31,9 @@ pytestmark = pytest.mark.usefixtures("own_signals")
 )
 def test_durations_are_read_as_sbatch_reads_them(text, seconds):
     assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["0", "soon", "1:2:3:4", "1-"])
-def test_other_durations_are_refused_by_name(text):
-    with pytest.raises(ValueError, match=f"--max-time {text}: write 90"):
-        parse_duration(text)
+    for wrong in ("0", "soon", "1:2:3:4", "1-"):
+        with pytest.raises(ValueError, match=f"--max-time {wrong}: write 90"):
+            parse_duration(wrong)
 
 
 def test_the_earlier_end_counts():

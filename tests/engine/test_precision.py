@@ -75,16 +75,13 @@ def choices(world: Any) -> list[str]:
     return [precision.choose(*(name, world, begun)) for name, begun in asked]
 
 
-def test_ranks_take_what_all_of_them_are_fast_in() -> None:
-    assert run_ranks(2, choices) == [["fp32", "bf16", "bf16", "fp32"]] * 2
-
-
-@pytest.mark.parametrize("able", [True, False])
-def test_emulated_bf16_is_warned_of(able, multiplies, world, caplog, monkeypatch) -> None:
-    multiplies(able)
+def test_ranks_take_what_all_of_them_are_fast_in(multiplies, world, caplog, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("megabert"), "propagate", True)
-    assert precision.choose("bf16", world) == "bf16"
-    assert ("precision=bf16" in caplog.text) is not able
+    for able in (True, False):
+        multiplies(able)
+        assert precision.choose("bf16", world) == "bf16"
+        assert ("precision=bf16" in caplog.text) is not able
+    assert run_ranks(2, choices) == [["fp32", "bf16", "bf16", "fp32"]] * 2
 
 
 def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> None:

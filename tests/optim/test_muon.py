@@ -114,10 +114,9 @@ OTHERS = {
 
 
 def one_rank(world: Any) -> dict[Any, Any]:
-    """Four micro-steps an update at each stage; and what other kinds of runs did and kept."""
+    """Four micro-steps an update of a gated model, and what other kinds of runs did and kept."""
     allow_fp16()
-    found: dict[Any, Any] = {stage: train(world, zero__stage=stage) for stage in range(4)}
-    found |= {f"modern at {stage}": train(world, zero__stage=stage, **MODERN) for stage in (1, 3)}
+    found: dict[Any, Any] = {f"modern at {stage}": train(world, zero__stage=stage, **MODERN) for stage in (1, 3)}
     for name, changes in OTHERS.items():
         settings = {"precision": "bf16", "zero__stage": 1, "batch__micro_size": 4} | changes
         cfg = tiny.config(optimizer__name="muon", **settings)
@@ -144,11 +143,6 @@ def one() -> dict[Any, Any]:
     return run_ranks(1, one_rank, timeout=600)[0]
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    return plain_run()
-
-
 def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
     print(tiny.distance(found["weights"], reference["weights"]))
     assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
@@ -156,12 +150,6 @@ def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
     assert max(reference["norms"]) > 1.2  # clipping had something to do
     assert set(found["weights"]) == set(reference["weights"])
     assert tiny.distance(found["weights"], reference["weights"]) < 1e-5
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("stage", range(4))
-def test_four_micro_steps_equal_unsharded_muon(stage, one, reference):
-    check(one[stage], reference)
 
 
 @pytest.mark.dist
@@ -220,59 +208,6 @@ def test_singular_values_become_one_for_any_gradient_size():
         torch.testing.assert_close(orthogonalize(size * stack), orthogonalize(stack), rtol=1e-3, atol=1e-5)
     assert not orthogonalize(torch.zeros(2, 8, 4)).any()
     assert float(orthogonalize(1e-30 * stack).abs().max()) < 1e-6  # nothing is left of its squares
-
-
-def test_a_guarded_step_clips_and_skips():
-    """Against the plain rule on gradients clipped here, over bad gradients between, also before the first."""
-    model, plain = tiny.model(tiny.config()), tiny.model(tiny.config())
-    guarded, usual = build_optimizer(SETTINGS, model), PlainMuon(plain)
-    guarded.attach()
-    draw = torch.Generator().manual_seed(2)
-    for bad in (math.nan, None, math.inf, None, None):
-        before = [p.detach().clone() for p in model.parameters()]
-        moments = [t.clone() for p in model.parameters() for t in guarded.moments_of(p).values()]
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            p.grad = torch.randn(p.shape, generator=draw)
-            q.grad = p.grad.clone()
-        if bad is None:
-            usual.step(LR)
-        else:
-            model.layers[1].qkv.weight.grad[40, 3] = bad
-        norm = guarded.guard([p.grad for p in model.parameters()], 1.0)
-        guarded.step()
-        assert (norm == math.inf) == (bad is not None)
-        if bad is None:
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-        else:
-            after = [t for p in model.parameters() for t in guarded.moments_of(p).values()]
-            for old, new in zip([*before, *moments], [*model.parameters(), *after], strict=True):
-                assert torch.equal(old, new)
-        assert guarded.updates_of(model.parameters()) == usual.t
-
-
-def test_a_resumed_optimizer_continues_bit_for_bit():
-    models = [tiny.model(tiny.config()) for _ in range(2)]
-    straight, second = (build_optimizer(SETTINGS, model, dtype=torch.bfloat16) for model in models)
-    draw = torch.Generator().manual_seed(3)
-    for optimizer in (straight, second):
-        optimizer.attach()
-    for step in range(5):
-        if step == 3:
-            second.resume(list(models[1].parameters()), straight.updates_of(models[0].parameters()))
-            models[1].load_state_dict(models[0].state_dict())
-            for p, q in zip(*(model.parameters() for model in models), strict=True):
-                for kind, flat in second.moments_of(q).items():
-                    flat.copy_(straight.moments_of(p)[kind])
-        for p, q in zip(*(model.parameters() for model in models), strict=True):
-            p.grad = torch.randn(p.shape, generator=draw)
-            q.grad = p.grad.clone()
-        straight.step()
-        if step >= 3:
-            second.step()
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(p, q)
-        assert {k: v.dtype for k, v in straight.state[p].items()} == {k: v.dtype for k, v in second.state[q].items()}
 
 
 # -- owners --------------------------------------------------------------------------------------------------------
