@@ -89,11 +89,11 @@ def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path
     )
     encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
     start = pretrained.load(encoder)
-    module = heads.build(start.config, heads.HeadShape("classify", 2), start.weights, CPU, torch.float32)
+    module = heads.build(start.config, "classify", 2, start.weights, CPU, torch.float32)
     weight, bias = hf_predict.classifier_weights(classifier)
     module.head.output.load_state_dict({"weight": weight, "bias": bias})
     task = tasks.custom("classify", ["text"], "label", ["accuracy"], "", LABELS)
-    described = Described(task, LABELS, module.shape, 512, 128, "truncate", start.config)
+    described = Described(task, LABELS, 512, 128, start.config)
     save.save(folder / "ours", described, module.state_dict(), start.tokenizer, {})
     return encoder, classifier, folder / "ours"
 

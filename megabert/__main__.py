@@ -33,7 +33,7 @@ COMMANDS = {
     "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
     "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
-    "glue": Command("megabert.finetune.glue", "every task of GLUE or SQuAD, to one table", saves=True),
+    "glue": Command("megabert.finetune.glue", "every task of GLUE, to one table", saves=True),
     "features": Command("megabert.commands.features", "a model's vectors of texts"),
     "report": Command("megabert.commands.report", "one HTML file about a run, or several in the same charts"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),

@@ -71,7 +71,7 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "scipy": ("megabert.finetune.scores", "megabert.finetune.glue"),
+    "scipy": ("megabert.finetune.scores",),
     "seqeval": ("megabert.finetune.scores",),
     "sklearn": ("megabert.finetune.scores",),
     "tensorboard": ("megabert.metrics",),

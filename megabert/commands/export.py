@@ -3,7 +3,7 @@
 megabert export --model RUN --output HF_DIR
 megabert export --model RUN --output HF_DIR --sentence-transformers mean
 megabert export --model FINETUNED/seed1/best --output HF_DIR
-megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx --int8 dev.tsv
+megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx --int8
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
-    from megabert.finetune import onnx
     from megabert.finetune.save import Finetuned
     from megabert.hf import Pretrained
 
@@ -59,12 +58,12 @@ def export(
 
 
 def export_finetuned(
-    source: str | Path, output: str | Path, overwrite: bool = False, as_onnx: bool = False, int8: str = ""
-) -> tuple[Finetuned, onnx.OnnxFiles | None]:
-    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
+    source: str | Path, output: str | Path, overwrite: bool = False, as_onnx: bool = False, int8: bool = False
+) -> tuple[Finetuned, float | None]:
+    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files (`int8`: in 8 bits too) where they are
+    asked for; the model, and the largest difference of a logit in onnxruntime.
 
-    `int8` is a labelled file: the model is also written in 8 bits, and what that loses on the file is in the card. Raises
-    ValueError naming what cannot be exported; nothing is written then.
+    Raises ValueError naming what cannot be exported; nothing is written then.
     """
     from megabert.common.files import appearing
     from megabert.finetune import huggingface, onnx
@@ -74,10 +73,9 @@ def export_finetuned(
         onnx.require()
     with appearing(output, CONFIG, overwrite) as folder:
         huggingface.write(finetuned, folder)
-        written = onnx.write(finetuned, folder, int8) if as_onnx or int8 else None
-        about = written.about() if written else ""
-        (folder / "README.md").write_text(huggingface.card(finetuned, Path(output).resolve().name, about))
-    return finetuned, written
+        (folder / "README.md").write_text(huggingface.card(finetuned, Path(output).resolve().name))
+        difference = onnx.write(finetuned.described, folder, int8) if as_onnx or int8 else None
+    return finetuned, difference
 
 
 @command
@@ -92,12 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
     add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
-    eight = "of a fine-tuned model: onnx/model_quantized.onnx too; the card says what it loses on this labelled file"
-    add("--int8", default="", metavar="FILE", help=eight)
+    add("--int8", action="store_true", help="of a fine-tuned model: onnx/model_quantized.onnx too")
     args = parser.parse_args(argv)
     from megabert.finetune import save
 
-    if save.is_finetuned(args.model):
+    if save.find(args.model):
         for option in ("tokenizer", "sentence_transformers"):
             if getattr(args, option):
                 raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
@@ -127,14 +124,11 @@ def _pretrained(args: argparse.Namespace) -> int:
 def _finetuned(args: argparse.Namespace) -> int:
     from megabert.finetune import huggingface, onnx
 
-    finetuned, written = export_finetuned(args.model, args.output, args.overwrite, args.onnx, args.int8)
+    finetuned, difference = export_finetuned(args.model, args.output, args.overwrite, args.onnx, args.int8)
     described = finetuned.described
     log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
-    if written is not None:
-        log.info(f"onnx/{onnx.WHOLE}: logits within {written.difference:.1e} of the model's")
-        for name, whole in written.scores.items():
-            other = written.scores_int8[name]
-            log.info(f"onnx/{onnx.QUANTISED}: {name} {other:.4f}, in fp32 {whole:.4f} ({other - whole:+.4f})")
+    if difference is not None:
+        log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
     return OK
 
 

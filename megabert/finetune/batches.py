@@ -22,13 +22,11 @@ WIDTH = 128
 
 @dataclass(frozen=True)
 class ItemLayout:
-    """How items become tensors: the task's kind, the longest item, whether attention is causal, and whether the head reads
-    an item's positions as a sequence (`places`)."""
+    """How items become tensors: the task's kind, the longest item, whether attention is causal."""
 
     kind: str
     max_length: int
     causal: bool = False
-    sequences: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class TaskBatch:
     packed: Packed
     # int64 [P], flat positions
     read: Tensor
-    # int64 [N, W]: which of the P belong to each item; -1 after its last
+    # int64 [N, W] of spans: which of the P belong to each item; -1 after its last
     places: Tensor | None
-    # int64 [N] class or correct choice | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
+    # int64 [N] class | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
     targets: Tensor
     items: int
 
@@ -49,13 +47,9 @@ class TaskBatch:
         packed, read, targets = self.packed.to(device), self.read.to(device), self.targets.to(device)
         return replace(self, packed=packed, read=read, places=places, targets=targets)
 
-    def reading(self) -> dict[str, Tensor | None]:
-        """What `Finetuner.logits` takes."""
-        return {**self.packed.inputs(), "read": self.read, "places": self.places}
-
     def inputs(self) -> dict[str, Tensor | None]:
         """What `Finetuner.forward` takes."""
-        return {**self.reading(), "targets": self.targets}
+        return {**self.packed.inputs(), "read": self.read, "places": self.places, "targets": self.targets}
 
     @property
     def tokens(self) -> int:
@@ -87,42 +81,29 @@ class TaskUpdate:
 
 def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -> TaskBatch:
     """One batch of `items`; without any, the batch that adds nothing. `line`: in one row without padding."""
-    sequences = [sequence for item in items for sequence in item.sequences] or [(np.zeros(1, np.int32), 1)]
-    ids = [sequence for sequence, _ in sequences]
-    longest = max(map(len, ids))
-    width = max(longest, min(WIDTH, layout.max_length))
-    seconds = [second for _, second in sequences]
+    ids = [item.ids for item in items] or [np.zeros(1, np.int32)]
+    seconds = [item.second for item in items] or [1]
+    width = max(max(map(len, ids)), min(WIDTH, layout.max_length))
     packed = pack_line(ids, seconds, layout.causal) if line else pack(ids, seconds, width, layout.causal)
-    first = np.cumsum([0, *(1 + len(item.others) for item in items)])
-    read = [packed.starts[first[i] : first[i + 1]] + read_at(item, layout) for i, item in enumerate(items)]
+    read = [start + read_at(item, layout) for start, item in zip(packed.starts, items, strict=False)]
     places = None
-    if layout.sequences or layout.kind in ("span", "choose"):
+    if layout.kind == "span":
         places = torch.from_numpy(_places([len(item.positions) for item in items]))
-    return TaskBatch(
-        packed,
-        torch.from_numpy(np.concatenate(read or [np.zeros(0, np.int64)])),
-        places,
-        _targets(items, layout.kind),
-        len(items),
-    )
+    flat = torch.from_numpy(np.concatenate(read or [np.zeros(0, np.int64)]))
+    return TaskBatch(packed, flat, places, _targets(items, layout.kind), len(items))
 
 
 def read_at(item: TaskItem, layout: ItemLayout) -> np.ndarray:
-    """int64 [p], where an item is read, or each of its sequences: what is read at [CLS] is read at the last token of a causal
-    model, which alone has seen the whole text."""
-    if not layout.causal:
-        return item.positions
-    if item.others:
-        return np.array([len(ids) - 1 for ids, _ in item.sequences])
-    return np.where(item.positions == 0, len(item.ids) - 1, item.positions)
+    """int64 [p], where an item is read: what is read at [CLS] is read at the last token of a causal model, which alone has seen
+    the whole text."""
+    return np.where(item.positions == 0, len(item.ids) - 1, item.positions) if layout.causal else item.positions
 
 
 def _places(sizes: Sequence[int]) -> np.ndarray:
+    """int64 [N, W]: consecutive numbers, so many as the sizes say in each row, then -1."""
     places = np.full((len(sizes), max(sizes, default=1)), -1, np.int64)
-    first = 0
-    for row, size in enumerate(sizes):
-        places[row, :size] = np.arange(first, first + size)
-        first += size
+    filled = np.arange(places.shape[1]) < np.array(sizes, np.int64)[:, None]
+    places[filled] = np.arange(sum(sizes))
     return places
 
 

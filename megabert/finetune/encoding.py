@@ -1,7 +1,7 @@
 """Encoding of examples to items: token ids, the positions a head reads, and the targets at them.
 
-Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019), or read in windows. Contexts and
-sentences always are: each answer that fits and each word is in some window.
+Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019). Contexts and sentences are read in
+windows: each answer that fits and each word is in some window.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import numpy as np
 
 from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import ChoiceExample, Example, QuestionExample, SentenceExample, TextExample
+from megabert.finetune.datasets import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import LABELLED, Task
 
 # Tokens; of Devlin et al. 2019's own code.
 MAX_QUESTION = 64
-# Tokens of a window: three special ones and some of each part.
-MIN_LENGTH = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,25 +31,14 @@ class TaskItem:
     ids: np.ndarray
     # Where segment 1 begins; n without a pair.
     second: int
-    # int64 [p], token positions that the head reads: [0] for a text, a 0 for each choice, the first token of each word (a word is
-    # in one window only), [CLS] and all tokens of the context for a span.
+    # int64 [p], token positions that the head reads: [0] for a text, the first token of each word (a word is in one window only),
+    # [CLS] and all tokens of the context for a span.
     positions: np.ndarray
-    # int64 [1] class or correct choice | float32 [labels] 1 where the text has the label | float32 [1] score | int64 [p] tags |
+    # int64 [1] class | float32 [labels] 1 where the text has the label | float32 [1] score | int64 [p] tags |
     # int64 [2] start and end as indices into `positions`, both included, 0 0 where the window holds no answer; empty where unlabelled.
     targets: np.ndarray
     # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2].
     char_spans: np.ndarray
-    # (ids, where segment 1 begins) of the choices after the first one, each read at its [CLS].
-    others: tuple[tuple[np.ndarray, int], ...] = ()
-
-    @property
-    def sequences(self) -> list[tuple[np.ndarray, int]]:
-        """(ids, where segment 1 begins) of all its sequences."""
-        return [(self.ids, self.second), *self.others]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(ids) for ids, _ in self.sequences)
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
@@ -62,38 +49,23 @@ CHUNK = 512
 
 
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
-    """The labels of a task in the order of their classes, those of a choice in the order of its columns; () for the kinds
-    without.
+    """The labels of a task in the order of their classes; () for the kinds without.
 
     Raises ValueError where the examples have fewer than two labels, or the task's F1 is of two classes and there are more.
     """
-    if task.kind == "choose":
-        return task.choice_labels
     if task.kind not in LABELLED:
         return ()
-    labels = task.labels or tuple(sorted({label for example in examples for label in example_labels(task, example)}))
+    labels = task.labels
+    if not labels:
+        field = "tags" if task.kind == "tag" else "label"
+        values = (getattr(example, field) for example in examples)
+        labels = tuple(sorted({label for value in values for label in ([value] if isinstance(value, str) else value)}))
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")
     if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
         raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
     return labels
-
-
-def example_labels(task: Task, example: Any) -> Sequence[str]:
-    """The labels of an example of a kind in LABELLED: one a word for tags."""
-    if task.kind == "tag":
-        return example.tags or ()
-    return example.label if task.kind == "multilabel" else [example.label]
-
-
-def check_labels(task: Task, examples: Sequence[Any], labels: Sequence[str]) -> None:
-    """Raises ValueError naming file and line of a label that is not one of `labels`; kinds without labels have none."""
-    if task.kind in LABELLED:
-        classes = {label: i for i, label in enumerate(labels)}
-        for example in examples:
-            for label in example_labels(task, example):
-                _class(example.where, label, classes)
 
 
 def encode(
@@ -103,26 +75,19 @@ def encode(
     labels: Sequence[str],
     max_length: int,
     stride: int = 128,
-    long: str = "truncate",
 ) -> list[TaskItem]:
     """The items of the examples, in their order; `max_length` tokens at most each.
 
-    `stride`: tokens from one window's start to the next one's. `long="pool"` reads a long text in windows too. Raises
-    ValueError naming file and line for a label that is not one of `labels`.
+    `stride`: tokens from one window's start to the next one's. Raises ValueError naming file and line for a label that is not one
+    of `labels`.
     """
-    if max_length < MIN_LENGTH:
-        raise ValueError(f"{max_length} tokens a sequence are too few; {MIN_LENGTH} at least")
-    if stride < 1:
-        raise ValueError(f"a stride of {stride} tokens; 1 at least")
     classes = {label: i for i, label in enumerate(labels)}
     given: Any = examples
     if task.kind == "span":
         return list(_spans(given, tokenizer, max_length, stride))
     if task.kind == "tag":
         return list(_tags(given, tokenizer, classes, max_length, stride))
-    if task.kind == "choose":
-        return list(_choices(given, tokenizer, classes, max_length))
-    return list(_texts(task, given, tokenizer, classes, max_length, stride if long == "pool" else 0))
+    return list(_texts(task, given, tokenizer, classes, max_length))
 
 
 def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:
@@ -134,14 +99,6 @@ def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tu
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for ids in tokenizer.encode_texts(texts)]
-
-
-def _windows(tokens: int, room: int, stride: int) -> list[int]:
-    """Where the windows of `room` tokens begin; the last one reaches the end."""
-    starts = [0]
-    while starts[-1] + room < tokens:
-        starts.append(starts[-1] + min(stride, room))
-    return starts
 
 
 def _class(where: str, label: str, classes: dict[str, int]) -> int:
@@ -157,14 +114,8 @@ def _class(where: str, label: str, classes: dict[str, int]) -> int:
 
 
 def _texts(
-    task: Task,
-    examples: Sequence[TextExample],
-    tokenizer: Tokenizer,
-    classes: dict[str, int],
-    max_length: int,
-    stride: int,
+    task: Task, examples: Sequence[TextExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
 ) -> Iterator[TaskItem]:
-    """`stride` 0: long texts are cut."""
     firsts = _ids(tokenizer, [e.a for e in examples])
     seconds = _ids(tokenizer, [e.b or "" for e in examples]) if task.pair else None
     for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
@@ -175,43 +126,14 @@ def _texts(
             targets = np.array([_class(example.where, example.label, classes)], np.int64)
         else:
             targets = np.array([] if example.label is None else [example.label], np.float32)
-        for ids, second in _cut(tokenizer, a, seconds[i] if seconds else None, max_length, stride):
-            yield TaskItem(i, ids, second, FIRST, targets, NO_SPANS)
-
-
-def _cut(
-    tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None, max_length: int, stride: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    if b is None:
-        room = max_length - 2
-        for start in _windows(len(a), room, stride) if stride else [0]:
-            yield _row(tokenizer, a[start : start + room])
-        return
-    room = max_length - 3
-    # What is left where one takes away tokens of the longer part, of b where they are equal, until both fit.
-    keep_a = min(len(a), max(room - len(b), (room + 1) // 2))
-    keep_b = min(len(b), max(room - len(a), room // 2))
-    if not stride:
-        yield _row(tokenizer, a[:keep_a], b[:keep_b])
-    elif len(a) > len(b):
-        for start in _windows(len(a), keep_a, stride):
-            yield _row(tokenizer, a[start : start + keep_a], b[:keep_b])
-    else:
-        for start in _windows(len(b), keep_b, stride):
-            yield _row(tokenizer, a[:keep_a], b[start : start + keep_b])
-
-
-def _choices(
-    examples: Sequence[ChoiceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
-) -> Iterator[TaskItem]:
-    """One item an example, of as many sequences as it has options."""
-    firsts = _ids(tokenizer, [e.a for e in examples])
-    options = iter(_ids(tokenizer, [option for e in examples for option in e.options]))
-    for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
-        pairs = [(a, next(options)) for _ in example.options]
-        (ids, second), *others = (row for pair in pairs for row in _cut(tokenizer, *pair, max_length, 0))
-        targets = np.array([] if example.label is None else [classes[example.label]], np.int64)
-        yield TaskItem(i, ids, second, np.zeros(len(pairs), np.int64), targets, NO_SPANS, tuple(others))
+        if seconds is None:
+            ids, second = _row(tokenizer, a[: max_length - 2])
+        else:
+            # What is left where one takes away tokens of the longer part, of b where they are equal, until both fit.
+            b, room = seconds[i], max_length - 3
+            keep_a, keep_b = max(room - len(b), (room + 1) // 2), max(room - len(a), room // 2)
+            ids, second = _row(tokenizer, a[:keep_a], b[:keep_b])
+        yield TaskItem(i, ids, second, FIRST, targets, NO_SPANS)
 
 
 # ---- words
@@ -275,6 +197,14 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
 
 
 # ---- spans
+
+
+def _windows(tokens: int, room: int, stride: int) -> list[int]:
+    """Where the windows of `room` tokens begin; the last one reaches the end."""
+    starts = [0]
+    while starts[-1] + room < tokens:
+        starts.append(starts[-1] + min(stride, room))
+    return starts
 
 
 def _spans(

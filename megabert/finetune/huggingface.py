@@ -32,18 +32,10 @@ def load(source: str | Path) -> Finetuned:
     Raises ValueError naming what is damaged, or what Hugging Face's BERT lacks.
     """
     finetuned = save.load(source, torch.device("cpu"), "fp32")
-    described = finetuned.described
-    missing = ""
-    if described.shape.head == "bilstm":
-        missing = "BiLSTM head (--head bilstm); fine-tune with --head linear"
-    elif described.config.data.masking.causal:
+    if finetuned.described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
-    if missing:
         raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
     return finetuned
-
-
-# ---- what holds a kind
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,6 @@ HUB_KINDS = {
     "score": HubKind(config={"problem_type": "regression"}),
     "tag": HubKind("token-classification", "ForTokenClassification"),
     "span": HubKind("question-answering", "ForQuestionAnswering", layer="qa_outputs"),
-    "choose": HubKind("multiple-choice", "ForMultipleChoice"),
 }
 
 
@@ -74,16 +65,12 @@ def architecture(described: Described) -> str:
     return mapping.class_of(described.config.model) + HUB_KINDS[described.task.kind].class_of
 
 
-def names(described: Described) -> tuple[str, ...]:
-    """What a pipeline calls the outputs; () for a span and for choices."""
-    return {"score": (SCORE,), "choose": ()}.get(described.task.kind, described.labels)
-
-
 def config(described: Described) -> dict[str, Any]:
     """The `config.json`."""
     tree = mapping.to_huggingface_config(described.config.model)
     tree["architectures"] = [architecture(described)]
-    if called := names(described):
+    # What a pipeline calls the outputs; a span's have no names.
+    if called := (SCORE,) if described.task.kind == "score" else described.labels:
         tree["id2label"] = {str(i): name for i, name in enumerate(called)}
         tree["label2id"] = {name: i for i, name in enumerate(called)}
     if described.config.model.modern:
@@ -148,84 +135,43 @@ start, end = out.start_logits[0], out.end_logits[0]
 tokens = [i for i, segment in enumerate(segments) if segment == 1]
 best = max(((i, j) for i in tokens for j in tokens if i <= j < i + 30), key=lambda s: start[s[0]] + end[s[1]])
 print(context[offsets[best[0]][0] : offsets[best[1]][1]])"""
-CHOOSE_CODE = """import torch
-from transformers import AutoModelForMultipleChoice, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForMultipleChoice.from_pretrained("{name}").eval()
-text, choices = "She opens the door.", ["She walks in.", "She swims."]
-made = tokenizer([text] * len(choices), choices, return_tensors="pt", padding=True, truncation=True)
-with torch.no_grad():
-    logits = model(**{{key: value[None] for key, value in made.items()}}).logits[0]
-print(choices[int(logits.argmax())])"""
-CODE = {"tag": TAG_CODE, "span": SPAN_CODE, "choose": CHOOSE_CODE}
+CODE = {"tag": TAG_CODE, "span": SPAN_CODE}
 RULES = {
-    "multilabel": """## Reading the labels
-
-Each label has a probability of its own; a text has those above 0.5.""",
-    "tag": """## Tags of words and tokens
-
-Give the pipeline words (`is_split_into_words=True`) and take the first token of each, as above: each word was tokenized on its own
-and its tag learned at its first token; predictions at later tokens were never trained. With a SentencePiece vocabulary a first
-token of a non-ASCII word that is only a space is skipped, and words of a script without spaces were trained without the space
-that the tokenizer puts before them. Sentences of more than {max_length} tokens were read in windows, each {stride} tokens after the
-one before, and a word's tag is that of the window where it is not at the edge.""",
-    "span": """## Reading an answer
-
-Position 0, [CLS], stands for "no answer". A context that does not fit is read in windows of {max_length} tokens, each
+    "multilabel": "Each label has a probability of its own; a text has those above 0.5.",
+    "tag": """Give the pipeline words (`is_split_into_words=True`) and take the first token of each, as above: each word was tokenized
+on its own and its tag learned at its first token. Sentences of more than {max_length} tokens were read in windows, each {stride}
+tokens after the one before, and a word's tag is that of the window where it is not at the edge.""",
+    "span": """Position 0, [CLS], stands for "no answer". A context that does not fit is read in windows of {max_length} tokens, each
 {stride} after the one before, questions cut to 64 tokens. An answer has 30 tokens at most; its score is the sum of its start's and
 its end's logit, the best of all windows wins.""",
 }
 UNANSWERABLE = """ The probability that there is no answer is that of the smallest [CLS] sum of the windows against the best
 answer, 1 / (1 + exp(best - null)); above 0.5 the answer is empty."""
-LONG_TEXTS = {
-    "truncate": "cut, of a pair the longer one first (`truncation=True`)",
-    "pool": "read in windows, whose logits are averaged; a pipeline cuts them",
-}
 
 
-def card(finetuned: Finetuned, name: str, about_onnx: str = "") -> str:
-    """The README.md of an exported fine-tuned model; `about_onnx` is the section of its ONNX files, if any."""
-    described, task = finetuned.described, finetuned.described.task
+def card(finetuned: Finetuned, name: str) -> str:
+    """The README.md of an exported fine-tuned model."""
+    described, task, results = finetuned.described, finetuned.described.task, finetuned.results
+    model = described.config.model
     text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
-    rules = RULES.get(task.kind, "").format(max_length=described.max_length, stride=described.stride)
+    about = {"kind": task.kind, "labels": ", ".join(f"`{label}`" for label in described.labels) or "none"}
+    about |= {"tokens of a text or window": str(described.max_length)}
+    recipe = {name.replace("_", " "): value for name, value in results.get("settings", {}).items()}
+    recipe |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
+    recipe |= {"tokenizer SHA-256": finetuned.tokenizer.sha256}
+    scores = {f"{name}, on the file that chose these weights": f"{v:.4f}" for name, v in results.get("dev", {}).items()}
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {HUB_KINDS[task.kind].task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
         f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`.",
         f"```python\n{CODE.get(task.kind, CLASSIFY_CODE).format(name=name, text=text)}\n```",
+        RULES.get(task.kind, "").format(max_length=described.max_length, stride=described.stride)
+        + (UNANSWERABLE if task.unanswerable else ""),
         "## Task",
-        table(_task_rows(described)),
-        rules + (UNANSWERABLE if task.unanswerable else ""),
+        table(about),
         "## Recipe",
-        table(_recipe_rows(finetuned)),
+        table(recipe),
         "## Scores",
-        table(_score_rows(finetuned)),
-        about_onnx,
+        table(scores or {"scores": "not measured"}),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _task_rows(described: Described) -> dict[str, Any]:
-    rows: dict[str, Any] = {"kind": described.task.kind}
-    if described.labels:
-        rows["labels"] = ", ".join(f"`{label}`" for label in described.labels)
-    rows["tokens of a text or window"] = described.max_length
-    if described.task.kind not in CODE:
-        rows["longer texts"] = LONG_TEXTS[str(described.long)]
-    return rows
-
-
-def _recipe_rows(finetuned: Finetuned) -> dict[str, Any]:
-    settings = finetuned.results.get("settings", {})
-    shown = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay", "seed", "precision", "freeze")
-    rows: dict[str, Any] = {name.replace("_", " "): settings[name] for name in shown if name in settings}
-    model = finetuned.described.config.model
-    rows["layers, width, heads"] = f"{model.layers}, {model.hidden}, {model.heads}"
-    rows["tokenizer SHA-256"] = finetuned.tokenizer.sha256
-    return rows
-
-
-def _score_rows(finetuned: Finetuned) -> dict[str, Any]:
-    dev: dict[str, float] = finetuned.results.get("dev", {})
-    rows = {f"{name}, on the file that chose these weights": f"{value:.4f}" for name, value in dev.items()}
-    return rows or {"scores": "not measured"}

@@ -6,22 +6,21 @@ memory: examples are read, tokenised ahead, predicted and written in chunks, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megabert.common.files import appearing_file
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups as groups_of
-from megabert.distributed.ranks import World, on_main
+from megabert.distributed.ranks import World, discover
 from megabert.finetune import datasets, save, scores
 from megabert.finetune.batches import ItemLayout, collate
 from megabert.finetune.encoding import TaskItem
@@ -56,158 +55,95 @@ def logits_of(
     """
     training = module.training
     module.eval()
-    groups = groups_of([item.tokens for item in items], tokens)
-    rows_of_ranks = [
-        sum(len(items[i].positions) for group in groups[r :: world.size] for i in group) for r in range(world.size)
-    ]
-    outputs = module.shape.outputs
-    rows_of_rank = torch.zeros(max(rows_of_ranks), outputs, device=world.device)
-    line = threads > 0 and reads_lines(module)
+    groups = groups_of([len(item.ids) for item in items], tokens)
+    # Each rank's items in the order in which it computes them.
+    orders = [[i for group in groups[rank :: world.size] for i in group] for rank in range(world.size)]
+    most = max(sum(len(items[i].positions) for i in order) for order in orders)
+    computed = torch.zeros(most, module.outputs, device=world.device)
+    # With the CPU's native attention rows as long as a batch cost no more than short ones.
+    encoder = module.encoder
+    on_cpu = encoder.embeddings.word.weight.device.type == "cpu"
+    line = threads > 0 and on_cpu and encoder.backends.attention.name == "native"
 
     @torch.no_grad()
     def compute(group: list[int]) -> torch.Tensor:
         batch = collate([items[i] for i in group], layout, line).to(world.device)
-        return module.logits(**batch.reading())  # type: ignore[arg-type]
+        return module.logits(batch.read, **batch.packed.inputs())
 
-    groups_of_rank = groups[world.rank :: world.size]
-    computed = (
-        in_order(compute, groups_of_rank, threads, 2 * threads, one_thread) if threads else map(compute, groups_of_rank)
-    )
+    own = groups[world.rank :: world.size]
+    results = in_order(compute, own, threads, 2 * threads, one_thread) if threads else map(compute, own)
     at = 0
-    for values in computed:
-        rows_of_rank[at : at + len(values)] = values
+    for values in results:
+        computed[at : at + len(values)] = values
         at += len(values)
         progress()
     module.train(training)
-    parts = [rows_of_rank]
+    parts = [computed]
     if world.size > 1:
-        parts = [torch.empty_like(rows_of_rank) for _ in range(world.size)]
-        dist.all_gather(parts, rows_of_rank)
-    logits: list[np.ndarray] = [np.zeros((0, outputs), np.float32)] * len(items)
-    for rank, part in enumerate(parts):
-        rows, at = part.cpu().numpy(), 0
-        for i in (i for group in groups[rank :: world.size] for i in group):
-            own_rows = rows[at : at + len(items[i].positions)]
-            # [p, K] of tags and spans; [1, K] of a text and [choices, 1] become [K].
-            logits[i] = own_rows if module.shape.kind in TOKEN_KINDS else own_rows.reshape(-1)
-            at += len(own_rows)
+        parts = [torch.empty_like(computed) for _ in range(world.size)]
+        dist.all_gather(parts, computed)
+    logits: list[np.ndarray] = [np.zeros((0, module.outputs), np.float32)] * len(items)
+    for order, part in zip(orders, parts, strict=True):
+        sizes = np.cumsum([len(items[i].positions) for i in order])
+        # [p, K] of tags and spans; [1, K] of a text becomes [K].
+        for i, rows in zip(order, np.split(part.cpu().numpy(), sizes), strict=False):
+            logits[i] = rows if module.kind in TOKEN_KINDS else rows[0]
     return logits
 
 
-def reads_lines(module: Finetuner) -> bool:
-    """Whether rows may be as long as a batch: with the CPU's native attention they cost no more."""
-    encoder = module.fixed[0] if module.fixed else module.encoder
-    return encoder.embeddings.word.weight.device.type == "cpu" and encoder.backends.attention.name == "native"
+def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
+    """A saved model that will only predict. Raises as `save.load`."""
+    model = save.load(source, device, precision)
+    pack_weights(model.module)
+    return model
 
 
 def predict_file(
     source: str | Path,
     path: str | Path,
     output: str | Path,
-    world: World,
-    null_threshold: float = 0.5,
     text: Sequence[str] = (),
     identity: str = "",
-    choices: Sequence[str] = (),
-    probabilities: str = "",
+    null_threshold: float = 0.5,
     precision: str = "",
-    stopped: Callable[[], bool] = lambda: False,
-) -> int | None:
-    """Write a fine-tuned model's predictions for a file, whose labels are not read; returns their number. A collective.
+) -> int:
+    """Write a fine-tuned model's predictions for a file, whose labels are not read; returns their number.
 
-    `text`, `choices` and `identity` name the file's columns where they are not those the model was trained with.
-    `probabilities` is a file of JSON lines (`scores.probability_lines`); `precision` is that of training unless named. A
-    question that may have no answer gets none where its probability is above `null_threshold`. Once `stopped` is true on a rank
-    nothing is written and the result is None. Raises ValueError naming what cannot be used; nothing is written then.
+    `text` and `identity` name the file's columns where they are not those the model was trained with; `precision` is that of
+    training unless named. A question that may have no answer gets none where its probability is above `null_threshold`. Raises
+    ValueError naming what cannot be used; nothing is written then.
     """
-    for option, target, others in (("--output", output, [path]), ("--scores", probabilities, [path, output])):
-        if target and Path(target).resolve() in [Path(other).resolve() for other in others]:
-            raise ValueError(f"{option} {target}: is named twice and would be replaced; name another file")
+    if Path(output).resolve() == Path(path).resolve():
+        raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
     if not 0 <= null_threshold <= 1:
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
+    world = discover()
+    if world.size > 1:
+        raise ValueError(f"--predict: one process predicts, {world.size} were started; split the file for more")
     model = ready(source, world.device, precision)
-    task = datasets.for_prediction(model.described.task, path, text, identity, choices)
-    lines_to = Path(probabilities) if probabilities else None
-    return predict_with(model, task, Path(path), Path(output), world, null_threshold, lines_to, stopped)
-
-
-def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """A saved model that will only predict. Raises as `save.load`."""
-    model = save.load(source, device, precision)
-    for part in (model.module, *model.module.fixed):
-        pack_weights(part)
-    return model
-
-
-class PredictionStopped(Exception):
-    """A rank was asked to stop."""
+    task = model.described.task
+    columns = tuple(text) or task.text
+    # The label column is not read; whatever the text's is, by name or by number, will do.
+    task = replace(task, text=columns, label=columns[0] if columns else "", id=identity)
+    return predict_with(model, task, Path(path), Path(output), world, null_threshold)
 
 
 def predict_with(
-    model: Finetuned,
-    task: Task,
-    path: Path,
-    output: Path,
-    world: World,
-    null_threshold: float = 0.5,
-    probabilities: Path | None = None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> int | None:
+    model: Finetuned, task: Task, path: Path, output: Path, world: World, null_threshold: float = 0.5
+) -> int:
     """As `predict_file`, with a model that is `ready` and its task with the file's columns."""
-    forms = scores.forms(task, output)
-    written = forms | ({probabilities: scores.PROBABILITIES} if probabilities else {})
-    labels = model.described.labels
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
         return examples, model.items(task, examples)
 
-    rest = datasets.stream(task, path, labelled=False)
-    chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
-    count = 0
-    try:
-        with ExitStack() as stack:
-            bar = stack.enter_context(tqdm(unit=" texts", disable=None if world.is_main else True, leave=False))
-            stack.enter_context(threads_apart())
-            files = PredictionFiles(stack, written)
-            on_main(world, files.begin)
-            for examples, items in stack.enter_context(closing(chunks)):
-                logits = logits_of(
-                    model.module, items, model.described.layout, world, BATCH_TOKENS, threads=workers(world.device)
-                )
-                predictions = scores.decode(task, examples, items, logits, labels, null_threshold)
-                lines = {target: form.lines(examples, predictions) for target, form in forms.items()}
-                if probabilities:
-                    shown = scores.probability_lines(task, examples, items, logits, predictions, labels)
-                    lines[probabilities] = scores.PROBABILITIES.lines(examples, list(shown))
-                on_main(world, partial(files.add, lines))
-                count += len(examples)
+    def predicted() -> Iterator[tuple[list[Any], list[Any]]]:
+        rest = datasets.stream(task, path, labelled=False)
+        chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
+        threads, layout = workers(world.device), model.described.layout
+        with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):
+            for examples, items in chunks:
+                logits = logits_of(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
+                yield examples, scores.decode(task, examples, items, logits, model.described.labels, null_threshold)
                 bar.update(len(examples))
-                if world.agree_any(stopped()):
-                    raise PredictionStopped
-            on_main(world, files.end)
-    except PredictionStopped:
-        return None
-    return count
 
-
-class PredictionFiles:
-    """Rank 0's output files, which appear whole when `stack` is left without an error."""
-
-    def __init__(self, stack: ExitStack, forms: dict[Path, scores.PredictionForm]) -> None:
-        self.stack, self.forms = stack, forms
-        self.files: dict[Path, BinaryIO] = {}
-
-    def begin(self) -> None:
-        for path in self.forms:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.files[path] = self.stack.enter_context(appearing_file(path))
-
-    def add(self, lines: dict[Path, str]) -> None:
-        for path, form in self.forms.items():
-            if lines[path]:
-                begin = form.between if self.files[path].tell() else form.begin
-                self.files[path].write((begin + lines[path]).encode())
-
-    def end(self) -> None:
-        for path, form in self.forms.items():
-            self.files[path].write((form.end if self.files[path].tell() else form.empty).encode())
+    return scores.write(task, predicted(), output)

@@ -1,8 +1,8 @@
 """A fine-tuning run in its folder: encoded files, the Trainer's workload, evaluations, the best weights.
 
 A run's settings and files decide its weights bit for bit, however often interrupted. An epoch is every item once, in an order that
-is a function of (seed, epoch); the learning rate warms up and falls linearly. At every evaluation a checkpoint is started, and the
-weights are kept that did best on the dev set.
+is a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a checkpoint
+is started, and the weights are kept that did best.
 
     RUN/best/                the best weights (`megabert.finetune.save`)
     RUN/predictions-dev.*    and predictions-test.*, of the best weights
@@ -15,19 +15,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
-from megabert.common.errors import BadTraining
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.config import Config
@@ -40,17 +36,15 @@ from megabert.finetune import encoding, heads, save, scores
 from megabert.finetune.batches import TaskUpdate, steps_per_epoch, updates
 from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.heads import HeadShape
 from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings
-from megabert.finetune.tasks import LABELLED, Task
+from megabert.finetune.tasks import Task
 from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
 from megabert.trainer import Trainer
 
 RESULT = "result.json"
-BALANCED = "balanced"
 
 
 def configure(model: Config, settings: Settings, items: int, world_size: int, log_interval: int = 20) -> Config:
@@ -102,8 +96,6 @@ class Data:
     task: Task
     labels: tuple[str, ...]
     splits: dict[str, Split]
-    # Of the labels in the loss; (): all 1.
-    class_weights: tuple[float, ...] = ()
 
 
 def encode_splits(
@@ -120,65 +112,15 @@ def encode_splits(
     labels = tuple(labels or encoding.labels_of(task, examples["train"]))
     splits = {}
     for name, part in examples.items():
-        items = encoding.encode(
-            task, part, tokenizer, labels, settings.max_length, stride=settings.stride, long=settings.long
-        )
+        items = encoding.encode(task, part, tokenizer, labels, settings.max_length, settings.stride)
         splits[name] = Split(part, items)
     return Data(task, labels, splits)
-
-
-def class_weights_of(
-    given: Sequence[str], task: Task, labels: Sequence[str], train: Sequence[Example]
-) -> tuple[float, ...]:
-    """The weights of the labels in the loss; () where none are `given`.
-
-    "balanced" of classes: examples (of tags: words) / (labels * those of the label), of mean 1 over the examples; of several
-    labels, where a weight is of the texts that have the label: texts without it / texts with it. Raises ValueError naming what is
-    wrong.
-    """
-    if not given:
-        return ()
-    if task.kind not in LABELLED:
-        raise ValueError(f"--class-weights: are for {', '.join(LABELLED)}; {task.name} is {task.kind}")
-    if list(given) == [BALANCED]:
-        counted: Any = set if task.kind == "multilabel" else list
-        seen = Counter(label for example in train for label in counted(encoding.example_labels(task, example)))
-        if task.kind == "multilabel":
-            return tuple((len(train) - seen[label]) / max(seen[label], 1) or 1.0 for label in labels)
-        return tuple(seen.total() / (len(labels) * max(seen[label], 1)) for label in labels)
-    try:
-        weights = tuple(float(value) for value in given)
-    except ValueError:
-        weights = ()
-    if len(weights) != len(labels) or not all(0 < value < math.inf for value in weights):
-        raise ValueError(
-            f"--class-weights {' '.join(given)}: give {BALANCED}, or a number above 0 for each of {', '.join(labels)}"
-        )
-    return weights
 
 
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
     """The model that a run will train. Raises ValueError naming the option that does not fit."""
     config = configure(start.config, settings, len(data.splits["train"].items), world_size, log_interval)
-    outputs = {"score": 1, "span": 2, "choose": 1}.get(data.task.kind, len(data.labels))
-    shape = HeadShape(
-        kind=data.task.kind,
-        outputs=outputs,
-        head=settings.head,
-        width=settings.width,
-        frozen=settings.freeze,
-        class_weights=data.class_weights,
-    )
-    shape.check(config.model.layers)
-    return Described(
-        task=data.task,
-        labels=data.labels,
-        shape=shape,
-        max_length=settings.max_length,
-        stride=settings.stride,
-        long=settings.long,
-        config=config,
-    )
+    return Described(data.task, data.labels, settings.max_length, settings.stride, config)
 
 
 # ---- the run
@@ -186,11 +128,10 @@ def describe(data: Data, start: Pretrained, settings: Settings, world_size: int,
 
 @dataclass
 class Best:
-    """The best evaluation so far: its step (-1: none yet), its scores on dev, and how many evaluations came after it."""
+    """The best evaluation so far: its step (-1: none yet) and its scores on dev."""
 
     step: int = -1
     scores: dict[str, float] = field(default_factory=dict)
-    waited: int = 0
 
 
 class TaskMeter(Meter):
@@ -215,6 +156,7 @@ class FineTuning:
     """One run in its folder; `train` returns its result, or None where it was asked to stop and has saved."""
 
     shown = Shown()
+    satisfied = False
 
     def __init__(
         self,
@@ -231,19 +173,15 @@ class FineTuning:
         self.settings, self.world = settings, world
         self.metric = data.task.metrics[0]
         self.described = describe(data, start, settings, world.size, log_interval)
-        self.config, shape = self.described.config, self.described.shape
+        self.config = self.described.config
         torch.manual_seed(settings.seed)
         weights = None if settings.from_scratch else start.weights
-        self.module: Any = heads.build(self.config, shape, weights, world.device, DTYPES[self.config.precision])
-        # fp32, under the names of a saved model.
-        self.frozen: dict[str, Tensor] = heads.frozen_weights(self.module, weights) if shape.frozen else {}
+        self.module: Any = self.described.build(weights, world.device, DTYPES[self.config.precision])
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
         self.best = Best()
         self.items = len(data.splits["train"].items)
-        per_epoch = steps_per_epoch(self.items, settings.batch)
-        parts = range(1, settings.epochs * settings.evaluations + 1)
-        self.evaluate_at = {max(1, round(per_epoch * part / settings.evaluations)) for part in parts}
+        self.per_epoch = steps_per_epoch(self.items, settings.batch)
 
     def train(self, stop: Stop, watchdog: Watchdog) -> dict[str, Any] | None:
         """Trains from the newest checkpoint, or from the start. Raises BadTraining."""
@@ -280,9 +218,8 @@ class FineTuning:
         for split in sorted(self.data.splits.keys() - {"train"}):
             scores_by_split[split], predictions = self.judge(module, split, trainer.watchdog.progress)
             if self.world.is_main:
-                ending = scores.SUFFIXES.get(self.data.task.kind, "tsv")
-                path = self.folder / f"predictions-{split}.{ending}"
-                scores.write(self.data.task, self.data.splits[split].examples, predictions, path)
+                path = self.folder / f"predictions-{split}.{scores.SUFFIXES.get(self.data.task.kind, 'tsv')}"
+                scores.write(self.data.task, [(self.data.splits[split].examples, predictions)], path)
         result = {
             "name": self.name,
             "settings": asdict(self.settings),
@@ -304,8 +241,6 @@ class FineTuning:
         """A split's scores and predictions, on every rank. A collective."""
         task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
         logits = logits_of(module, part.items, self.described.layout, self.world, progress=progress)
-        if not all(np.isfinite(values).all() for values in logits):
-            raise BadTraining(f"{self.folder}: the model's output is not finite; lower --lr")
         predictions = scores.decode(task, part.examples, part.items, logits, labels)
         return scores.score(task, part.examples, predictions, labels), predictions
 
@@ -325,14 +260,9 @@ class FineTuning:
         )
 
     def evaluation_due(self, step: int) -> bool:
-        return step in self.evaluate_at
+        return step > 0 and step % self.per_epoch == 0
 
     checkpoint_due = evaluation_due
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether `patience` has ended."""
-        return bool(self.settings.patience) and self.best.waited >= self.settings.patience
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
@@ -341,10 +271,9 @@ class FineTuning:
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
         log.info(f"{self.name}  step {step:>6,}  dev  {shown}{'  (best so far)' if better else ''}")
-        self.best.waited += 1
         if better:
             self.best = Best(step, dev_scores)
-            weights = {**self.engine.consolidated_weights(), **self.frozen}
+            weights = self.engine.consolidated_weights()
             if self.world.is_main:
                 results = {"step": step, "dev": dev_scores, "settings": asdict(self.settings)}
                 save.save(self.folder / "best", self.described, weights, self.start.tokenizer, results)

@@ -1,7 +1,7 @@
 """Saved fine-tuned models: a folder with the encoder and its added layer, the task it was trained for, and the tokenizer.
 
     model.safetensors   fp32 weights, `encoder.…` (BertForPreTraining's names) and `head.…`
-    task.json           the task, its labels, how texts are encoded, the shape of the head, the model's config
+    task.json           the task, its labels, how texts are encoded, the model's config
     tokenizer.model     or vocab.txt
 
 Nothing in it is ever unpickled; it appears whole or not at all.
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert.common.files import appearing, canonical, sha256_of, write_tensors
+from megabert.common.files import appearing, canonical, write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
@@ -29,7 +29,7 @@ from megabert.finetune import encoding, heads
 from megabert.finetune.batches import ItemLayout
 from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.heads import Finetuner, HeadShape
+from megabert.finetune.heads import Finetuner
 from megabert.finetune.tasks import Task
 from megabert.hf import TOKENIZER_FILES
 
@@ -38,26 +38,27 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "task.json"
 
 @dataclass(frozen=True)
 class Described:
-    """Everything about a fine-tuned model but its weights. `stride` and `long` as `encoding.encode` takes them."""
+    """Everything about a fine-tuned model but its weights. `max_length` and `stride` as `encoding.encode` takes them."""
 
     task: Task
     labels: tuple[str, ...]
-    shape: HeadShape
     max_length: int
     stride: int
-    long: str
     config: Config
+
+    @property
+    def outputs(self) -> int:
+        """Of the added layer, at each position it reads."""
+        return {"score": 1, "span": 2}.get(self.task.kind, len(self.labels))
 
     @property
     def layout(self) -> ItemLayout:
         """How its items become batches."""
-        return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm")
+        return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal)
 
-    def tree(self) -> dict[str, Any]:
-        """As JSON."""
-        plain = {name: getattr(self, name) for name in ("labels", "max_length", "stride", "long")}
-        parts = {"task": asdict(self.task), "shape": asdict(self.shape), "config": self.config.model_dump()}
-        return plain | parts
+    def build(self, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype) -> Finetuner:
+        """As `heads.build`."""
+        return heads.build(self.config, self.task.kind, self.outputs, weights, device, dtype)
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,21 @@ class Finetuned:
     tokenizer: Tokenizer
     module: Finetuner
     results: dict[str, Any]
-    weights_sha256: str
 
     def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
         """Examples encoded as those of training were; `task` is the model's, perhaps with other columns. Errors as of
         `encoding.encode`."""
         d = self.described
-        return encoding.encode(
-            task, examples, self.tokenizer, d.labels, max_length=d.max_length, stride=d.stride, long=d.long
-        )
+        return encoding.encode(task, examples, self.tokenizer, d.labels, d.max_length, d.stride)
 
 
 def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, in place of the one that an earlier call wrote there."""
-    tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}
+    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride")}
+    tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
+    tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         write_tensors(new / WEIGHTS, weights)
         for name, data in tokenizer.files().items():
@@ -92,39 +92,25 @@ def save(
         (new / DESCRIPTION).write_bytes(canonical(tree))
 
 
-def find(source: str | Path) -> Path:
-    """The folder of a fine-tuned model: `source` or its `best`. Raises ValueError when it is neither."""
-    for folder in _places(source):
-        if (folder / DESCRIPTION).is_file():
-            return folder
-    raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
-
-
-def is_finetuned(source: str | Path) -> bool:
-    """Whether `source`, or its `best`, is the folder of a fine-tuned model."""
-    return any((folder / DESCRIPTION).is_file() for folder in _places(source))
-
-
-def _places(source: str | Path) -> tuple[Path, Path]:
-    return Path(source), Path(source) / "best"
+def find(source: str | Path) -> Path | None:
+    """The folder of a fine-tuned model: `source` or its `best`; None where it is neither."""
+    places = Path(source), Path(source) / "best"
+    return next((folder for folder in places if (folder / DESCRIPTION).is_file()), None)
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
     """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it). Raises ValueError naming the
     file that is missing, damaged or does not belong to the rest."""
     folder = find(source)
+    if folder is None:
+        raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
-        described = Described(
-            task=Task(**_fields(tree["task"])),
-            labels=tuple(tree["labels"]),
-            shape=HeadShape(**_fields(tree["shape"])),
-            max_length=tree["max_length"],
-            stride=tree["stride"],
-            long=tree["long"],
-            config=configuration.from_dict(tree["config"]),
-        )
+        # JSON has lists for tuples.
+        task: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
+        config = configuration.from_dict(tree["config"])
+        described = Described(Task(**task), tuple(tree["labels"]), tree["max_length"], tree["stride"], config)
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None
@@ -134,19 +120,11 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     tokenizer = Tokenizer.load(tokenizers[0])
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
-    config = described.config
     dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
-    module = heads.build(config, described.shape, None, device, dtype)
+    module = described.build(None, device, dtype)
     try:
-        heads.load(module, load_file(folder / WEIGHTS))
+        module.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None
-    return Finetuned(
-        folder, described, tokenizer, module.to(device, dtype).eval(), results, sha256_of(folder / WEIGHTS)
-    )
-
-
-def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a dataclass from JSON, which has lists for tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
+    return Finetuned(folder, described, tokenizer, module.to(device, dtype).eval(), results)

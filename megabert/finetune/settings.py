@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megabert.common.arguments import Parser
 
-# How a longer text is read: cut, or in windows whose logits are averaged.
-LONG = ("truncate", "pool")
-HEADS = ("linear", "bilstm")
-# Settings that a grid may range over.
-AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
+# Ranges by what a message says of them.
+RANGES: dict[str, Callable[[float], bool]] = {
+    "": lambda value: True,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "at least 0": lambda value: value >= 0,
+    "at least 1": lambda value: value >= 1,
+    # A window has three special tokens and some of each part.
+    "at least 8": lambda value: value >= 8,
+}
 
 
 def option(default: Any, about: str, valid: str = "", choices: Sequence[Any] = ()) -> Any:
-    """A field of `Settings` with its help and the values it may have: `valid` as in ">= 0" or "> 0 < 1"."""
+    """A field of `Settings` with its help and the values it may have: `valid` names one of RANGES."""
     return field(default=default, metadata={"about": about, "valid": valid, "choices": choices})
 
 
@@ -28,21 +30,15 @@ class Settings:
     """What is chosen for a run; each field is an option of the commands. The defaults are Devlin et al. 2019's (appendix A.3)."""
 
     seed: int = 1
-    lr: float = option(5e-5, "peak learning rate", valid="> 0 < 1")
-    batch: int = option(32, "texts (windows of long ones) an update", valid=">= 1")
-    micro_batch: int = option(0, "of one forward pass on one rank; 0: all of a rank's share", valid=">= 0")
-    epochs: int = option(3, "times that every text is trained on", valid=">= 1")
-    dropout: float = option(0.1, "of the encoder and of the added layers", valid=">= 0 < 1")
-    warmup: float = option(0.1, "share of the updates", valid=">= 0 < 1")
-    weight_decay: float = option(0.01, "of AdamW", valid=">= 0")
-    max_length: int = option(128, "tokens of a text or window; at most the model's positions", valid=">= 4")
-    stride: int = option(64, "tokens from one window to the next", valid=">= 1")
-    long: str = option("truncate", "texts that are longer: cut, or windows averaged", choices=LONG)
-    evaluations: int = option(1, "an epoch", valid=">= 1")
-    patience: int = option(0, "evaluations without improvement that end a run; 0: never", valid=">= 0")
-    freeze: bool = option(False, "fixed features: only the added layers learn")
-    head: str = option("linear", "bilstm: two layers over the words of fixed features", choices=HEADS)
-    width: int = option(768, "of the BiLSTM, both directions together")
+    lr: float = 5e-5
+    batch: int = option(32, "texts (windows of long ones) an update", "at least 1")
+    micro_batch: int = option(0, "of one forward pass on one rank; 0: all of a rank's share", "at least 0")
+    epochs: int = option(3, "times that every text is trained on", "at least 1")
+    dropout: float = option(0.1, "of the encoder and of the added layer", "at least 0 and below 1")
+    warmup: float = option(0.1, "share of the updates", "at least 0 and below 1")
+    weight_decay: float = option(0.01, "of AdamW", "at least 0")
+    max_length: int = option(None, "tokens of a text or window; without: the task's", "at least 8")
+    stride: int = option(None, "tokens from one window to the next; without: the task's", "at least 1")
     from_scratch: bool = option(False, "same shape, random weights")
     precision: str = option(
         "auto", "of forward and backward; auto: bf16 where the device multiplies it", choices=("auto", "bf16", "fp32")
@@ -50,86 +46,45 @@ class Settings:
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
 
-def add_options(parser: Parser, unset: Mapping[str, str]) -> None:
-    """The options of every field of `Settings` that has a help text, and those that all commands share.
-
-    `unset`: names of fields that are None where they are not given, each with what is then taken, for its help.
-    """
+def add_options(parser: Parser, seeds: int, rates: Sequence[float]) -> None:
+    """The options of every field of `Settings`, and those that both commands share; `seeds` and `rates` are defaults."""
     add = parser.add_argument
-    for each in fields(Settings):
-        if not each.metadata:
-            continue
-        name, about = f"--{each.name.replace('_', '-')}", each.metadata["about"]
-        if isinstance(each.default, bool):
-            add(name, action="store_true", help=about)
-            continue
-        default = None if each.name in unset else each.default
-        about += f"; without: {unset[each.name]}" if each.name in unset else ""
-        add(name, type=type(each.default), choices=each.metadata["choices"] or None, default=default, help=about)
+    add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer, where its folder has none")
     add("--limit", type=int, default=0, metavar="N", help="use N examples of each file, for a trial; 0: all")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
+    add("--seeds", type=int, nargs="+", default=[seeds], help="how many, or which")
+    add("--lr", type=float, nargs="+", default=list(rates), help="peak learning rate; several: runs with each")
+    for each in (f for f in fields(Settings) if f.metadata):
+        name, about, choices = f"--{each.name.replace('_', '-')}", each.metadata["about"], each.metadata["choices"]
+        if isinstance(each.default, bool):
+            add(name, action="store_true", help=about)
+        else:
+            kind = int if each.default is None else type(each.default)
+            add(name, type=kind, choices=choices or None, default=each.default, help=about)
 
 
-def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `Settings` that a command line names. Raises ValueError naming an option that is out of range."""
+def runs_of(args: argparse.Namespace, max_length: int, stride: int) -> dict[str, Settings]:
+    """The settings of each run that a command line asks for, by name: `seed1`, or `lr2e-05-seed1` where there are several rates.
+
+    `max_length` and `stride`: where none are given. Raises ValueError naming an option that is out of range.
+    """
+    named = {each.name: getattr(args, each.name) for each in fields(Settings) if each.metadata}
+    named |= {name: usual for name, usual in (("max_length", max_length), ("stride", stride)) if named[name] is None}
+    for each in (f for f in fields(Settings) if f.metadata):
+        if not RANGES[each.metadata["valid"]](named[each.name]):
+            raise ValueError(f"--{each.name.replace('_', '-')} {named[each.name]}: must be {each.metadata['valid']}")
+    seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 else args.seeds
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: give how many, or several different ones")
+    if not all(0 < lr < 1 for lr in args.lr) or len(set(args.lr)) < len(args.lr):
+        raise ValueError(f"--lr {' '.join(f'{lr:g}' for lr in args.lr)}: must be above 0 and below 1, and different")
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    names = [each.name for each in fields(Settings)]
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
-
-
-# Comparisons that `valid` may name, and their words.
-COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    ">=": (operator.ge, "at least"),
-    ">": (operator.gt, "above"),
-    "<": (operator.lt, "below"),
-}
-
-
-def check(settings: Settings) -> None:
-    """Raises ValueError naming an option that is out of range."""
-    for each in fields(settings):
-        value, words = getattr(settings, each.name), each.metadata.get("valid", "").split()
-        limits = [(*COMPARISONS[sign], limit) for sign, limit in zip(words[::2], words[1::2], strict=True)]
-        if not all(compare(value, float(limit)) for compare, _, limit in limits):
-            shown = " and ".join(f"{name} {limit}" for _, name, limit in limits)
-            raise ValueError(f"--{each.name.replace('_', '-')} {value}: must be {shown}")
-
-
-def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`["lr=2e-5,3e-5", "batch=16"]` -> the values of each axis. Raises ValueError naming what cannot be read."""
-    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(Settings)}
-    grid: dict[str, list[Any]] = {}
-    for text in texts:
-        name, _, values = text.partition("=")
-        if name not in AXES or name in grid or not values:
-            raise ValueError(f"--grid {text}: write one of {', '.join(AXES)}, once, as lr=2e-5,3e-5")
-        try:
-            grid[name] = [kinds[name](value) for value in values.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--grid {text}: a value of {name} is not a {'whole ' if kinds[name] is int else ''}number"
-            ) from None
-        if len(set(grid[name])) < len(grid[name]):
-            raise ValueError(f"--grid {text}: a value is given twice")
-    return grid
-
-
-def parse_seeds(values: Sequence[int]) -> list[int]:
-    """One number is a count of seeds, several are the seeds. Raises ValueError."""
-    if min(values) < 0 or values == [0] or len(set(values)) < len(values):
-        raise ValueError(f"--seeds {' '.join(map(str, values))}: give how many, or several different ones")
-    return list(range(1, values[0] + 1)) if len(values) == 1 else list(values)
-
-
-def combinations(settings: Settings, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> dict[str, Settings]:
-    """Every run's settings by its name, e.g. `lr2e-05-batch16-seed1`; the seeds of a grid point follow each other."""
-    runs = {}
-    for values in product(*grid.values()):
-        point = dict(zip(grid, values, strict=True))
-        for seed in seeds:
-            name = "-".join([*(f"{axis}{value:g}" for axis, value in point.items()), f"seed{seed}"])
-            runs[name] = replace(settings, seed=seed, **point)
-    return runs
+    several = len(args.lr) > 1
+    return {
+        (f"lr{lr:g}-" if several else "") + f"seed{seed}": Settings(seed=seed, lr=lr, **named)
+        for lr in args.lr
+        for seed in seeds
+    }

@@ -11,7 +11,8 @@ import pytest
 
 from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
-from megabert.finetune.__main__ import main, parse, read, settings_of, task_of
+from megabert.finetune.__main__ import main, parse, read, task_of
+from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
 
@@ -32,7 +33,6 @@ def base(tmp_path_factory) -> Path:
     for name, seed in (("train", 1), ("dev", 2), ("test", 3)):
         finetune_problem.write_texts(folder / f"{name}.tsv", 24, seed)
         finetune_problem.write_tags(folder / f"{name}.conll", 24, seed)
-    (folder / "unlabelled.tsv").write_text("text\nw1 w2\nw2 w1\n")
     (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
     (folder / "pickle").mkdir()
     (folder / "pickle" / "config.json").write_text(json.dumps(BERT))
@@ -69,14 +69,9 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"dev": "unseen.tsv"}, "unseen.tsv"),
         ({"label": "stars"}, "stars"),
         ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
-        ({"grid": "batch=0,8"}, "--batch 0"),
-        ({"seeds": "0"}, "--seeds 0"),
-        ({"lr": "0"}, "--lr 0"),
-        ({"log_interval": "0"}, "--log-interval 0"),
-        ({"head": "bilstm"}, "--head bilstm"),
         ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
         ({"id": "number"}, "number"),
-        ({"null_threshold": "0.3"}, "--null-threshold: is for --predict"),
+        ({"batch": "0"}, "--batch 0"),
         ({"predict": "dev.tsv", "limit": "3"}, "--limit: is for training"),
     ],
 )
@@ -101,7 +96,7 @@ def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     args.train, args.dev = str(tmp_path / "sorted.tsv"), str(base / "dev.tsv")
     task = task_of(args)
     start = pretrained.load(base / "run")
-    found = read(args, task, start, settings_of(args, task, 32))
+    found = read(args, task, start, Settings(max_length=32, stride=8))
     assert found.labels == ("even", "odd")
     assert {name: len(split.examples) for name, split in found.splits.items()} == {"train": 4, "dev": 4}
 
@@ -116,14 +111,3 @@ def test_predict_needs_a_fine_tuned_model(base, tmp_path, capsys) -> None:
     given = ["--model", str(base / "run"), "--predict", str(base / "dev.tsv")]
     assert main([*given, "--output", str(tmp_path / "x")]) == USER_ERROR
     assert "not a fine-tuned model" in capsys.readouterr().err and not (tmp_path / "x").exists()
-
-
-def test_lengths_are_the_tasks_within_the_models_positions() -> None:
-    def lengths(task: str, *given: str, positions: int = 512) -> tuple[int, int]:
-        args = parse(["--model", "m", "--output", "o", "--task", task, *given])
-        settings = settings_of(args, task_of(args), positions)
-        return settings.max_length, settings.stride
-
-    assert lengths("squad1.1") == lengths("squad2.0") == (384, 128)
-    assert lengths("squad1.1", "--max-length", "64") == (64, 128)
-    assert lengths("rte") == (128, 64) and lengths("rte", positions=32) == (32, 64)

@@ -1,4 +1,4 @@
-"""Runs: resumed bit for bit, seeds, ranks, patience, frozen encoders."""
+"""Runs: resumed bit for bit, seeds, ranks; several runs in one folder and their summary."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megabert import hf as pretrained
-from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
@@ -76,7 +75,7 @@ def change(**values: Any) -> Settings:
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) -> None:
-    settings = change(epochs=3 if kind == "tag" else 1, evaluations=2)
+    settings = change(epochs=4 if kind == "tag" else 2)
     result = fine_tune(base, kind, tmp_path, world, settings)
     per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).splits["train"].items) // 8)
     assert result["steps"] == settings.epochs * per_epoch
@@ -84,7 +83,7 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) ->
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     main = TASKS[kind].metrics[0]
     dev = [line[f"dev/{main}"] for line in lines if f"dev/{main}" in line]
-    assert len(dev) == 2 * settings.epochs
+    assert len(dev) == settings.epochs
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
     assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
@@ -98,26 +97,39 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) ->
         assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
 
 
-def test_finished_run_is_freed(base, tmp_path, world) -> None:
+def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch) -> None:
+    """The best rate first; a finished run is freed before the next one."""
     start, settings = pretrained.load(base / "run"), change(epochs=1, batch=60)
     data = data_of(base, "classify", start)
-    before: list[weakref.ref[Any]] = []
+    modules: list[weakref.ref[Any]] = []
 
-    def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
-        assert not any(module() for module in before)
-        created = FineTuning(folder, name, data, start, chosen, world, 2)
-        before.append(weakref.ref(created.module))
-        return created
+    def created(*given: Any) -> FineTuning:
+        assert not any(module() for module in modules)
+        made = FineTuning(*given)
+        modules.append(weakref.ref(made.module))
+        return made
 
-    runs = {f"seed{seed}": replace(settings, seed=seed) for seed in (1, 2)}
-    found = search.train_missing(tmp_path, runs, begin, world, cast(Any, StopAt()), unwatched(world))
-    assert found is not None and len(found) == len(before) == 2
+    monkeypatch.setattr(search, "FineTuning", created)
+
+    def train(stop: Any, *rates: float) -> dict[str, Any] | None:
+        runs = {f"lr{lr:g}-seed{seed}": replace(settings, lr=lr, seed=seed) for lr in rates for seed in (1, 2)}
+        common = {"task": "custom"}
+        return search.train_missing(tmp_path, common, data, start, runs, world, stop, unwatched(world), 2)
+
+    assert train(StopAt(1), 3e-3) is None
+    first = train(StopAt(), 3e-3)
+    again = train(StopAt(), 3e-3, 1e-12)
+    assert first is not None and again is not None and len(modules) == 1 + 2 + 2
+    assert again["runs"][:2] == first["runs"] and [run["settings"]["seed"] for run in again["runs"]] == [1, 2] * 2
+    assert json.loads((tmp_path / "summary.json").read_text()) == again and again["settings"] == {"task": "custom"}
+    best, other = (point["scores"]["dev"]["accuracy"]["mean"] for point in again["points"])
+    assert best >= other
 
 
 def test_stopped_run_ends_with_the_same_weights(base, tmp_path, world) -> None:
-    settings = change(evaluations=2, dropout=0.1)
+    settings = change(epochs=4, dropout=0.1)
     whole = fine_tune(base, "classify", tmp_path / "whole", world, settings)
-    for ask in (1, 4, 6, 6):  # before the first update, inside a window, after an evaluation, inside a window
+    for ask in (1, 4, 12, 6):  # before the first update, inside a window, after an evaluation, inside a window
         stopped = fine_tune(base, "classify", tmp_path / "parts", world, settings, StopAt(ask))
         assert stopped is None
     parts = fine_tune(base, "classify", tmp_path / "parts", world, settings)
@@ -158,29 +170,6 @@ def test_from_scratch_starts_with_random_weights(base, tmp_path, world) -> None:
     assert not torch.equal(new.module.encoder.state_dict()[name], start.weights[name])
 
 
-def test_patience_ends_a_run(base, tmp_path, world) -> None:
-    result = fine_tune(base, "classify", tmp_path, world, change(lr=1e-12, epochs=9, patience=2))
-    per_epoch = 8
-    assert result["steps"] == 3 * per_epoch and result["best_step"] == per_epoch
-    start = pretrained.load(base / "run").weights["embeddings.position"]
-    assert (weights(tmp_path)["encoder.embeddings.position"] - start).abs().max() < 1e-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head", ["linear", "bilstm"])
-def test_frozen_run_keeps_the_encoder(head, base, tmp_path, world) -> None:
-    settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)
-    stopped = fine_tune(base, "tag", tmp_path, world, settings, StopAt(12))
-    assert stopped is None
-    saved_names, _ = load_weights(tmp_path)
-    assert all(name.startswith("head.") for name in saved_names)
-    result = fine_tune(base, "tag", tmp_path, world, settings)
-    start, found = pretrained.load(base / "run").weights, weights(tmp_path)
-    for name in ("embeddings.word.weight", "layers.3.feed_forward.weight"):
-        assert torch.equal(found[f"encoder.{name}"], start[name])
-    assert result["scores"]["dev"]["f1"] > 0.5
-
-
 def test_nonfinite_loss_ends_the_run(base, tmp_path, world) -> None:
     start = pretrained.load(base / "run")
     start.weights["embeddings.norm_weight"][0] = float("nan")
@@ -194,7 +183,6 @@ def test_nonfinite_loss_ends_the_run(base, tmp_path, world) -> None:
     [
         (change(max_length=64), "--max-length 64: the model has 32 positions"),
         (change(batch=9, micro_batch=2), "--micro-batch 2"),
-        (change(head="bilstm"), "--head bilstm"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings, word, base) -> None:
@@ -219,19 +207,3 @@ def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> No
     one, other = weights(alone), weights(tmp_path / "ranks")
     worst = max(float((one[name] - other[name]).abs().max()) for name in one)
     assert worst < 2e-4, worst
-
-
-def test_class_weights_are_given_or_balanced(tmp_path: Path) -> None:
-    path = tmp_path / "t.tsv"
-    path.write_text("t\ty\na\tx\nb\tx\nc\tx\nd\ty\n")
-    task, several = tasks.custom("classify", ["t"], "y"), tasks.custom("multilabel", ["t"], "y")
-    train, texts = datasets.read(task, path), datasets.read(several, path)
-    weights = run.class_weights_of(["balanced"], task, ("x", "y"), train)
-    assert weights == (4 / (2 * 3), 4 / (2 * 1)) and run.class_weights_of([], task, ("x", "y"), train) == ()
-    assert run.class_weights_of(["1", "2.5"], task, ("x", "y"), train) == (1.0, 2.5)
-    assert run.class_weights_of(["balanced"], several, ("x", "y"), texts) == (1 / 3, 3 / 1)
-    for given in (["1"], ["1", "0"], ["even", "1"]):
-        with pytest.raises(ValueError, match=r"--class-weights .*a number above 0 for each of x, y"):
-            run.class_weights_of(given, task, ("x", "y"), train)
-    with pytest.raises(ValueError, match=r"squad1\.1 is span"):
-        run.class_weights_of(["balanced"], tasks.preset("squad1.1"), (), [])

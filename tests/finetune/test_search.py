@@ -1,44 +1,42 @@
-"""Search: grids, seeds, means and deviations, output folders of other commands."""
+"""Settings of several runs: seeds, rates, ranges; means and deviations; output folders of other commands."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megabert.common.arguments import Parser
 from megabert.finetune import search, settings
 from megabert.finetune.settings import Settings
 
 
-def test_grid_is_every_combination_and_seed() -> None:
-    grid = settings.parse_grid(["lr=2e-5,3e-5", "batch=16,32"])
-    assert grid == {"lr": [2e-5, 3e-5], "batch": [16, 32]}
-    runs = settings.combinations(Settings(epochs=4), grid, [1, 2])
-    assert list(runs)[:3] == ["lr2e-05-batch16-seed1", "lr2e-05-batch16-seed2", "lr2e-05-batch32-seed1"]
-    assert len(runs) == 8
-    assert runs["lr3e-05-batch16-seed2"] == Settings(epochs=4, lr=3e-5, batch=16, seed=2)
-    assert list(settings.combinations(Settings(), {}, [7])) == ["seed7"]
+def parse(*argv: str) -> argparse.Namespace:
+    parser = Parser()
+    settings.add_options(parser, seeds=1, rates=[5e-5])
+    return parser.parse_args(argv)
+
+
+def test_runs_are_every_rate_and_seed() -> None:
+    runs = settings.runs_of(parse("--lr", "2e-5", "3e-5", "--seeds", "2", "--epochs", "4"), 32, 8)
+    assert list(runs) == ["lr2e-05-seed1", "lr2e-05-seed2", "lr3e-05-seed1", "lr3e-05-seed2"]
+    assert runs["lr3e-05-seed2"] == Settings(epochs=4, lr=3e-5, seed=2, max_length=32, stride=8)
+    ((name, chosen),) = settings.runs_of(parse("--max-length", "16"), 32, 8).items()
+    assert (name, chosen.max_length, chosen.stride, chosen.lr) == ("seed1", 16, 8, 5e-5)
+    assert list(settings.runs_of(parse("--seeds", "7", "9"), 32, 8)) == ["seed7", "seed9"]
 
 
 @pytest.mark.parametrize(
-    "text", ["lr", "lr=", "lr=a", "batch=1.5", "head=linear", "lr=1e-5,1e-5", "seed=1", "lr=1e-5,"]
-)
-def test_bad_grid_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=f"--grid {text}"):
-        settings.parse_grid([text])
-    with pytest.raises(ValueError, match="once"):
-        settings.parse_grid(["lr=1e-5", "lr=2e-5"])
-
-
-def test_seeds_are_counted_or_named() -> None:
-    assert settings.parse_seeds([3]) == [1, 2, 3]
-    assert settings.parse_seeds([5, 9]) == [5, 9]
-    for wrong in ([0], [1, 1], [-1]):
-        with pytest.raises(ValueError, match="--seeds"):
-            settings.parse_seeds(wrong)
+    "option",
+    ["--seeds 0", "--seeds 1 1", "--seeds -1", "--lr 0", "--lr 1e-05 1e-05", "--batch 0", "--dropout 1", "--max-length 7",
+     "--stride 0", "--limit -1", "--log-interval 0"],
+)  # fmt: skip
+def test_option_out_of_range_is_named(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}"):
+        settings.runs_of(parse(*option.split()), 32, 8)
 
 
 def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10.0) -> dict[str, Any]:
@@ -51,55 +49,43 @@ def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10
 
 def test_point_is_mean_and_deviation_of_seeds() -> None:
     runs = [result(1, 2e-5, 0.70, 0.9), result(2, 2e-5, 0.74, 0.7), result(1, 5e-5, 0.80, 0.1, 30.0)]
-    best, other = search.summarise(runs, ["lr"], "accuracy")
+    best, other = search.summarise(runs, "accuracy")
     assert best["point"] == {"lr": 5e-5} and best["runs"] == 1 and best["seconds"] == 30
     assert best["scores"]["dev"]["accuracy"] == {"mean": 0.80, "std": 0.0}
     assert other["scores"]["dev"]["accuracy"]["mean"] == pytest.approx(0.72)
     assert other["scores"]["dev"]["accuracy"]["std"] == pytest.approx(0.0282842712)  # 0.04 / sqrt(2)
-    assert [row["point"]["lr"] for row in search.summarise(runs, ["lr"], "f1")] == [2e-5, 5e-5]
+    assert [row["point"]["lr"] for row in search.summarise(runs, "f1")] == [2e-5, 5e-5]
     lines = search.table([best, other]).splitlines()
     assert lines[0].split() == [
-        *("lr", "runs", "dev", "accuracy", "dev", "f1", "test", "accuracy", "test", "f1", "seconds")
+        "lr",
+        "runs",
+        "dev",
+        "accuracy",
+        "dev",
+        "f1",
+        "test",
+        "accuracy",
+        "test",
+        "f1",
+        "seconds",
     ]
     assert lines[2].split()[:5] == ["2e-05", "2", "0.7200", "±", "0.0283"]
-    assert len({len(line) for line in lines}) == 1
 
 
-def common(**changes: Any) -> dict[str, Any]:
-    chosen = replace(Settings(), **{k: v for k, v in changes.items() if k != "facts"})
-    facts = {"task": "sst2", "text": ["sentence"]} | changes.get("facts", {})
-    return search.common_settings(chosen, {"lr": [1e-5, 2e-5]}, facts)
+def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
+    search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
+    search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
+    for changed, word in (({"epochs": 9}, "epochs=3, this command says 9"), ({"extra": 1}, "extra=None")):
+        with pytest.raises(ValueError, match=word):
+            search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3} | changed, world)
+    assert json.loads((tmp_path / "out" / search.COMMON).read_text()) == {"task": "sst2", "epochs": 3}
 
 
-def test_output_folder_takes_more_seeds_and_values(tmp_path: Path) -> None:
-    search.claim(tmp_path, common())
-    before = (tmp_path / search.COMMON).read_text()
-    search.claim(tmp_path, common(seed=9, lr=1e-3))
-    assert (tmp_path / search.COMMON).read_text() == before
-    assert "seed" not in json.loads(before) and "lr" not in json.loads(before)
-
-
-@pytest.mark.parametrize(
-    "changed, word",
-    [
-        ({"epochs": 9}, "epochs=3, this command says 9"),
-        ({"facts": {"task": "rte"}}, "task='sst2', this command says 'rte'"),
-        ({"facts": {"extra": 1}}, "extra=None"),
-    ],
-)
-def test_output_folder_of_another_command_is_refused(changed: Any, word: str, tmp_path: Path) -> None:
-    search.claim(tmp_path, common())
-    with pytest.raises(ValueError, match=word):
-        search.claim(tmp_path, common(**changed))
-
-
-def test_folder_with_other_content_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_content_is_left_alone(tmp_path: Path, world) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"thesis\.tex"):
-        search.claim(tmp_path, common())
+        search.claim(tmp_path, {}, world)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-    search.refuse(tmp_path / "new", common())
-    assert not (tmp_path / "new").exists()
     (tmp_path / "thesis.tex").rename(tmp_path / search.COMMON)
     with pytest.raises(ValueError, match="damaged"):
-        search.claim(tmp_path, common())
+        search.claim(tmp_path, {}, world)

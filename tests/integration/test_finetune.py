@@ -41,10 +41,10 @@ def best(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "best" / "model.safetensors")
 
 
-def test_grid_with_seeds_then_predictions(base, tmp_path) -> None:
+def test_rates_and_seeds_then_predictions(base, tmp_path) -> None:
     output = tmp_path / "out"
     metrics = ("--metric", "accuracy", "--metric", "macro_f1", "--test", base / "test.tsv", "--epochs", 1)
-    given = texts(base, output, *metrics, "--grid", "lr=1e-3,1e-4")
+    given = texts(base, output, *metrics, "--lr", 1e-3, 1e-4)
     done = command(*given, "--seeds", 2, **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     names = [f"lr{lr}-seed{seed}" for lr in ("0.0001", "0.001") for seed in (1, 2)]
@@ -55,7 +55,7 @@ def test_grid_with_seeds_then_predictions(base, tmp_path) -> None:
     first, second = (point["scores"]["dev"]["accuracy"]["mean"] for point in summary["points"])
     assert first >= second
     assert list(summary["points"][0]["scores"]["test"]) == ["accuracy", "macro_f1"]
-    assert "--grid" in summary["command"] and summary["settings"]["grid"] == ["lr"]
+    assert "--lr" in summary["command"] and "lr" not in summary["settings"]
     head, *rows = done.stdout.splitlines()[-3:]
     assert head.split()[:4] == ["lr", "runs", "dev", "accuracy"] and len(rows) == 2
     for kind in ("metrics.jsonl", "tensorboard", "best/task.json", "predictions-dev.tsv", "result.json"):
@@ -152,7 +152,7 @@ def test_two_ranks_of_torchrun_and_deepspeed(base, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_dead_rank_is_named(base, tmp_path) -> None:
-    given = texts(base, tmp_path / "out", "--epochs", 500, "--evaluations", 1)
+    given = texts(base, tmp_path / "out", "--epochs", 500)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     base_env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | ONE_THREAD | master
     ranks = [
