@@ -34,7 +34,6 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     p = commands.add_parser("inspect", help="show what is in it")
     p.add_argument("folder", metavar="DIR", help="what build wrote")
     p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
-    p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the rows shown")
     return top
 
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "build":
         return _build(args)
     if args.command == "inspect":
-        print(inspect_dataset.inspect(args.folder, args.rows, args.masking))
+        print(inspect_dataset.inspect(args.folder, args.rows))
         return OK
     problems = 0
     for problem in inspect_dataset.verify(args.folder, _workers(args) or pool.default_workers(), not args.quiet):

@@ -84,14 +84,14 @@ def _leave_interrupts_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def inspect(folder: str | os.PathLike[str], rows: int = 3, masking: str = "token") -> str:
-    """Counts, lengths and `rows` sample rows of each dataset in `folder`, with masks by `masking` (token | word | span).
+def inspect(folder: str | os.PathLike[str], rows: int = 3) -> str:
+    """Counts, lengths and `rows` sample rows of each dataset in `folder`, masked as for training.
 
     Raises ValueError where the manifest, the tokenizer or a row is damaged.
     """
     if rows < 0:
         raise BadInput(f"--rows: must be at least 0, is {rows}")
-    return "\n\n".join("\n".join(_dataset(path, rows, Masking(masking))) for path in datasets(folder))
+    return "\n\n".join("\n".join(_dataset(path, rows, Masking())) for path in datasets(folder))
 
 
 def _dataset(folder: Path, samples: int, masking: Masking) -> list[str]:
@@ -120,13 +120,8 @@ def _dataset(folder: Path, samples: int, masking: Masking) -> list[str]:
     lines = [f"{name:{label}}{text}" for name, text in facts.items()]
     lines += ["", "tokens a sequence", *histogram(lengths[used], m.seq_len)]
     if samples:
-        lines += [
-            "",
-            f"masked: {masking.rate:.0%} of the tokens, by {masking.strategy}: [MASK], *random token*, =kept=",
-        ]
-    vocabulary = MaskingVocabulary(
-        tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
-    )
+        lines += ["", f"masked: {masking.rate:.0%} of the tokens: [MASK], *random token*, =kept="]
+    vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
     for row_id in np.sort(np.random.default_rng(SEED).choice(m.rows, min(samples, m.rows), replace=False)):
         row = dataset.read(row_id[None])
         masked = mask(row.ids, row.bounds, row_id[None], seed=SEED, epoch=0, vocabulary=vocabulary, masking=masking)

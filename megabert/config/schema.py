@@ -76,8 +76,8 @@ class ModelConfig(Section):
 class MaskingConfig(Section):
     """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
 
-    strategy: Literal["token", "word", "span", "causal"] = Field(
-        "token", description="unit that is masked; causal: none, each token predicts the next"
+    strategy: Literal["token", "causal"] = Field(
+        "token", description="causal: nothing is masked, each token predicts the next"
     )
     rate: float = Field(
         0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted; unused with causal"
@@ -337,7 +337,7 @@ def check(config: Config) -> None:
         if masking.causal:
             raise ValueError(
                 "objective.causal_share is for runs that end with masked LM; set it to 0, or data.masking.strategy to "
-                "token, word or span"
+                "token"
             )
         if config.distill.teacher:
             raise ValueError("objective.causal_share: distill.teacher needs one objective throughout; set it to 0")

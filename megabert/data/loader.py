@@ -29,7 +29,7 @@ import torch
 
 from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
-from megabert.config import Config, MaskingConfig, accumulation
+from megabert.config import Config, accumulation
 from megabert.data.batch import Batch, BatchLayout, Update, collate
 from megabert.data.masking import Masking, MaskingVocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
@@ -62,8 +62,7 @@ class _Source:
         if isinstance(tokenizer, MaskingVocabulary):
             vocabulary = tokenizer
         elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
-            special = tokenizer.special_ids.values()
-            vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, special, tokenizer.unit_start)
+            vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
         else:
             raise ValueError(
                 f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
@@ -237,7 +236,7 @@ class Loader:
         global_batch: int,
         micro_batch: int,
         seed: int,
-        masking: Masking | MaskingConfig | None = None,
+        masking: Masking | None = None,
         masking_of: Callable[[int], Masking] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -248,7 +247,7 @@ class Loader:
         start_method: str = START_METHOD,
     ) -> None:
         self.source = _Source.of(dataset, tokenizer, seed, micro_batch)
-        fixed = Masking.of(masking or Masking())
+        fixed = masking or Masking()
         self._masking_of = masking_of or (lambda step: fixed)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
@@ -351,7 +350,7 @@ def eval_batches(
     *,
     micro_batch: int,
     seed: int,
-    masking: Masking | MaskingConfig | None = None,
+    masking: Masking | None = None,
     rank: int = 0,
     world: int = 1,
     max_rows: int | None = None,
@@ -361,7 +360,7 @@ def eval_batches(
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
     (row id -1), which count for nothing. Raises DamagedRow.
     """
-    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), Masking.of(masking or Masking())
+    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), masking or Masking()
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)

@@ -101,7 +101,7 @@ def recipe(pretrained: Pretrained) -> dict[str, Any]:
         return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
     rate = f"{masking.rate:.0%}" + (f" to {masking.final_rate:.0%}" if masking.final_rate else "")
-    shown = f"{rate} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
+    shown = f"{rate} of the tokens, {masking.mask:.0%} masked, {masking.random:.0%} random"
     if share := cfg.objective.causal_share:
         shown = f"causal for the first {share:.0%} of the budget, then {shown}"
     start = "random weights"

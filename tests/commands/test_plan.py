@@ -97,7 +97,7 @@ def full_rows(config: Config, seq_len: int) -> Batch:
     bounds = np.full((rows, 1, 2), (seq_len, seq_len // 2), np.uint16)
     ids = np.random.default_rng(0).integers(5, vocab, (rows, seq_len), np.uint32)
     data, row_ids = Rows(ids, bounds, np.zeros((rows, 1), np.int8)), np.arange(rows)
-    vocabulary = MaskingVocabulary(vocab, 4, range(5), np.ones(vocab, bool))
+    vocabulary = MaskingVocabulary(vocab, 4, range(5))
     masked = mask(ids, bounds, row_ids, seed=0, epoch=0, vocabulary=vocabulary, masking=masking)
     shape = BatchLayout(rows, seq_len, 1, masking.capacity(seq_len))
     narrow, wide = shape.empty()

@@ -94,13 +94,13 @@ def test_missing_and_malformed_files_are_named(tmp_path) -> None:
 def test_overrides_win_over_the_file(tmp_path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
-        "seed = 7\n[model]\nlayers = 3\nhidden = 64\nheads = 4\n[data.masking]\nrate = 0.4\nstrategy = 'span'\n"
+        "seed = 7\n[model]\nlayers = 3\nhidden = 64\nheads = 4\nnsp = false\n[data.masking]\nrate = 0.4\nstrategy = 'causal'\n"
     )
     config = c.load(str(path), ["model.layers=5", "data.path=some/where", "precision=fp32"])
     assert (config.seed, config.model.layers, config.model.hidden) == (7, 5, 64)
     assert (config.data.path, config.precision) == ("some/where", "fp32")
     masking = config.data.masking
-    assert (masking.rate, masking.strategy, masking.mask) == (0.4, "span", 0.8)
+    assert (masking.rate, masking.strategy, masking.mask) == (0.4, "causal", 0.8)
     assert config.digest() != c.load(str(path)).digest() == c.load(str(path)).digest()
 
 

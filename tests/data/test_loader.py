@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
+import os
+import pickle
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from megabert.common import errors
 from megabert.config import from_dict
-from megabert.data.batch import compact_lengths
+from megabert.data.batch import RowDigest, compact_lengths, row_digest
 from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
@@ -19,7 +24,9 @@ from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.distributed.ranks import World
 from megabert.ops import attention_inputs
 from tests.data.test_tokenizer import train as train_tokenizer
+from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
+from tests.helpers.streams import key
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 ROWS, GLOBAL, SEED = 180, 48, 3  # 15 updates are 4 epochs; blocks of 8, the last of 4; 3 shards
@@ -276,12 +283,10 @@ def test_from_config_refuses_another_tokenizer(tmp_path):
     ids[:, [0, 15]], bounds[:, 0] = (2, 3), 16
     folder = tmp_path / "data"
     dataset = Dataset(make_dataset(folder, 8, seq_len=16, slots=2, arrays=(ids, bounds, isnext), tokenizer=entry))
-    config = from_dict(
-        {"batch": {"global_size": 8, "micro_size": 4}, "data": {"workers": 0, "masking": {"strategy": "word"}}}
-    )
+    config = from_dict({"batch": {"global_size": 8, "micro_size": 4}, "data": {"workers": 0, "masking": {"rate": 0.3}}})
     loader = Loader.from_config(config, dataset, tokenizer, start_step=2)
     plain = Loader(
-        dataset, tokenizer, global_batch=8, micro_batch=4, seed=config.seed, masking=Masking("word"), start_step=2
+        dataset, tokenizer, global_batch=8, micro_batch=4, seed=config.seed, masking=Masking("token", 0.3), start_step=2
     )
     ours, theirs = next(loader), next(plain)
     assert ours.step == 2 and len(ours.batches) == 2
@@ -290,3 +295,97 @@ def test_from_config_refuses_another_tokenizer(tmp_path):
     stranger = Tokenizer.load(train_tokenizer(tmp_path / "other.model", vocab_size=58))
     with pytest.raises(ValueError, match=r"other\.model: not the tokenizer"):
         Loader.from_config(config, dataset, stranger)
+
+
+# -- updates whose masking depends on when they are taken ----------------------------------------------------------------
+
+KINDS = (Masking("causal"), Masking("token", 0.3, max_predictions=11), Masking("token", 0.15, max_predictions=11))
+
+
+def kind_of(step):
+    return KINDS[0] if step < 3 else KINDS[1] if step < 6 else KINDS[2]
+
+
+def same_batches(ours, theirs):
+    for mine, other in zip(ours.batches, theirs.batches, strict=True):
+        assert all(torch.equal(a, other.inputs()[name]) for name, a in mine.inputs().items())
+        assert (mine.predictions, mine.tokens) == (other.predictions, other.tokens)
+
+
+@pytest.mark.parametrize(("start", "workers"), [(0, 0), (2, 2)])
+@pytest.mark.parametrize("known", ["before", "when it is taken"])
+def test_an_update_has_the_masking_of_its_time(dataset, known, workers, start):
+    """Workers are several updates ahead by then, and may have had another answer."""
+    options = {"global_batch": 48, "micro_batch": 8, "seed": SEED, "start_step": start}
+    taken = [start]
+
+    def masking_of(step):
+        return kind_of(step if known == "before" else taken[0])
+
+    loader = Loader(dataset, vocabulary(), masking_of=masking_of, workers=workers, prefetch=2, **options)
+    plain = {kind: Loader(dataset, vocabulary(), masking=kind, **options) for kind in KINDS}
+    for step in range(start, 9):
+        taken[0] = step
+        update, expected = next(loader), {kind: next(other) for kind, other in plain.items()}
+        assert update.step == step and update.objective == ("causal" if step < 3 else "masked")
+        same_batches(update, expected[kind_of(step)])
+    loader.close()
+
+
+def test_a_failed_read_is_retried_and_then_class_4(tmp_path, monkeypatch):
+    """Not a mistake of the user's, which would never be started again."""
+    failures = []
+
+    def stat(path, **options):
+        if path.suffix == ".tar" and failures:
+            raise failures.pop()
+        return os.stat(path, **options)
+
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0))
+    dataset = Dataset(make_dataset(tmp_path, 64))
+    monkeypatch.setattr(Path, "stat", stat)
+    for times, code in ((2, errors.OK), (3, errors.FAILED)):
+        failures[:] = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), "shard") for _ in range(times)]
+        fresh = pickle.loads(pickle.dumps(dataset))
+        update = next(Loader(fresh, vocabulary(), global_batch=8, micro_batch=8, seed=1))
+        assert (update.problem_code, bool(update.problem)) == (code, bool(code))
+        assert (update.tokens > 0) == (not code)
+
+
+# -- the digest of rows ----------------------------------------------------------------------------------------------
+
+
+def by_hand(pairs) -> int:
+    """splitmix64 of stream, epoch and row id, in Python's integers."""
+    return sum(key(int.from_bytes(b"digest"), epoch, row) for row, epoch in pairs) % 2**64
+
+
+def test_the_digest_is_the_documented_sum():
+    draw = np.random.default_rng(0)
+    rows, epochs = draw.integers(0, 10**9, 1000), draw.integers(0, 5, 1000)
+    want = by_hand(zip(rows.tolist(), epochs.tolist(), strict=True))
+    assert row_digest(rows, epochs) == want
+    order = draw.permutation(1000)
+    assert row_digest(rows[order], epochs[order]) == want
+    assert row_digest(np.append(rows, -1), np.append(epochs, 0)) == want  # a filler is no row
+    assert row_digest(rows, epochs + 1) != want and row_digest(rows[1:], epochs[1:]) != want
+
+
+def totals(world: World, folder: str, steps: int) -> int:
+    dataset = Dataset(folder)
+    digest = RowDigest(5)
+    options = {"global_batch": 48, "micro_batch": 8, "seed": 1, "rank": world.rank, "world": world.size}
+    loader = Loader(dataset, vocabulary(), **options)
+    for _ in range(steps):
+        digest.add(next(loader))
+    counts = digest.counts
+    return digest.total(dict(zip(counts, world.sum_ints(list(counts.values())), strict=True)))
+
+
+@pytest.mark.dist
+def test_the_digest_does_not_depend_on_ranks(tmp_path):
+    folder = make_dataset(tmp_path, 144)
+    want = (5 + by_hand((row, epoch) for epoch in range(2) for row in range(144))) % 2**64
+    alone = totals(ALONE, str(folder), 6)
+    assert alone == want
+    assert run_ranks(2, totals, str(folder), 6) == [alone, alone]

@@ -1,15 +1,18 @@
-"""Masks: the published statistics, whole words, no special token, and independence from everything but the row."""
+"""Masks: the published statistics, no special token, independence from everything but the row; what updates predict."""
 
 from __future__ import annotations
+
+from math import nextafter
 
 import numpy as np
 import pytest
 
-from megabert.data.masking import SPAN_BELOW, Masking, MaskingVocabulary, mask, stream_keys
+from megabert import config as configuration
+from megabert.config import Config
+from megabert.data.masking import Masking, held_out_masking, largest_capacity, mask, masking_at, stream_keys
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
 from tests.helpers.streams import key
 
-STRATEGIES = ("token", "word", "span")
 ROWS, LENGTH = 8200, 128  # 1,049,600 tokens
 
 
@@ -19,34 +22,20 @@ def million():
     return ids, bounds, np.arange(ROWS)
 
 
-def masked(rows, strategy, seed=11, epoch=0, **options):
+def masked(rows, strategy="token", seed=11, epoch=0, **options):
     ids, bounds, row_ids = rows
     return mask(
         ids, bounds, row_ids, seed=seed, epoch=epoch, vocabulary=vocabulary(), masking=Masking(strategy, **options)
     )
 
 
-def word_spans(ids, bounds, starts):
-    """(first, past the last) of each word of one row, by a plain walk over its tokens."""
-    spans, open_at = [], None
-    for i in range(int(bounds[:, 0].sum()) + 1):
-        special = i == len(ids) or ids[i] < 5 or i == bounds[:, 0].sum()
-        if open_at is not None and (special or starts[ids[i]]):
-            spans.append((open_at, i))
-            open_at = None
-        if not special and open_at is None:
-            open_at = i
-    return spans
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_statistics_on_a_million_tokens_are_as_published(million, strategy, seed):
-    ids, *_ = million
-    out = masked(million, strategy, seed)
+def test_statistics_are_as_published_and_nothing_else_changes(million):
+    ids, bounds, _ = million
+    out = masked(million)
     used = out.labels >= 0
-    flat = (np.arange(ROWS)[:, None] * LENGTH + out.positions)[used]
-    shown, label = out.ids.ravel()[flat], out.labels[used]
+    row = np.broadcast_to(np.arange(ROWS)[:, None], used.shape)[used]
+    position, label = out.positions[used], out.labels[used]
+    shown = out.ids[row, position]
     shares = {
         "predicted": used.sum() / (ids > 4).sum() - 0.15,
         "[MASK]": (shown == 4).mean() - 0.8,
@@ -54,155 +43,57 @@ def test_statistics_on_a_million_tokens_are_as_published(million, strategy, seed
         "kept": (shown == label).mean() - 0.1,
     }
     assert max(abs(v) for v in shares.values()) < 0.002, shares
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_labels_are_originals_and_nothing_else_changes(million, strategy):
-    ids, bounds, _ = million
-    out = masked(million, strategy)
-    used = np.arange(out.labels.shape[1]) < out.counts[:, None]
-    assert ((out.labels >= 0) == used).all() and (out.labels[~used] == -100).all()
-    assert (out.positions[~used] == 0).all()
-    row = np.broadcast_to(np.arange(ROWS)[:, None], used.shape)
-    assert (out.labels[used] == ids[row[used], out.positions[used]]).all()
-    assert (out.labels[used] > 4).all(), "a special token is predicted"
+    assert (used == (np.arange(used.shape[1]) < out.counts[:, None])).all() and (out.labels[~used] == -100).all()
+    assert (out.positions[~used] == 0).all() and (position < bounds[row, :, 0].sum(1)).all()
+    assert (label == ids[row, position]).all() and (label > 4).all(), "a special token is predicted"
     assert (np.diff(out.positions, axis=1)[used[:, 1:]] > 0).all(), "positions ascend"
-    assert (out.positions < bounds[:, :, 0].sum(1)[:, None]).all()
-    changed = out.ids != ids
-    chosen = np.zeros_like(changed)
-    chosen[row[used], out.positions[used]] = True
+    changed, chosen = out.ids != ids, np.zeros(ids.shape, bool)
+    chosen[row, position] = True
     assert not (changed & ~chosen).any()
-    assert ((out.ids[changed] == 4) | (out.ids[changed] > 4)).all(), "a replacement is a special token"
-    assert out.ids.max() < VOCAB
+    hits = np.bincount(out.ids[changed & (out.ids != 4)], minlength=VOCAB)
+    mean = hits.sum() / (VOCAB - 5)
+    assert not hits[:5].any() and abs(hits[5:].var() / mean - 1) < 0.15, "replacements cover the vocabulary evenly"
+    for i in range(0, ROWS, 41):
+        start = 0
+        for length, _ in bounds[i].tolist():
+            inside = (out.positions[i] >= start) & (out.positions[i] < start + length) & used[i]
+            want = 0.15 * int((ids[i, start : start + length] > 4).sum())
+            if length:
+                assert max(1, np.floor(want)) <= inside.sum() <= max(1, np.ceil(want))
+            start += length
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_mask_does_not_depend_on_its_batch(million, strategy):
+def test_masks_depend_on_seed_epoch_and_row_alone(million):
     ids, bounds, row_ids = million
-    whole = masked(million, strategy)
+    whole = masked(million)
     rng = np.random.default_rng(3)
     for pick in (np.array([77]), rng.permutation(ROWS)[:50], np.arange(300, 100, -1), np.array([5, 5, 5])):
-        part = masked((ids[pick], bounds[pick], row_ids[pick]), strategy)
+        part = masked((ids[pick], bounds[pick], row_ids[pick]))
         for name in ("ids", "positions", "labels", "counts"):
             assert (getattr(part, name) == getattr(whole, name)[pick]).all(), (name, pick[:3])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_epoch_and_seed_and_row_id_each_change_the_mask(million, strategy):
     rows = tuple(a[:200] for a in million)
-    base = masked(rows, strategy)
-    others = [
-        masked(rows, strategy, epoch=1),
-        masked(rows, strategy, seed=12),
-        masked((*rows[:2], rows[2] + 1000), strategy),
-    ]
+    others = [masked(rows, epoch=1), masked(rows, seed=12), masked((*rows[:2], rows[2] + 1000))]
     for other in others:
-        same = (other.positions == base.positions).all(1).mean()
+        same = (other.positions == whole.positions[:200]).all(1).mean()
         assert same < 0.01, f"{same:.0%} of the rows have the same mask"
     epochs = np.arange(200) % 2
-    mixed = masked(rows, strategy, epoch=epochs)
-    assert (mixed.ids == np.where(epochs[:, None] == 1, others[0].ids, base.ids)).all()
+    mixed = masked(rows, epoch=epochs)
+    assert (mixed.ids == np.where(epochs[:, None] == 1, others[0].ids, whole.ids[:200])).all()
 
 
-def test_every_position_is_as_likely_as_any_other(million):
+def test_every_position_is_as_likely_as_any_other():
     """A fixed row under 4,000 row ids: 125 maskable positions, 600 draws expected each, 5 standard deviations allowed."""
     ids, bounds, _ = make_rows(1, LENGTH, slots=1, seed=4, shortest=LENGTH)
     n = 4000
-    out = masked((np.repeat(ids, n, 0), np.repeat(bounds, n, 0), np.arange(n)), "token")
+    out = masked((np.repeat(ids, n, 0), np.repeat(bounds, n, 0), np.arange(n)))
     hits = np.bincount(out.positions[out.labels >= 0], minlength=LENGTH)
     maskable = ids[0] > 4
     assert not hits[~maskable].any()
     assert np.abs(hits[maskable] - 0.15 * n).max() < 5 * np.sqrt(n * 0.15 * 0.85)
 
 
-def test_random_replacements_cover_the_vocabulary_evenly(million):
-    out = masked(million, "token")
-    changed = (out.ids != million[0]) & (out.ids != 4)
-    hits = np.bincount(out.ids[changed], minlength=VOCAB)
-    mean = changed.sum() / (VOCAB - 5)
-    assert not hits[:5].any() and abs(hits[5:].var() / mean - 1) < 0.15, (mean, hits[5:].var())
-
-
-def test_budgets_are_rounded_shares_and_at_least_one(million):
-    ids, bounds, _ = million
-    out = masked(million, "token")
-    for i in range(0, ROWS, 41):
-        start = 0
-        for length, _ in bounds[i].tolist():
-            inside = (out.positions[i] >= start) & (out.positions[i] < start + length) & (out.labels[i] >= 0)
-            maskable = int((ids[i, start : start + length] > 4).sum())
-            want = 0.15 * maskable
-            if length:
-                assert max(1, np.floor(want)) <= inside.sum() <= max(1, np.ceil(want))
-            start += length
-
-
-@pytest.mark.parametrize("strategy", ("word", "span"))
-def test_words_are_never_split(million, strategy):
-    ids, bounds, _ = million
-    out = masked(million, strategy)
-    starts = vocabulary().word_start
-    multi = 0
-    for i in range(0, ROWS, 11):
-        chosen = set(out.positions[i][out.labels[i] >= 0].tolist())
-        for first, end in word_spans(ids[i], bounds[i], starts):
-            inside = sum(p in chosen for p in range(first, end))
-            assert inside in (0, end - first), f"row {i}: {inside} of the {end - first} tokens of a word"
-            multi += end - first > 1 and inside > 0
-    assert multi > 1000
-
-
-def test_a_word_over_budget_gives_its_first_tokens():
-    starts = np.zeros(VOCAB, bool)  # nothing starts a word: each segment is one word
-    ids = np.full((1, 64), 9, np.uint16)
-    ids[0, [0, 20, 63]] = 2, 3, 3
-    bounds = np.array([[[64, 21]]], np.uint16)
-    for strategy in ("word", "span"):
-        out = mask(
-            ids,
-            bounds,
-            np.array([5]),
-            seed=1,
-            epoch=0,
-            vocabulary=MaskingVocabulary(VOCAB, 4, range(5), starts),
-            masking=Masking(strategy),
-        )
-        n = int(out.counts[0])  # 61 maskable: 9.15
-        assert n in (9, 10) and out.positions[0, 0] in (1, 21)
-        assert (np.diff(out.positions[0, :n]) == 1).all()
-
-
-def test_spans_have_the_published_lengths():
-    """Anchors far apart in a long row of one-token words: span lengths 1 to 10 with mean 3.8 (Joshi et al. 2020)."""
-    lengths = np.diff(np.concatenate(([0], SPAN_BELOW, [2**32])).astype(np.float64)) / 2**32
-    assert lengths == pytest.approx([0.2 * 0.8**k / (1 - 0.8**10) for k in range(10)], rel=1e-6)
-    assert (lengths * np.arange(1, 11)).sum() == pytest.approx(3.8, abs=0.01)
-    n, length = 400, 512
-    ids = np.full((n, length), 9, np.uint16)
-    ids[:, [0, length - 1]] = 2, 3
-    bounds = np.tile(np.array([[[length, length]]], np.uint16), (n, 1, 1))
-    starts = np.ones(VOCAB, bool)
-    out = mask(
-        ids,
-        bounds,
-        np.arange(n),
-        seed=1,
-        epoch=0,
-        vocabulary=MaskingVocabulary(VOCAB, 4, range(5), starts),
-        masking=Masking("span", rate=0.02),
-    )
-    runs = []
-    for i in range(n):
-        chosen = out.positions[i, : out.counts[i]]
-        cuts = np.flatnonzero(np.diff(chosen) > 1) + 1
-        runs += [len(part) for part in np.split(chosen, cuts)][:-1]
-    assert 2.5 < np.mean(runs) < 4.5 and max(runs) > 6
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_capacity_is_kept_and_spreads_over_the_row(million, strategy):
-    rows = tuple(a[:1000] for a in million)
-    out = masked(rows, strategy, rate=0.4, max_predictions=9)
+def test_capacity_is_kept_and_spreads_over_the_row(million):
+    out = masked(tuple(a[:1000] for a in million), rate=0.4, max_predictions=9)
     assert out.labels.shape == (1000, 9) and out.counts.max() == 9 and out.counts.mean() > 8.5
     late = out.positions[out.labels >= 0] >= LENGTH // 2
     assert 0.4 < late.mean() < 0.6, "a small capacity must not cut off the end of the row"
@@ -215,11 +106,10 @@ def test_awkward_rows():
     ids[1, :3] = 2, 9, 3
     ids[2, :6] = 2, 1, 1, 1, 9, 3
     bounds = np.array([[[2, 2]], [[3, 3]], [[6, 6]], [[0, 0]]], np.uint16)
-    for strategy in STRATEGIES:
-        out = masked((ids, bounds, np.arange(4)), strategy)
-        assert out.counts.tolist() == [0, 1, 1, 0]
-        assert out.positions[1, 0] == 1 and out.positions[2, 0] == 4 and out.labels[2, 0] == 9
-        assert masked((ids[:0], bounds[:0], np.arange(0)), strategy).ids.shape == (0, 8)
+    out = masked((ids, bounds, np.arange(4)))
+    assert out.counts.tolist() == [0, 1, 1, 0]
+    assert out.positions[1, 0] == 1 and out.positions[2, 0] == 4 and out.labels[2, 0] == 9
+    assert masked((ids[:0], bounds[:0], np.arange(0))).ids.shape == (0, 8)
 
 
 def test_the_random_numbers_are_pinned():
@@ -243,18 +133,52 @@ def test_causal_predicts_every_next_id():
         assert (out.labels[row, count:] == -100).all() and (out.positions[row, count:] == 0).all()
         assert 2 not in out.labels[row] and (out.labels[row] == 3).sum() == (ids[row] == 3).sum()
     assert masked((ids[:0], bounds[:0], row_ids[:0]), "causal").labels.shape == (0, 48)
-    again = masked((ids, bounds, row_ids + 7), "causal", seed=12, epoch=3)
-    assert (again.labels == out.labels).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"strategy": "words"}, "masking.strategy"),
-        ({"rate": 0.0}, "masking.rate"),
-        ({"mask": 0.9, "random": 0.2}, "masking.mask"),
-    ],
-)
-def test_a_wrong_option_is_named(options, field):
-    with pytest.raises(ValueError, match=field):
-        Masking(**options)
+# -- by the share of the budget used ---------------------------------------------------------------------------------
+
+
+def config(*overrides: str) -> Config:
+    return configuration.load("", ["model.nsp=false", *overrides])
+
+
+def test_by_default_masking_is_constant() -> None:
+    cfg = config("data.masking.rate=0.2")
+    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {Masking("token", 0.2)}
+    assert held_out_masking(cfg) == Masking("token", 0.2) and largest_capacity(cfg, 128) == 27
+    whole = config("data.masking.strategy=causal")
+    assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == Masking("causal")
+    assert largest_capacity(whole, 128) == 128
+
+
+def test_the_first_share_of_the_budget_is_causal() -> None:
+    cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
+    for share in (0.0, 0.2, nextafter(0.4, 0)):
+        assert masking_at(cfg, share, 128) == Masking("causal") and masking_at(cfg, share, 128).objective == "causal"
+    for share in (0.4, 1.0):
+        assert masking_at(cfg, share, 128) == Masking("token") and masking_at(cfg, share, 128).objective == "masked"
+    assert held_out_masking(cfg) == Masking("token", 0.25) and largest_capacity(cfg, 128) == 128
+
+
+def test_the_rate_falls_in_equal_steps() -> None:
+    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.15")
+    found = [masking_at(cfg, i / 1600, 128) for i in range(1601)]
+    rates = [masking.rate for masking in found]
+    assert rates == sorted(rates, reverse=True) and len(set(rates)) == 16
+    assert {rates.count(rate) for rate in set(rates)} == {100, 101}  # the last share, 1, has the last rate too
+    assert sorted(set(rates)) == pytest.approx([0.01 * n for n in range(15, 31)])
+    assert rates[0] == 0.3 and rates[-1] == pytest.approx(0.15)
+    assert {masking.capacity(128) for masking in found} == {40}  # ceil(0.3 x 128) + 1, of every update
+    assert held_out_masking(cfg).rate == 0.15 and held_out_masking(cfg).capacity(128) == 21
+    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.28", "objective.causal_share=0.4")
+    kinds = [masking_at(cfg, share, 128) for share in (0.39, 0.4, 0.59, 0.61, 0.79, 0.81, 1.0)]
+    assert kinds[0].causal and not any(masking.causal for masking in kinds[1:])
+    assert [m.rate for m in kinds[1:]] == pytest.approx([0.3, 0.3, 0.29, 0.29, 0.28, 0.28])
+
+
+def test_a_rate_may_rise_and_slots_may_be_given() -> None:
+    cfg = config("data.masking.rate=0.1", "data.masking.final_rate=0.2")
+    assert [masking_at(cfg, s, 100).rate for s in (0.0, 1.0)] == pytest.approx([0.1, 0.2])
+    assert {masking_at(cfg, s, 100).capacity(100) for s in (0.0, 1.0)} == {21}
+    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.2", "data.masking.max_predictions=9")
+    assert masking_at(cfg, 0.5, 128).capacity(128) == largest_capacity(cfg, 128) == 9

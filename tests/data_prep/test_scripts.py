@@ -104,7 +104,7 @@ def test_what_is_in_the_rows_is_the_text(built):
         assert tokenizer.unk_id not in ids
         first = tokenizer.decode(ids[1 : bounds[0, 1] - 1])
         assert any("".join(first.split()) in text for text in whole), first
-    shown = inspect_dataset.inspect(folder, 2, "word")
+    shown = inspect_dataset.inspect(folder, 2)
     assert tokenizer.decode(rows.ids[0][1:4]).split()[0] and f"{dataset.manifest.rows:,}" in shown
 
 

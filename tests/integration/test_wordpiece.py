@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megabert.data.loader import Loader
-from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.evaluation import evaluate_run
@@ -55,7 +54,7 @@ def folder(tmp_path_factory) -> Path:
 def test_special_ids_are_neither_masked_nor_drawn(folder):
     dataset = Dataset(folder)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    loader = Loader(dataset, tokenizer, global_batch=ROWS, micro_batch=ROWS, seed=3, masking=Masking("word"))
+    loader = Loader(dataset, tokenizer, global_batch=ROWS, micro_batch=ROWS, seed=3)
     special = torch.tensor(sorted(tokenizer.special_ids.values()))
     shown_as = {"mask": 0, "random": 0, "kept": 0}
     for _ in range(20):
@@ -80,7 +79,7 @@ def test_train_and_evaluate(folder, tmp_path):
         *("megabert/train.py", "--config", "tiny", "--data", folder, "--run", tmp_path / "run"),
         *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=16"),
         *("schedule.total_steps=2", "schedule.warmup_steps=1", "log.interval=1", "peak_tflops=1.0"),
-        *("data.workers=0", "data.masking.strategy=word"),
+        "data.workers=0",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [m["train/loss"] for m in metrics(tmp_path / "run") if "train/loss" in m]

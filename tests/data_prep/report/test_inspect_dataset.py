@@ -153,23 +153,22 @@ def test_counts_and_decoded_rows(folder):
 def test_masked_rows_are_the_trainers(folder):
     dataset = Dataset(folder)
     t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
+    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values())
     seen = {"mask": 0, "random": 0, "kept": 0}
-    for strategy in ("token", "word", "span"):
-        for i, part in sample(inspect(folder, 24, strategy)).items():
-            rows, at = dataset.read(np.array([i])), np.array([i])
-            masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=Masking(strategy))
-            shown = " ".join(re.findall(r"    masked: (.*)", part))
-            used = masked.positions[0, : masked.counts[0]]
-            new, labels = masked.ids[0, used], masked.labels[0, : len(used)]
-            hidden, kept = new == t.mask_id, new == labels
-            assert shown.count("[MASK]") == hidden.sum()
-            for text, which in (("*{}*", ~hidden & ~kept), ("={}=", kept)):
-                for token in new[which].tolist():
-                    assert text.format(t.tokens[token].strip()) in shown
-            for name, which in (("mask", hidden), ("random", ~hidden & ~kept), ("kept", kept)):
-                seen[name] += int(which.sum())
-    assert min(seen.values()) > 5
+    for i, part in sample(inspect(folder, 24)).items():
+        rows, at = dataset.read(np.array([i])), np.array([i])
+        masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=Masking())
+        shown = " ".join(re.findall(r"    masked: (.*)", part))
+        used = masked.positions[0, : masked.counts[0]]
+        new, labels = masked.ids[0, used], masked.labels[0, : len(used)]
+        hidden, kept = new == t.mask_id, new == labels
+        assert shown.count("[MASK]") == hidden.sum()
+        for text, which in (("*{}*", ~hidden & ~kept), ("={}=", kept)):
+            for token in new[which].tolist():
+                assert text.format(t.tokens[token].strip()) in shown
+        for name, which in (("mask", hidden), ("random", ~hidden & ~kept), ("kept", kept)):
+            seen[name] += int(which.sum())
+    assert min(seen.values()) > 3
 
 
 def test_lines_of_rows_fit_the_screen(folder, monkeypatch):
