@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import TABLES, Corpus, FileRange
+from data_prep.common.records import Corpus, FileRange
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
@@ -26,12 +26,8 @@ from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
 from megabert.common.files import sha256_of
-from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
-
-# bytes on disk of a row group or batch of a table, which can't be cut: some 400 MB of text
-LARGE_GROUP = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -123,12 +119,6 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[tuple[int, FileRange]]:
     if not ranges:
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
-    largest = max((part for _, part in ranges if part.format in TABLES), key=lambda part: part.size, default=None)
-    if largest is not None and largest.size > LARGE_GROUP:
-        log.warning(
-            f"{largest.path}: {largest.size >> 20:,} MiB that can't be cut, which one worker holds in memory; written "
-            "as Parquet with a smaller row_group_size (10,000 rows, say) it is shared"
-        )
     return ranges
 
 

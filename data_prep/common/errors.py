@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megabert.common.errors import FAILED, Failed
+from megabert.common.errors import FAILED
 
 
 class BadInput(ValueError):
@@ -45,7 +45,5 @@ class Problems:
         self.counts[reason] += 1
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
-        """Report a file or folder that can't be read. A network failure is not bad input: it is raised again."""
-        if isinstance(error, Failed):
-            raise error
+        """Report a file or folder that can't be read."""
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")

@@ -133,11 +133,11 @@ class Journal:
         items: Sequence[Any],
         part: tuple[int, int],
         progress: Progress,
-    ) -> list[ItemResult]:
-        """Results of every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the rest of the stage."""
+    ) -> None:
+        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the rest of the stage."""
         (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
         call = partial(_run, function, job, name, self._digest)
-        return self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
+        self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
 
     def keep(self, stage: Stage) -> None:
         """Record all results of a stage, so that other processes use them without reading its files."""
@@ -197,13 +197,11 @@ class Stages:
         self.everything = total([self.everything, *stage.results])
         return stage
 
-    def map_part(
-        self, name: str, function: Any, job: BuildJob, items: Sequence[Any], part: tuple[int, int]
-    ) -> ItemResult:
-        """The sum of the results of part (k, n) of the items, which have a `size` in bytes."""
+    def map_part(self, name: str, function: Any, job: BuildJob, items: Sequence[Any], part: tuple[int, int]) -> None:
+        """Compute part (k, n) of the items, which have a `size` in bytes."""
         size = sum(item.size for item in items[part[0] - 1 :: part[1]])
         with self._bar(name, size, "B") as bar:
-            return total(self.journal.map_part(name, function, job, items, part, lambda r: bar.update(r.size)))
+            self.journal.map_part(name, function, job, items, part, lambda r: bar.update(r.size))
 
     def _bar(self, name: str, size: int, unit: str) -> tqdm[Any]:
         return tqdm(

@@ -245,8 +245,8 @@ def checksum(path: str | Path) -> tuple[int, int]:
 
 def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
     """Whether all of `files` are there with the bytes they were written with."""
-    paths = {os.path.join(work, name): written for name, written in files.items()}
-    return all(os.path.isfile(path) and checksum(path) == written for path, written in paths.items())
+    paths = ((os.path.join(work, name), written) for name, written in files.items())
+    return all(os.path.isfile(path) and checksum(path) == written for path, written in paths)
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:

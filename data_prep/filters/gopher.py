@@ -1,4 +1,4 @@
-"""Rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1), and three of their kind without a published limit.
+"""Rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1).
 
 They hold in any language that puts spaces between words. A line is what data_prep calls a paragraph; lines without words don't
 count.
@@ -24,28 +24,17 @@ from data_prep.filters.measures import (
     share_of,
 )
 
-# words of a short line
-SHORT_LINE = 3
 N_GRAM_LIMITS = {2: 0.2, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1}
 
 
 def _rule(
-    name: str,
-    what: str,
-    measure: Callable[[DocumentMeasures], np.ndarray],
-    limit: float | None = None,
-    share: bool = False,
+    name: str, what: str, measure: Callable[[DocumentMeasures], np.ndarray], limit: float, share: bool = False
 ) -> QualityRule:
-    return QualityRule(name, what, measure, share, presets={} if limit is None else {"gopher": limit})
+    return QualityRule(name, what, measure, share, presets={"gopher": limit})
 
 
 def _symbol_share(m: DocumentMeasures) -> np.ndarray:
     return share_of(np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words)
-
-
-def _short_lines(m: DocumentMeasures) -> np.ndarray:
-    first, end, _ = m.line_spans
-    return m.line_share(end - first < SHORT_LINE)
 
 
 def _n_gram_rule(n: int) -> QualityRule:
@@ -76,8 +65,6 @@ RULES = (
         0.3,
         share=True,
     ),
-    _rule("min-lines", "lines", lambda m: m.lines),
-    _rule("max-short-lines", f"lines of fewer than {SHORT_LINE} words", _short_lines, share=True),
     _rule(
         "max-duplicate-lines",
         "lines that repeat an earlier one",

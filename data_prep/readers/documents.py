@@ -156,7 +156,7 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
     else:
         text = spools.text_of(part, folder)
         if part.start and part.format not in ELEMENTS:
-            begin = formats.sync_point(text, part.start, _kind(part, options))
+            begin = formats.sync_point(text.read, part.start, _kind(part, options))
         chunks = text.chunks(begin)
     first = next(chunks, b"")
     if not first:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers.decompress import RangeEnd
@@ -39,12 +38,6 @@ NULL = "null value"
 
 # (offset, bytes)
 Slice = tuple[int, bytes]
-
-
-class SeekableText(Protocol):
-    """Text that can be read from any byte on."""
-
-    def read(self, begin: int, size: int) -> bytes: ...
 
 
 def detect(path: str, suffix: str, head: bytes) -> str:
@@ -116,26 +109,26 @@ def line_runs(
         yield offset, b"".join(parts)
 
 
-def sync_point(text: SeekableText, start: int, kind: str) -> int:
+def sync_point(read: Callable[[int, int], bytes], start: int, kind: str) -> int:
     """Where a range of a file of lines has to start reading to see where its first document begins.
 
-    For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
+    `read` returns the text at (offset, bytes). For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
     block is open at the last byte that is no space; reading from that line's start also shows whether the line is too long.
     """
     if kind == "line":
         return start - 1
     if kind == "file":
         return max(start // FILE_PART * FILE_PART - 1, 0)
-    last = _last(text, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
-    return _last(text, last, rb"\n", MAX_LINE + 1)
+    last = _last(read, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
+    return _last(read, last, rb"\n", MAX_LINE + 1)
 
 
-def _last(text: SeekableText, before: int, pattern: bytes, most: int) -> int:
+def _last(read: Callable[[int, int], bytes], before: int, pattern: bytes, most: int) -> int:
     """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
     least = max(before - most, 0)
     while before > least:
         begin = max(before - HEAD, least)
-        matches = list(re.finditer(pattern, text.read(begin, before - begin)))
+        matches = list(re.finditer(pattern, read(begin, before - begin)))
         if matches:
             return begin + matches[-1].start()
         before = begin

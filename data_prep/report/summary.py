@@ -86,7 +86,6 @@ def facts(
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
             "lines": {name[len(LINES) :]: n for name, n in sorted(everything.counts.items()) if name.startswith(LINES)},
         },
-        "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
         "datasets": datasets,
     }
@@ -107,7 +106,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         f"{read['bytes'] / mb:,.1f} MB of text in {s['files']['count']:,} files",
         "dropped": f"{dropped['documents']:,} documents ({reasons}); {dropped['repeated_paragraphs']:,} repeated paragraphs; "
         f"lines: {cut_lines}",
-        "problems": f"{problems}; NUL bytes removed: {s['cleaned']['nuls']:,}",
+        "problems": problems,
         "vocabulary": f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})",
     }
     for length, d in s["datasets"].items():

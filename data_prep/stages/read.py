@@ -56,7 +56,7 @@ class CleanDocument(NamedTuple):
     size: int
 
 
-def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems: Problems) -> Iterator[CleanDocument]:
+def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterator[CleanDocument]:
     """The documents of a task."""
     for part in task.ranges:
         for document in read_documents(part, job.options.read, problems, job.work):
@@ -65,15 +65,12 @@ def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems:
             else:
                 raw = document.text
             try:
-                text, nuls, controls, glued = clean.decode(raw)
+                text, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
                 hint = "invalid UTF-8; convert text of another encoding to UTF-8 first (iconv -f NAME -t utf-8)"
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
                 continue
-            result.counts["nuls"] += nuls
-            result.counts["control characters"] += controls
-            paragraphs = clean.paragraphs(text, document.markup, result.counts, glued)
-            yield CleanDocument(paragraphs, len(raw))
+            yield CleanDocument(clean.paragraphs(text, document.markup, glued), len(raw))
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
@@ -92,7 +89,7 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         encoder.add_words(words)
     with _TaskFiles(job, task, result) as files:
         pending: list[CleanDocument] = []
-        for document in clean_documents(task, job, result, problems):
+        for document in clean_documents(task, job, problems):
             encoder.add(document.paragraphs)
             pending.append(document)
             if encoder.pending >= CHARACTERS_AT_ONCE:

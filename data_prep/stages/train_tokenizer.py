@@ -93,7 +93,7 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     documents: list[list[str]] = []
     size = share.size
     # Bad input is counted once, when the build reads it.
-    for document in clean_documents(share.task, job, ItemResult(), Problems(job.on_error)):
+    for document in clean_documents(share.task, job, Problems(job.on_error)):
         size -= document.size
         documents.append(document.paragraphs)
         if size <= 0:

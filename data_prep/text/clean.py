@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter
 from itertools import pairwise
-from typing import NamedTuple
 
 from data_prep.text.sentences import CLOSERS, WIDE_CLOSERS
 from megabert.data.text import plain_word
@@ -38,32 +36,18 @@ _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 GLUED_SHARE = 200
 
 
-class Decoded(NamedTuple):
-    """Text with bare line feeds, and how many NULs and other control characters were removed from it.
-
-    `glued`: whether it may hold one of the marks GLUED, which few texts do.
-    """
-
-    text: str
-    nuls: int
-    controls: int
-    glued: bool
-
-
-def decode(raw: bytes) -> Decoded:
-    """UTF-8 bytes to text.
+def decode(raw: bytes) -> tuple[str, bool]:
+    """(text with bare line feeds and without control characters, whether it may hold one of the marks GLUED) of UTF-8 bytes.
 
     Raises UnicodeDecodeError; its `start` counts from the first byte of `raw`.
     """
     text = raw.decode()
-    nuls = raw.count(0)
     cleaned = raw.translate(_SPACES, _DELETED)
     if len(cleaned) != len(raw) or b"\x0b" in raw or b"\x0c" in raw:
         text = cleaned.decode()
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    glued = not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
-    return Decoded(text, nuls, len(raw) - len(cleaned) - nuls, glued)
+    return text, not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
 
 
 def is_hard_wrapped(text: str) -> bool:
@@ -75,16 +59,13 @@ def is_hard_wrapped(text: str) -> bool:
     return followed[len(followed) // 2] >= 40 and followed[len(followed) * 19 // 20] <= 120
 
 
-def paragraphs(text: str, markup: bool, counts: Counter[str] | None = None, glued: bool = True) -> list[str]:
+def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
     """Paragraphs of a document; whitespace inside them is still as it was.
 
-    `markup`: the text comes from an extractor, so that paragraphs are lines
-    and tags may be left over, which are counted in `counts`. `glued` is that of `decode`.
+    `markup`: the text comes from an extractor, so that paragraphs are lines and tags may be left over. `glued` is that of `decode`.
     """
     if markup and "<" in text:
-        text, tags = TAG.subn(" ", text)
-        if counts is not None:
-            counts["markup tags"] += tags
+        text = TAG.sub(" ", text)
     if glued:
         text = _separate_sentences(text)
     if not markup and is_hard_wrapped(text):

@@ -5,16 +5,16 @@ import pytest
 from data_prep.text import clean, sentences
 
 
-def test_controls_are_removed_and_nuls_counted():
-    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", 2, 1, False)
+def test_controls_and_nuls_are_removed():
+    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", False)
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")
     assert error.value.start == 5
 
 
 def test_marks_of_other_scripts_are_detected():
-    assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode()).glued
-    assert all(clean.decode(f"ab{mark}".encode()).glued for mark in clean.GLUED)
+    assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode())[1]
+    assert all(clean.decode(f"ab{mark}".encode())[1] for mark in clean.GLUED)
 
 
 def test_hard_wrapped_lines_are_rejoined():

@@ -41,9 +41,7 @@ CASES = [
     ("max-symbol-share", 0.2, "a... b… #c # e f g h i j", "a... b… c...d # #f g h i j"),
     ("max-bullet-lines", 0.5, "• a\n- b\nc -\n-5", "•a\n* b\n– c\nd"),
     ("max-ellipsis-lines", 0.5, "a...\nb…\n...c\nd... e", "a...\n\nb…\n...\nd"),
-    ("min-lines", 2, "a\n\nb", "a b\n\n"),
     ("min-sentences", 2, "A bb. C dd! E", "A bb. C dd, Mr. E"),
-    ("max-short-lines", 0.5, "a b\nc d e\n\n", "a b\n\nc d\ne f g"),
     ("max-duplicate-lines", 0.5, "a\nb\na\n\n a", "a\nb\na\na\na"),
     ("max-duplicate-line-characters", 0.5, "ab c\nabc\nab  c\nabc", "ab c\nab c\nab c\nd"),
     ("max-curly-brackets", 1, "a {b} c", "a {b c}"),
@@ -97,7 +95,7 @@ def test_first_rule_in_order_is_the_reason():
 
 
 def test_empty_documents_fail_counts_alone():
-    counts = ("min-words", "min-lines", "min-sentences")
+    counts = ("min-words", "min-sentences")
     assert reasons(["", "\n\n", []], {name: limit for name, limit, *_ in CASES if name not in counts}) == ["", "", ""]
     for name in counts:
         assert reasons(["", "A b cc."], {name: 1}) == [name, ""]
@@ -146,13 +144,10 @@ def test_later_limits_replace_earlier_ones():
 @pytest.mark.parametrize(
     ("items", "line"),
     [
-        (["min-lines"], "--filters min-lines: no published set has it; give min-lines=LIMIT"),
         (["min-word=3"], "--filters min-word=3: no rule 'min-word'; the nearest is 'min-words'"),
-        (["gopher=2"], "--filters gopher=2: gopher is a set of rules and takes no limit"),
         (["max-symbol-share=2"], "--filters max-symbol-share=2: give a share in 0..1 or off"),
         (["min-words=-1"], "--filters min-words=-1: give a number >= 0 or off"),
         (["min-words=nan"], "--filters min-words=nan: give a number >= 0 or off"),
-        (["min-words=9", "max-words=8"], "--filters min-words=9 max-words=8: no document meets both"),
     ],
 )
 def test_bad_limits_are_refused(items, line):

@@ -192,30 +192,16 @@ def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, com
     assert counts["none"] > 1.2 and counts["all"] < 1.01
 
 
-@pytest.mark.parametrize(("size", "merged"), [(64, False), (64, True), (1 << 21, False)])
-def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size, merged):
+@pytest.mark.parametrize("size", [64, 1 << 21])
+def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size):
     monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
-    if merged:
-        monkeypatch.setattr(work_files, "MAX_OPENS", 1)
-        monkeypatch.setattr(work_files, "MERGED_RUNS", 1)
     options = BuildOptions(dedup=("documents", "near"))
     job = work_files.BuildJob(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
-    tasks = group(
-        list_ranges(
-            [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))], ReadOptions(), Problems("stop")
-        )
-    )
-    read = [read_task(job, task) for task in tasks]
-    documents = sum(done.facts["documents"] for done in read)
-    drops = []
+    corpora = [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))]
+    tasks = group(list_ranges(corpora, ReadOptions(), Problems("stop")))
     with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
         stages = Stages(journal, progress=False)
-        for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
-            runs = dedup.SortedRuns(kind, "read", len(tasks))
-            assert (len(dedup.ranges(runs, records)) > 1) == (size == 64)
-            assert len(dedup.merges(runs, records)) == merged
-            drops.append(dedup.find_duplicates(stages, job, runs, records, []))
-            assert isinstance(drops[-1], list) == merged
-        journal.flush()
-    masks = [dedup.mask_documents(job, mask) for mask in dedup.task_masks(len(tasks), drops)]
-    assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}
+        compared, mask = dedup.run(stages, job, stages.map("read", read_task, job, tasks))
+    same, near, keep = compared
+    assert mask == "keep" and (min(len(same.results), len(near.results)) > 1) == (size == 64)
+    assert work_files.total(keep.results).dropped == {"exact duplicate": 40, "near duplicate": 30}
