@@ -113,8 +113,7 @@ class Tokenizer:
     """What both kinds share; `load` makes one.
 
     `tokens` are the vocabulary as it stands in a text, those that start a word with a space before; `word_start` is bool
-    [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin what word and span masking take as one
-    word: in scripts without spaces between words (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
+    [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin a word or what stands for one: in scripts without spaces between words (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
     without whitespace in them, encoding `" ".join(words)` equals encoding them one by one. `processor` is the library's own
     object, `data` the tokenizer file, whose usual name is `file_name`.
     """
