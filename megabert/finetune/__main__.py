@@ -46,8 +46,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip
-    add("--null-threshold", type=float, default=0.5, metavar="P",
-        help="with --predict: no answer where its probability is above P")  # fmt: skip
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
@@ -135,7 +133,6 @@ def predict(args: argparse.Namespace) -> int:
         args.output,
         text=args.text,
         identity=args.id,
-        null_threshold=args.null_threshold,
         precision="" if args.precision == "auto" else args.precision,
     )
     log.info(f"{args.output}: {count:,} predictions")

@@ -1,8 +1,7 @@
 """Datasets of tasks: the examples of a file, each with the line it comes from.
 
 Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between
-sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON, or rows of a table with its fields. A file that
-is not what its task says is refused with file and line.
+sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
@@ -217,8 +216,7 @@ def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
 
 
 def _questions(task: Task, path: Path, labelled: bool) -> Iterator[QuestionExample]:
-    rows = _question_rows(path, labelled) if tables.is_arrow(path) else _squad(path)
-    for where, context, qa in rows:
+    for where, context, qa in _squad(path):
         identity = _get(where, qa, "id", str)
         where = f"{where}, question {identity}"
         question = _get(where, qa, "question", str)
@@ -237,18 +235,6 @@ def _squad(path: Path) -> Iterator[tuple[str, str, Any]]:
             context = _get(where, paragraph, "context", str)
             for qa in _get(where, paragraph, "qas", list):
                 yield where, context, qa
-
-
-def _question_rows(path: Path, labelled: bool) -> Iterator[tuple[str, str, Any]]:
-    """The same of a table with SQuAD's fields, as `datasets` has it; no answer in the list is none."""
-    wanted = ["id", "question", "context", *["answers.text", "answers.answer_start"] * labelled]
-    for where, (identity, question, context, *lists) in tables.rows(path, wanted):
-        texts, starts = lists[0] or [] if labelled else [], lists[1] or [] if labelled else []
-        if len(texts) != len(starts):
-            raise ValueError(f"{where}: has {len(texts)} answers and {len(starts)} places of answers")
-        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-        qa = {"id": identity, "question": question, "answers": answers, "is_impossible": not texts}
-        yield where, _get(where, {"context": context}, "context", str), qa
 
 
 def _answers(task: Task, where: str, context: str, qa: Any) -> tuple[tuple[str, int], ...]:

@@ -136,17 +136,6 @@ tokens = [i for i, segment in enumerate(segments) if segment == 1]
 best = max(((i, j) for i in tokens for j in tokens if i <= j < i + 30), key=lambda s: start[s[0]] + end[s[1]])
 print(context[offsets[best[0]][0] : offsets[best[1]][1]])"""
 CODE = {"tag": TAG_CODE, "span": SPAN_CODE}
-RULES = {
-    "multilabel": "Each label has a probability of its own; a text has those above 0.5.",
-    "tag": """Give the pipeline words (`is_split_into_words=True`) and take the first token of each, as above: each word was tokenized
-on its own and its tag learned at its first token. Sentences of more than {max_length} tokens were read in windows, each {stride}
-tokens after the one before, and a word's tag is that of the window where it is not at the edge.""",
-    "span": """Position 0, [CLS], stands for "no answer". A context that does not fit is read in windows of {max_length} tokens, each
-{stride} after the one before, questions cut to 64 tokens. An answer has 30 tokens at most; its score is the sum of its start's and
-its end's logit, the best of all windows wins.""",
-}
-UNANSWERABLE = """ The probability that there is no answer is that of the smallest [CLS] sum of the windows against the best
-answer, 1 / (1 + exp(best - null)); above 0.5 the answer is empty."""
 
 
 def card(finetuned: Finetuned, name: str) -> str:
@@ -165,8 +154,6 @@ def card(finetuned: Finetuned, name: str) -> str:
         f"# {name}",
         f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`.",
         f"```python\n{CODE.get(task.kind, CLASSIFY_CODE).format(name=name, text=text)}\n```",
-        RULES.get(task.kind, "").format(max_length=described.max_length, stride=described.stride)
-        + (UNANSWERABLE if task.unanswerable else ""),
         "## Task",
         table(about),
         "## Recipe",

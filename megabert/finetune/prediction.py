@@ -104,19 +104,15 @@ def predict_file(
     output: str | Path,
     text: Sequence[str] = (),
     identity: str = "",
-    null_threshold: float = 0.5,
     precision: str = "",
 ) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; returns their number.
 
     `text` and `identity` name the file's columns where they are not those the model was trained with; `precision` is that of
-    training unless named. A question that may have no answer gets none where its probability is above `null_threshold`. Raises
-    ValueError naming what cannot be used; nothing is written then.
+    training unless named. Raises ValueError naming what cannot be used; nothing is written then.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
-    if not 0 <= null_threshold <= 1:
-        raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
     world = discover()
     if world.size > 1:
         raise ValueError(f"--predict: one process predicts, {world.size} were started; split the file for more")
@@ -125,12 +121,10 @@ def predict_file(
     columns = tuple(text) or task.text
     # The label column is not read; whatever the text's is, by name or by number, will do.
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity)
-    return predict_with(model, task, Path(path), Path(output), world, null_threshold)
+    return predict_with(model, task, Path(path), Path(output), world)
 
 
-def predict_with(
-    model: Finetuned, task: Task, path: Path, output: Path, world: World, null_threshold: float = 0.5
-) -> int:
+def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World) -> int:
     """As `predict_file`, with a model that is `ready` and its task with the file's columns."""
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
@@ -143,7 +137,7 @@ def predict_with(
         with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):
             for examples, items in chunks:
                 logits = logits_of(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
-                yield examples, scores.decode(task, examples, items, logits, model.described.labels, null_threshold)
+                yield examples, scores.decode(task, examples, items, logits, model.described.labels)
                 bar.update(len(examples))
 
     return scores.write(task, predicted(), output)

@@ -43,13 +43,12 @@ def decode(
     items: Sequence[TaskItem],
     logits: Sequence[np.ndarray],
     labels: Sequence[str],
-    null_threshold: float = 0.5,
 ) -> list[Any]:
     """One prediction an example. `logits[i]` are of item i:
 
     classify [k] -> label; multilabel [k] -> list of labels; score [1] -> float; tag [p, k] -> list of tags; span [p, 2]
-    (start, end) -> {"text": answer or "", "best": the best answer, "no_answer_probability": 0..1}, the text "" where the task
-    allows no answer and its probability is above `null_threshold`. Raises BadTraining for logits that are not finite.
+    (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, the text "" where the task allows no answer and its
+    probability is above a half. Raises BadTraining for logits that are not finite.
     """
     windows: list[list[int]] = [[] for _ in examples]
     for i, (item, values) in enumerate(zip(items, logits, strict=True)):
@@ -61,7 +60,7 @@ def decode(
         given: Any = zip(examples, windows, strict=True)
         return [
             _answer(example.context, [(items[i].char_spans, np.asarray(logits[i], np.float64)) for i in of],
-                    null_threshold if task.unanswerable else 1.0)
+                    0.5 if task.unanswerable else 1.0)
             for example, of in given
         ]  # fmt: skip
     if task.kind == "tag":
@@ -91,7 +90,7 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
                 best, answer = float(values[flat]), text
     # Of the two, no answer and the best one; 1 where no token holds a text.
     nothing = 1 / (1 + math.exp(min(best - null, 700.0))) if answer else 1.0
-    return {"text": "" if nothing > threshold else answer, "best": answer, "no_answer_probability": nothing}
+    return {"text": "" if nothing > threshold else answer, "no_answer_probability": nothing}
 
 
 # ---- predictions to metrics
@@ -100,7 +99,7 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
 def score(
     task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str] = ()
 ) -> dict[str, float]:
-    """The task's metrics by name, in their order; after best_f1 its threshold, best_f1_threshold.
+    """The task's metrics by name, in their order.
 
     `labels` as in training: the F1 of two classes is of the last one. Raises ValueError for examples without labels.
     """
@@ -118,11 +117,10 @@ def score(
         figures = _tagged([list(tags) for tags in truth], predictions)
     else:
         figures = _answered(truth, predictions, task.unanswerable)
-    wanted = [n for name in task.metrics for n in ([name, "best_f1_threshold"] if name == "best_f1" else [name])]
     with warnings.catch_warnings():
         # The libraries warn where they divide by zero.
         warnings.simplefilter("ignore")
-        return {name: float(figures[name]()) for name in wanted}
+        return {name: float(figures[name]()) for name in task.metrics}
 
 
 def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[str]) -> Figures:
@@ -194,26 +192,9 @@ def _answered(
         pairs = zip(gold, predictions, strict=True)
         return sum(max(figure(p["text"], answer) for answer in answers) for answers, p in pairs) / len(gold)
 
-    def best_threshold() -> tuple[float, float]:
-        """The best F1 that a threshold on the probability of no answer gives, and the lowest such threshold."""
-        given = zip(predictions, gold, map(bool, truth), strict=True)
-        # Where no question is answered.
-        now = best = float(sum(not answers for answers in truth))
-        threshold = 0.0
-        for p, answers, has_answer in sorted(given, key=lambda g: g[0]["no_answer_probability"]):
-            if has_answer:
-                now += max(overlap(p["best"], answer, True) for answer in answers)
-            elif p["best"]:
-                now -= 1
-            if now > best:
-                best, threshold = now, p["no_answer_probability"]
-        return best / len(gold), threshold
-
     return {
         "em": lambda: mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
         "f1": lambda: mean(lambda predicted, answer: overlap(predicted, answer, unanswerable)),
-        "best_f1": lambda: best_threshold()[0],
-        "best_f1_threshold": lambda: best_threshold()[1],
     }
 
 

@@ -27,7 +27,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "multilabel": ("micro_f1", "macro_f1", "accuracy"),
     "score": ("pearson", "spearman"),
     "tag": ("f1", "precision", "recall", "accuracy"),
-    "span": ("f1", "em", "best_f1"),
+    "span": ("f1", "em"),
 }
 
 
@@ -69,8 +69,6 @@ class Task:
         for metric in self.metrics:
             if metric not in METRICS[self.kind]:
                 return f"metric {metric!r} is none of those of {self.kind}: {', '.join(METRICS[self.kind])}"
-        if "best_f1" in self.metrics and not self.unanswerable:
-            return "best_f1 is for questions that may have no answer"
         return ""
 
     def _columns_problem(self) -> str:
@@ -134,7 +132,7 @@ PRESETS: dict[str, Task] = {
         Task("wnli", "classify", _SENTENCES, "label", labels=_BINARY),
         # Lengths of SQuAD: Devlin et al. 2019.
         Task("squad1.1", "span", metrics=("f1", "em"), max_length=384, stride=128),
-        Task("squad2.0", "span", metrics=("f1", "em", "best_f1"), unanswerable=True, max_length=384, stride=128),
+        Task("squad2.0", "span", metrics=("f1", "em"), unanswerable=True, max_length=384, stride=128),
         # CoNLL-2003's columns are token, part of speech, chunk and tag.
         Task("conll2003", "tag", ("0",), "3", metrics=METRICS["tag"]),
     )

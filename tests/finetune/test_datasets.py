@@ -290,7 +290,7 @@ def test_label_sets_are_commas_or_a_list(tmp_path) -> None:
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
 
 
-def test_tags_and_questions_from_tables_of_lists(tmp_path) -> None:
+def test_tags_from_tables_of_lists(tmp_path) -> None:
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"tokens": [["a", "b"], ["c"]], "tags": [["O", "B-X"], ["O"]]}), path)
     task = custom("tag", ["tokens"], "tags")
@@ -300,7 +300,3 @@ def test_tags_and_questions_from_tables_of_lists(tmp_path) -> None:
         read(task, path)
     with pytest.raises(ValueError, match="name its columns of words and tags"):
         read(PRESETS["conll2003"], path)
-    answers = [{"text": ["b"], "answer_start": [2]}, {"text": [], "answer_start": []}]
-    rows = {"id": ["1", "2"], "question": ["q", "r"], "context": ["a b", "c"], "answers": answers}
-    parquet.write_table(pa.table(rows), path)
-    assert [e.answers for e in read(SQUAD2, path)] == [(("b", 2),), ()]

@@ -144,9 +144,6 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         with pytest.raises(ValueError, match=f"--output .*{output}: is the file to predict for"):
             prediction.predict_file(folder, path, tmp_path / output)
     assert path.read_text() == content
-    for wrong in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"--null-threshold .*: is a probability, 0 to 1"):
-            prediction.predict_file(folder, path, tmp_path / "out", null_threshold=wrong)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one process predicts, 2 were started"):
@@ -173,9 +170,6 @@ def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: P
     if kind == "span":
         beside = [path.with_name(f"{path.stem}.no_answer.json") for path in (one, other)]
         assert json.loads(beside[0].read_text()) == pytest.approx(json.loads(beside[1].read_text()), abs=1e-5)
-        for threshold, empty in ((0.0, 50), (1.0, 0)):
-            assert prediction.predict_file(model, file, one, null_threshold=threshold) == 50
-            assert sum(not answer for answer in json.loads(one.read_text()).values()) == empty
 
 
 @pytest.mark.slow

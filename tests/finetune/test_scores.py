@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,8 +37,8 @@ def questions(answers) -> list[QuestionExample]:
     ]
 
 
-def predicted(text: str, probability: float = 0.0, best: str | None = None) -> dict:
-    return {"text": text, "best": text if best is None else best, "no_answer_probability": probability}
+def predicted(text: str, probability: float = 0.0) -> dict:
+    return {"text": text, "no_answer_probability": probability}
 
 
 # ---- classes
@@ -178,39 +177,12 @@ def test_squad_takes_the_best_answer() -> None:
 
 
 def test_squad_2_without_answers() -> None:
-    task = replace(SQUAD2, metrics=("em", "f1"))
+    task = SQUAD2
     asked = questions([[], [], ["the"], ["Rome", "the"], ["Rome"]])
     given = [predicted(""), predicted("Rome"), predicted(""), predicted(""), predicted("")]
     # correct; wrong; its answer is empty once normalised, so none is correct; "the" is dropped; wrong
     assert score(task, asked, given) == {"em": 2 / 5, "f1": 2 / 5}
     assert score(task, asked[3:4], [predicted("in Rome")]) == pytest.approx({"em": 0.0, "f1": 2 / 3})
-
-
-def test_best_threshold_by_hand() -> None:
-    task = replace(SQUAD2, metrics=("best_f1",))
-    asked = questions([["Rome"], [], ["sea"], ["old bank"], []])
-    given = [
-        *(
-            predicted("", 0.1, "Rome"),
-            predicted("", 0.2, "x"),
-            predicted("", 0.3, "sea"),
-            predicted("", 0.6, "bank"),
-            predicted("", 0.9, "y"),
-        )
-    ]
-    # nothing answered: 2 correct; + Rome 3; - q1 2; + sea 3; + bank's 2/3; - the last
-    figures = score(task, asked, given)
-    assert figures == pytest.approx({"best_f1": (3 + 2 / 3) / 5, "best_f1_threshold": 0.6})
-    assert list(figures) == ["best_f1", "best_f1_threshold"]
-    # with that threshold as SQuAD's script applies it (above it: no answer), F1 is what was promised
-    applied = [predicted(p["best"] if p["no_answer_probability"] <= 0.6 else "") for p in given]
-    assert score(replace(SQUAD2, metrics=("f1",)), asked, applied)["f1"] == pytest.approx(figures["best_f1"])
-    # an answer that is empty once normalised counts as one: none is correct and costs nothing
-    assert score(task, questions([["the"], []]), [predicted("", 0.1, ""), predicted("", 0.2, "x")]) == pytest.approx(
-        {"best_f1": 1.0, "best_f1_threshold": 0.1}
-    )
-    never = [predicted("", 0.5, "wrong"), predicted("", 0.5, "wrong")]
-    assert score(task, questions([["Rome"], []]), never) == {"best_f1": 0.5, "best_f1_threshold": 0.0}
 
 
 # ---- logits to predictions
@@ -252,9 +224,9 @@ def span_logits(null: float = 0.0, **values: tuple[float, float]) -> np.ndarray:
     return logits
 
 
-def answer(task, *logits: np.ndarray, **more) -> dict:
+def answer(task, *logits: np.ndarray) -> dict:
     asked = [QuestionExample("q", "question q", "Who?", CONTEXT, None)]
-    (found,) = decode(task, asked, [item(0, spans=SPANS) for _ in logits], list(logits), (), **more)
+    (found,) = decode(task, asked, [item(0, spans=SPANS) for _ in logits], list(logits), ())
     return found
 
 
@@ -269,9 +241,8 @@ def test_no_answer_wins_where_allowed() -> None:
     logits = span_logits(null=8, t3=(3, 3))
     assert answer(SQUAD, logits)["text"] == "Bob"
     found = answer(SQUAD2, logits)
-    assert (found["text"], found["best"]) == ("", "Bob")
+    assert found["text"] == ""
     assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(-2)))
-    assert answer(SQUAD2, logits, null_threshold=0.9)["text"] == "Bob"
     assert answer(SQUAD2, span_logits(null=6, t3=(3, 3)))["text"] == "Bob"  # a tie
     assert answer(SQUAD2, span_logits(null=-2000, t3=(3, 3)))["no_answer_probability"] < 1e-300
     assert answer(SQUAD2, span_logits(null=2000, t3=(3, 3)))["no_answer_probability"] == 1.0
@@ -295,7 +266,7 @@ def test_answer_is_neither_long_nor_blank() -> None:
     (found,) = decode(SQUAD, asked, [item(0, spans=spans)], [logits], ())
     assert found["text"] == context[:59]
     (none,) = decode(SQUAD, [QuestionExample("q", "", "Who?", " \u200b ", None)], [item(0)], [np.zeros((1, 2))], ())
-    assert none == {"text": "", "best": "", "no_answer_probability": 1.0}
+    assert none == {"text": "", "no_answer_probability": 1.0}
     (blank,) = decode(SQUAD, [QuestionExample("q", "", "Who?", "a  b", None)], [item(0, spans=[(0, 1), (3, 3), (3, 4)])],
                       [np.array([[0, 0], [0, 0], [9, 9], [0, 1]])], ())  # fmt: skip
     assert blank["text"] == "b"

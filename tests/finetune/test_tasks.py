@@ -49,7 +49,6 @@ def test_custom_task_defaults() -> None:
         ({"kind": "tag", "metrics": (), "text": ("0",), "label": "1", "id": "2"}, "have no id"),
         ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
         ({"kind": "span", "metrics": ()}, "no columns to name"),
-        ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),
     ],
 )
 def test_contradictory_task_is_refused(changes, message) -> None:
