@@ -10,7 +10,7 @@ from tests.csrc.cuda_on_cpu import Kernels, compiler
 from tests.csrc.test_cuda_source import SEED, STREAM, empty, gradients
 from tests.ops import reference
 from tests.ops.oracle import compare, normal
-from tests.ops.test_attention import bounds, causal, plain_attention
+from tests.ops.test_attention import arbitrary, bounds, causal, plain_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -18,13 +18,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     return Kernels()
-
-
-def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """Key ranges that are no sequences', some empty."""
-    generator = torch.Generator().manual_seed(5)
-    start = torch.randint(0, width, (batch, width), generator=generator, dtype=torch.int32)
-    return start, torch.randint(0, width + 1, (batch, width), generator=generator, dtype=torch.int32)
 
 
 def attend(

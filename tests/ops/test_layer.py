@@ -21,23 +21,14 @@ PLACES = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 100, 8191]])
 
 
 @ON
+@pytest.mark.parametrize("name", ["bias_gelu", "bias_geglu"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 3), (2, 1023), (130, 96), (5, 3, 16), (700, 1024)], ids=str)
-def test_bias_gelu(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_gelu_with_and_without_a_gate(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: str) -> None:
+    wide = (*shape[:-1], 2 * shape[-1]) if name == "bias_geglu" else shape
     check(
-        lambda x, b: [ops.bias_gelu(x, b, "native")], lambda x, b: [ops.bias_gelu(x, b, "torch")],
-        lambda x, b: [reference.bias_gelu(x, b)],
-        [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)], [normal(*shape, seed=3)], dtype, device=device,
-    )  # fmt: skip
-
-
-@ON
-@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (1, 6), (2, 2046), (130, 192), (5, 3, 32)], ids=str)
-def test_bias_geglu(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    half = (*shape[:-1], shape[-1] // 2)
-    check(
-        lambda x, b: [ops.bias_geglu(x, b, "native")], lambda x, b: [ops.bias_geglu(x, b, "torch")],
-        lambda x, b: [reference.bias_geglu(x, b)],
-        [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)], [normal(*half, seed=3)], dtype, device=device,
+        lambda x, b: [getattr(ops, name)(x, b, "native")], lambda x, b: [getattr(ops, name)(x, b, "torch")],
+        lambda x, b: [getattr(reference, name)(x, b)],
+        [normal(*wide, seed=1, scale=3), normal(wide[-1], seed=2)], [normal(*shape, seed=3)], dtype, device=device,
     )  # fmt: skip
 
 
@@ -146,13 +137,12 @@ def test_only_the_norm_is_used(post: bool, used: int) -> None:
 
 
 def test_empty_batches_have_zero_gradients() -> None:
-    x, v, wide = torch.empty(0, 3, 48, requires_grad=True), *(torch.ones(n, requires_grad=True) for n in (48, 48))
+    x, v, w = torch.empty(0, 3, 48, requires_grad=True), *(torch.ones(48, requires_grad=True) for _ in "vw")
     turned = ops.rotate(x, 2, ops.rotation(torch.empty(0, 3, dtype=torch.int32), 8), "native")
-    y, _ = ops.dropout_add_layer_norm(
-        ops.bias_gelu(turned, v, "native"), v, x, v, v, 0.1, EPS, torch.tensor([1]), 0, "native"
-    )
-    ops.bias_geglu(y, wide, "native").sum().backward()
-    for leaf in (v, wide):
+    gelu = ops.bias_gelu(turned, v, "native")
+    y, _ = ops.dropout_add_layer_norm(gelu, v, x, v, v, 0.1, EPS, torch.tensor([1]), 0, "native")
+    ops.bias_geglu(y, w, "native").sum().backward()
+    for leaf in (v, w):
         assert leaf.grad is not None and leaf.grad.abs().max() == 0
 
 
