@@ -141,17 +141,8 @@ def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
         "three products alone": products,
         "torch": make.both_ways(plain, *inputs),
     }
-    rows = {
-        "ours": make.both_ways(lambda x: ops.mlm_loss_of_logits(x, labels, "native"), logits),
-        "torch": make.both_ways(lambda x: F.cross_entropy(x, labels, reduction="sum"), logits),
-    }
     peers = [("ours", name) for name in sides if name != "ours"]
-    # the copy of the logits is read and written, the loss pass reads and writes it
-    moved = {"ours": 4 * size_of(logits)}
-    return [
-        OpCase("mlm_loss", f"{count} x {width} x {entries}", sides, peers, extra_memory=("ours", "torch")),
-        OpCase("mlm_loss from logits", f"{count} x {entries}", rows, [("ours", "torch")], moved),
-    ]
+    return [OpCase("mlm_loss", f"{count} x {width} x {entries}", sides, peers, extra_memory=("ours", "torch"))]
 
 
 def packed_bounds(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

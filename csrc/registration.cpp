@@ -56,10 +56,6 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // log-sum-exp (fp32 [N], 0 where nothing is predicted), and with need_grad the gradients of the sum for hidden, weight
   // and bias (else empty)
   m.def(
-      "mlm_loss(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int vocab_size, float label_smoothing, float "
-      "z_loss, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  // the same of logits [N, V] alone; the last result is their gradient
-  m.def(
-      "mlm_loss_of_logits(Tensor logits, Tensor labels, float label_smoothing, float z_loss, bool need_grad) -> (Tensor, "
-      "Tensor, Tensor, Tensor, Tensor)");
+      "mlm_loss(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int vocab_size, bool need_grad) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

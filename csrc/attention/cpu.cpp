@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
                start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
   const int64_t width = 3 * shape.heads * shape.size;
-  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc)), dbias = torch::stable::new_empty(qc, {width});
+  Tensor dqkv = torch::stable::empty_like(qc), dbias = torch::stable::new_empty(qc, {width});
   const Tensor sums = torch::stable::new_empty(qc, {shape.batch, width}, ScalarType::Float);
   with_cpu_type(qc, [&](auto type) {
     using T = decltype(type);

@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tens
   const AttentionShape shape = check(op, qkv, bias, key_start, key_end, heads);
   const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
-  const Tensor qc = aligned(qkv), start = dense(key_start), end = dense(key_end);
+  const Tensor qc = aligned(op, "qkv", qkv), start = dense(key_start), end = dense(key_end);
   Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
   Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
   if (!lse.numel()) return {context, lse};
@@ -69,10 +69,10 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
   check_attention_backward(op, shape, grad, qkv, context, lse);
   const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
-  const Tensor gc = aligned(grad), qc = aligned(qkv), cc = aligned(context), lc = dense(lse), start = dense(key_start),
-               end = dense(key_end);
+  const Tensor gc = aligned(op, "grad", grad), qc = aligned(op, "qkv", qkv), cc = aligned(op, "context", context),
+               lc = dense(lse), start = dense(key_start), end = dense(key_end);
   const int64_t width = 3 * shape.heads * shape.size;
-  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc)), dbias = torch::stable::new_empty(qc, {width});
+  Tensor dqkv = torch::stable::empty_like(qc), dbias = torch::stable::new_empty(qc, {width});
   if (!lc.numel()) {
     torch::stable::zero_(dbias);
     return {dqkv, dbias};

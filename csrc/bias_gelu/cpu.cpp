@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> activation_gradient(const char* op, const Tensor& gra
   check_cpu(op, "x", x);
   check_activation_backward(op, grad, x, bias, inputs);
   const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
-  const Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
+  const Tensor dx = torch::stable::empty_like(xc), dbias = torch::stable::empty_like(bc);
   const int64_t columns = bc.numel(), width = columns / inputs;
   const RowBlocks blocks(columns ? xc.numel() / columns : 0);
   const Tensor partial = torch::stable::new_empty(xc, {blocks.count, columns}, ScalarType::Float);

@@ -10,22 +10,25 @@
 namespace megabert {
 namespace {
 
-// Kernels (GeluKernels, GegluKernels): its forward<T, Whole>() runs on x, bias, y, rows and width.
-template <class Kernels>
+// Columns of x for one of the result.
+template <bool Gate>
+constexpr int64_t kInputs = Gate ? 2 : 1;
+
+template <bool Gate>
 Tensor activate(const char* op, const Tensor& x, const Tensor& bias) {
   check_cuda(op, "x", x);
-  check_activation(op, x, bias, Kernels::inputs);
+  check_activation(op, x, bias, kInputs<Gate>);
   const OnDevice device(x);
   const Tensor xc = dense(x), bc = dense(bias);
-  const Tensor y = torch::stable::new_empty(xc, activated(xc, Kernels::inputs));
+  const Tensor y = torch::stable::new_empty(xc, activated(xc, kInputs<Gate>));
   if (!y.numel()) return y;
-  const int64_t width = bc.numel() / Kernels::inputs, rows = y.numel() / width;
+  const int64_t width = bc.numel() / kInputs<Gate>, rows = y.numel() / width;
   with_type(xc.scalar_type(), [&](auto type) {
     using T = decltype(type);
     const T *px = data<T>(xc), *pb = data<T>(bc);
     T* py = out<T>(y);
     with_bool(whole_groups(width, px, pb, py), [&](auto whole) {
-      const auto kernel = Kernels::template forward<T, decltype(whole)::value>();
+      const auto kernel = activation_forward<T, Gate, decltype(whole)::value>;
       kernel<<<resident_column_grid(kernel, rows, width), kColumnThreads, 0, device.stream>>>(px, pb, py, rows, width);
       check_launch(op);
     });
@@ -33,15 +36,15 @@ Tensor activate(const char* op, const Tensor& x, const Tensor& bias) {
   return y;
 }
 
-// Its gradient<T, Whole>() runs on grad, x, bias, dx, partial sums, rows and width. -> dx, dbias
-template <class Kernels>
-std::tuple<Tensor, Tensor> activation_gradient(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias) {
+// -> dx, dbias
+template <bool Gate>
+std::tuple<Tensor, Tensor> gradient(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias) {
   check_cuda(op, "x", x);
-  check_activation_backward(op, grad, x, bias, Kernels::inputs);
+  check_activation_backward(op, grad, x, bias, kInputs<Gate>);
   const OnDevice device(x);
   const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
-  Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
-  const int64_t columns = bc.numel(), width = columns / Kernels::inputs, rows = columns ? xc.numel() / columns : 0;
+  Tensor dx = torch::stable::empty_like(xc), dbias = torch::stable::empty_like(bc);
+  const int64_t columns = bc.numel(), width = columns / kInputs<Gate>, rows = columns ? xc.numel() / columns : 0;
   if (!rows) {
     torch::stable::zero_(dbias);
     return {dx, dbias};
@@ -51,7 +54,7 @@ std::tuple<Tensor, Tensor> activation_gradient(const char* op, const Tensor& gra
     const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
     T* pd = out<T>(dx);
     with_bool(whole_groups(width, pg, px, pb, pd), [&](auto whole) {
-      const auto kernel = Kernels::template gradient<T, decltype(whole)::value>();
+      const auto kernel = activation_gradient<T, Gate, decltype(whole)::value>;
       const dim3 grid = resident_column_grid(kernel, rows, width);
       const Tensor partial = torch::stable::new_empty(xc, {grid.x, columns}, ScalarType::Float);
       kernel<<<grid, kColumnThreads, 0, device.stream>>>(pg, px, pb, pd, out<float>(partial), rows, width);
@@ -62,16 +65,16 @@ std::tuple<Tensor, Tensor> activation_gradient(const char* op, const Tensor& gra
   return {dx, dbias};
 }
 
-Tensor bias_gelu(const Tensor& x, const Tensor& bias) { return activate<GeluKernels>("bias_gelu", x, bias); }
+Tensor bias_gelu(const Tensor& x, const Tensor& bias) { return activate<false>("bias_gelu", x, bias); }
 
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  return activation_gradient<GeluKernels>("bias_gelu_backward", grad, x, bias);
+  return gradient<false>("bias_gelu_backward", grad, x, bias);
 }
 
-Tensor bias_geglu(const Tensor& x, const Tensor& bias) { return activate<GegluKernels>("bias_geglu", x, bias); }
+Tensor bias_geglu(const Tensor& x, const Tensor& bias) { return activate<true>("bias_geglu", x, bias); }
 
 std::tuple<Tensor, Tensor> bias_geglu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  return activation_gradient<GegluKernels>("bias_geglu_backward", grad, x, bias);
+  return gradient<true>("bias_geglu_backward", grad, x, bias);
 }
 
 }  // namespace

@@ -38,135 +38,69 @@ __device__ inline Normal normal(float z) {
   return {z < 0.0f ? tail : 1.0f - tail, bell};
 }
 
-// gelu(z), and its slope.
-template <class T>
-__device__ inline float gelu(float z) {
-  return z * normal<T>(z).cdf;
-}
-template <class T>
-__device__ inline float gelu_slope(float z) {
-  const Normal law = normal<T>(z);
-  return law.cdf + z * law.bell * 0.398942280f;
-}
-
-template <class T, bool Whole>
+// The result of rows [width] of x, or, with a gate, of rows [2 * width] of (a, b): gelu(a) * b.
+template <class T, bool Gate, bool Whole>
 __global__ void __launch_bounds__(kColumnThreads)
-    bias_gelu_forward(const T* x, const T* bias, T* y, int64_t rows, int64_t width) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
-  if (column >= width) return;
-  float b[kGroup];
-  load<Whole>(bias, column, width, b);
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    float z[kGroup];
-    load<Whole>(x + row * width, column, width, z);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) z[i] = gelu<T>(z[i] + b[i]);
-    store<Whole>(y + row * width, column, width, z);
-  }
-}
-
-// partial [gridDim.x, width]: the sums of dx over the block's rows.
-template <class T, bool Whole>
-__global__ void __launch_bounds__(kColumnThreads)
-    bias_gelu_gradient(const T* grad, const T* x, const T* bias, T* dx, float* partial, int64_t rows, int64_t width) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
-  if (column >= width) return;
-  float b[kGroup], sum[kGroup] = {};
-  load<Whole>(bias, column, width, b);
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    float z[kGroup], d[kGroup];
-    load<Whole>(x + row * width, column, width, z);
-    load<Whole>(grad + row * width, column, width, d);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      d[i] *= gelu_slope<T>(z[i] + b[i]);
-      sum[i] += d[i];
-    }
-    store<Whole>(dx + row * width, column, width, d);
-  }
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i)
-    if (column + i < width) partial[blockIdx.x * width + column + i] = sum[i];
-}
-
-// Columns of x for one of the result, and the kernels, for who launches them.
-struct GeluKernels {
-  static constexpr int64_t inputs = 1;
-  template <class T, bool Whole>
-  static auto forward() {
-    return bias_gelu_forward<T, Whole>;
-  }
-  template <class T, bool Whole>
-  static auto gradient() {
-    return bias_gelu_gradient<T, Whole>;
-  }
-};
-
-// gelu(a) * b of (a, b) = x + bias: rows of x have 2 * width columns, blocks as above over the columns of the result.
-template <class T, bool Whole>
-__global__ void __launch_bounds__(kColumnThreads)
-    bias_geglu_forward(const T* x, const T* bias, T* y, int64_t rows, int64_t width) {
+    activation_forward(const T* x, const T* bias, T* y, int64_t rows, int64_t width) {
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float p[kGroup], q[kGroup];
   load<Whole>(bias, column, width, p);
-  load<Whole>(bias + width, column, width, q);
+  if constexpr (Gate) load<Whole>(bias + width, column, width, q);
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const T* value = x + (1 + Gate) * row * width;
     float a[kGroup], b[kGroup];
-    load<Whole>(x + 2 * row * width, column, width, a);
-    load<Whole>(x + (2 * row + 1) * width, column, width, b);
+    load<Whole>(value, column, width, a);
+    if constexpr (Gate) load<Whole>(value + width, column, width, b);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) a[i] = gelu<T>(a[i] + p[i]) * (b[i] + q[i]);
+    for (int i = 0; i < kGroup; ++i) {
+      const float z = a[i] + p[i];
+      a[i] = z * normal<T>(z).cdf;
+      if constexpr (Gate) a[i] *= b[i] + q[i];
+    }
     store<Whole>(y + row * width, column, width, a);
   }
 }
 
-// partial [gridDim.x, 2 * width]: the sums of dx over the block's rows.
-template <class T, bool Whole>
+// partial [gridDim.x, columns of x]: the sums of dx over the block's rows.
+template <class T, bool Gate, bool Whole>
 __global__ void __launch_bounds__(kColumnThreads)
-    bias_geglu_gradient(const T* grad, const T* x, const T* bias, T* dx, float* partial, int64_t rows, int64_t width) {
+    activation_gradient(const T* grad, const T* x, const T* bias, T* dx, float* partial, int64_t rows, int64_t width) {
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float p[kGroup], q[kGroup], values[kGroup] = {}, gates[kGroup] = {};
   load<Whole>(bias, column, width, p);
-  load<Whole>(bias + width, column, width, q);
+  if constexpr (Gate) load<Whole>(bias + width, column, width, q);
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t at = (1 + Gate) * row * width;
     float a[kGroup], b[kGroup], g[kGroup];
-    load<Whole>(x + 2 * row * width, column, width, a);
-    load<Whole>(x + (2 * row + 1) * width, column, width, b);
+    load<Whole>(x + at, column, width, a);
+    if constexpr (Gate) load<Whole>(x + at + width, column, width, b);
     load<Whole>(grad + row * width, column, width, g);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const float z = a[i] + p[i];
       const Normal law = normal<T>(z);
-      a[i] = g[i] * (b[i] + q[i]) * (law.cdf + z * law.bell * 0.398942280f);
-      b[i] = g[i] * z * law.cdf;
+      const float slope = law.cdf + z * law.bell * 0.398942280f;
+      if constexpr (Gate) {
+        a[i] = g[i] * (b[i] + q[i]) * slope;
+        b[i] = g[i] * z * law.cdf;
+        gates[i] += b[i];
+      } else {
+        a[i] = g[i] * slope;
+      }
       values[i] += a[i];
-      gates[i] += b[i];
     }
-    store<Whole>(dx + 2 * row * width, column, width, a);
-    store<Whole>(dx + (2 * row + 1) * width, column, width, b);
+    store<Whole>(dx + at, column, width, a);
+    if constexpr (Gate) store<Whole>(dx + at + width, column, width, b);
   }
-  float* line = partial + 2 * blockIdx.x * width;
+  float* line = partial + (1 + Gate) * blockIdx.x * width;
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
     if (column + i >= width) break;
     line[column + i] = values[i];
-    line[width + column + i] = gates[i];
+    if constexpr (Gate) line[width + column + i] = gates[i];
   }
 }
-
-// Columns of x for one of the result, and the kernels, for who launches them.
-struct GegluKernels {
-  static constexpr int64_t inputs = 2;
-  template <class T, bool Whole>
-  static auto forward() {
-    return bias_geglu_forward<T, Whole>;
-  }
-  template <class T, bool Whole>
-  static auto gradient() {
-    return bias_geglu_gradient<T, Whole>;
-  }
-};
 
 }  // namespace megabert

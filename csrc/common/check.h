@@ -110,9 +110,6 @@ inline std::vector<int64_t> shape_of(const Tensor& t) {
 // t itself, or a contiguous copy.
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// A contiguous copy, one also where t is contiguous.
-inline Tensor copy_of(const Tensor& t) { return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t); }
-
 // The elements of a contiguous tensor, to read and to write.
 template <class T>
 const T* data(const Tensor& t) {

@@ -40,10 +40,11 @@ void with_type(ScalarType type, F f) {
   else f(float{});
 }
 
-// Contiguous and on a 16-byte boundary: itself, or a copy.
-inline Tensor aligned(const Tensor& t) {
+// Contiguous: itself, or a copy. On a 16-byte boundary, as torch allocates; only a slice of a tensor may lie elsewhere.
+inline Tensor aligned(const char* op, const char* name, const Tensor& t) {
   const Tensor d = dense(t);
-  return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 ? torch::stable::clone(d) : d;
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0, op, ": ", name, " is not on a 16-byte boundary");
+  return d;
 }
 
 // Whether all rows of these contiguous tensors can be read in groups of 8 columns, 16 bytes at a time.

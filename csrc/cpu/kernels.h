@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "common/philox.h"
-#include "mlm_loss/options.h"
+#include "mlm_loss/label.h"
 #include "softmax_mask/mask.h"
 
 namespace megabert {
@@ -91,7 +91,7 @@ struct Kernels {
   // logits [rows, stride] without bias -> loss, log-sum-exp and correct of each row; with `gradient` the logits become
   // their gradient, and dbias [stride], which may be null, its column sums
   void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
-                   float* dbias, LossOptions options, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
+                   float* dbias, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
                    int64_t end);
   // out = sum over blocks of partial[block * stride + column], columns [begin, end)
   void (*reduce_blocks)(const float* partial, T* out, int64_t blocks, int64_t stride, int64_t begin, int64_t end);
@@ -129,10 +129,10 @@ namespace MEGABERT_ISA {
 
 template <class T>
 constexpr Kernels<T> make_table() {
-  return {bias_gelu<T>,
-          bias_gelu_backward<T>,
-          bias_geglu<T>,
-          bias_geglu_backward<T>,
+  return {activate<T, false>,
+          activate_backward<T, false>,
+          activate<T, true>,
+          activate_backward<T, true>,
           rotate<T>,
           dropout<T>,
           dropout_add_layer_norm<T>,

@@ -14,7 +14,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
   const Dropout mask = make_dropout(op, seed, stream, p, lines_of(x));
   const Tensor xc = dense(x);
   const int64_t width = x.size(x.dim() - 1), rows = width ? x.numel() / width : 0;
-  Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor y = torch::stable::empty_like(xc);
   with_cpu_type(x, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight),
                sc = dense(shift);
   const int64_t width = bias.numel(), rows = x.numel() / width;
-  Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor y = torch::stable::empty_like(xc), z = torch::stable::empty_like(xc);
   Tensor mean = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   with_cpu_type(x, [&](auto type) {
@@ -66,8 +66,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z),
                wc = dense(weight), mc = dense(mean), rc = dense(rstd);
   // Without dropout the gradient of the branch is that of the residual; an empty tensor stands for it.
-  Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
-  Tensor dresidual = torch::stable::new_empty(zc, shape_of(zc));
+  Tensor dx = dropout.threshold ? torch::stable::empty_like(zc) : torch::stable::new_empty(zc, {0});
+  Tensor dresidual = torch::stable::empty_like(zc);
   Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),
          dshift = torch::stable::new_empty(wc, {width});
   const Tensor partial = torch::stable::new_empty(zc, {blocks.count, 3, width}, ScalarType::Float);

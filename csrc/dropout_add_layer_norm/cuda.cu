@@ -16,7 +16,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
   const Dropout mask = check_dropout(op, seed, stream, p, lines_of(x), x);
   const OnDevice device(x);
   const Tensor xc = dense(x);
-  Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor y = torch::stable::empty_like(xc);
   if (!xc.numel()) return y;
   const int64_t width = xc.size(xc.dim() - 1), rows = xc.numel() / width;
   with_type(xc.scalar_type(), [&](auto type) {
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   const Dropout dropout = check_dropout(kForward, seed, stream, p, lines_of(x), x);
   const OnDevice device(x);
   const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight), sc = dense(shift);
-  Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor y = torch::stable::empty_like(xc), z = torch::stable::empty_like(xc);
   Tensor mean = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   if (!rows) return {y, z, mean, rstd};
@@ -84,8 +84,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
                rc = dense(rstd);
   // Without dropout the gradient of the branch is that of the residual; an empty tensor stands for it.
-  Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
-  Tensor dresidual = torch::stable::new_empty(zc, shape_of(zc));
+  Tensor dx = dropout.threshold ? torch::stable::empty_like(zc) : torch::stable::new_empty(zc, {0});
+  Tensor dresidual = torch::stable::empty_like(zc);
   Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),
          dshift = torch::stable::new_empty(wc, {width});
   if (!rows) {

@@ -6,7 +6,7 @@
 
 #include "common/check.h"
 #include "common/products.h"
-#include "mlm_loss/options.h"
+#include "mlm_loss/label.h"
 
 namespace megabert {
 
@@ -26,20 +26,6 @@ inline void check_mlm_loss(const char* op, const Tensor& hidden, const Tensor& w
   check_dtype(op, "labels", labels, ScalarType::Long);
   check_shape(op, "labels", labels, {hidden.size(0)});
   STD_TORCH_CHECK(0 < vocab && vocab <= entries, op, ": vocab_size is ", vocab, ", not in [1, ", entries, "]");
-}
-
-inline void check_loss_of_logits(const char* op, const Tensor& logits, const Tensor& labels) {
-  check_compute_dtype(op, "logits", logits);
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, op, ": logits are not [predictions, entries]");
-  check_device(op, "labels", labels, logits);
-  check_dtype(op, "labels", labels, ScalarType::Long);
-  check_shape(op, "labels", labels, {logits.size(0)});
-}
-
-inline LossOptions check_options(const char* op, double smoothing, double z_loss) {
-  STD_TORCH_CHECK(smoothing >= 0 && smoothing < 1, op, ": label_smoothing is ", smoothing, ", not in [0, 1)");
-  STD_TORCH_CHECK(z_loss >= 0, op, ": z_loss is ", z_loss, ", not 0 or more");
-  return {static_cast<float>(smoothing), static_cast<float>(z_loss)};
 }
 
 // Each chunk adds its part of the weight gradient to a sum in the tensors' type, and so rounds it once.

@@ -57,11 +57,10 @@ void for_each_share(int64_t rows, F f) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& labels, int64_t vocab,
-    double smoothing, double z_loss, bool need_grad) {
+    bool need_grad) {
   constexpr const char* op = "mlm_loss";
   check_cpu(op, "hidden", hidden);
   check_mlm_loss(op, hidden, weight, bias, labels, vocab);
-  const LossOptions options = check_options(op, smoothing, z_loss);
   const int64_t count = hidden.size(0), width = hidden.size(1), entries = weight.size(0);
   const Tensor lc = dense(labels), bc = dense(bias);
   const int64_t* label = lc.const_data_ptr<int64_t>();
@@ -89,8 +88,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       const int64_t rows = logits.size(0);
       for_each_share(rows, [&](int64_t s, int64_t first, int64_t last) {
         kernel.mlm_loss(out<T>(logits), data<T>(bc), label + at, results.losses() + at, results.log_sums() + at,
-                        results.corrects() + at, need_grad ? sums + (1 + s) * entries : nullptr, options, need_grad, vocab,
-                        entries, first, last);
+                        results.corrects() + at, need_grad ? sums + (1 + s) * entries : nullptr, need_grad, vocab, entries, first,
+                        last);
       });
       if (!need_grad) return;
       const int64_t lines = 1 + (rows + kShare - 1) / kShare;
@@ -105,38 +104,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   return {loss, correct, predictions, results.lse, dhidden, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tensor& logits, const Tensor& labels,
-                                                                      double smoothing, double z_loss, bool need_grad) {
-  constexpr const char* op = "mlm_loss_of_logits";
-  check_cpu(op, "logits", logits);
-  check_loss_of_logits(op, logits, labels);
-  const LossOptions options = check_options(op, smoothing, z_loss);
-  const Tensor lc = dense(labels);
-  const int64_t* label = lc.const_data_ptr<int64_t>();
-  Tensor work = need_grad ? copy_of(logits) : dense(logits);
-  const int64_t rows = work.size(0), vocab = work.size(1);
-  check_labels(op, label, rows, vocab);
-  const Tensor bias = torch::stable::new_zeros(work, {vocab});
-  RowResults results(work, rows);
-  with_cpu_type(work, [&](auto type) {
-    using T = decltype(type);
-    const Kernels<T>& kernel = kernels<T>();
-    T* values = static_cast<T*>(const_cast<void*>(work.const_data_ptr()));  // written only where it is our own copy
-    const T* zeros = static_cast<const T*>(bias.const_data_ptr());
-    for_each_share(rows, [&](int64_t, int64_t first, int64_t last) {
-      kernel.mlm_loss(values, zeros, label, results.losses(), results.log_sums(), results.corrects(), nullptr, options,
-                      need_grad, vocab, vocab, first, last);
-    });
-  });
-  const auto [loss, correct, predictions] = results.totals(label);
-  return {loss, correct, predictions, results.lse, need_grad ? work : torch::stable::new_empty(work, {0, vocab})};
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
   m.impl("mlm_loss", TORCH_BOX(&mlm_loss));
-  m.impl("mlm_loss_of_logits", TORCH_BOX(&mlm_loss_of_logits));
 }
 
 }  // namespace megabert

@@ -33,10 +33,9 @@ struct RowResults {
 
 template <class T>
 void rows_pass(const OnDevice& device, const Tensor& logits, const Tensor& bias, const Tensor& labels, RowResults& results,
-               int64_t at, LossOptions options, int64_t vocab, bool gradient, const char* op) {
+               int64_t at, int64_t vocab, bool gradient, const char* op) {
   LossRows<T> a{out<T>(logits), data<T>(bias), data<int64_t>(labels) + at, out<float>(results.loss) + at,
-                out<float>(results.lse) + at, out<int32_t>(results.correct) + at, options, vocab, logits.size(1),
-                gradient, false};
+                out<float>(results.lse) + at, out<int32_t>(results.correct) + at, vocab, logits.size(1), gradient, false};
   a.whole = whole_groups(a.stride, a.logits, a.bias);
   mlm_loss_rows<T, kThreads><<<static_cast<unsigned>(logits.size(0)), kThreads, 0, device.stream>>>(a);
   check_launch(op);
@@ -44,11 +43,10 @@ void rows_pass(const OnDevice& device, const Tensor& logits, const Tensor& bias,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& labels, int64_t vocab,
-    double smoothing, double z_loss, bool need_grad) {
+    bool need_grad) {
   constexpr const char* op = "mlm_loss";
   check_cuda(op, "hidden", hidden);
   check_mlm_loss(op, hidden, weight, bias, labels, vocab);
-  const LossOptions options = check_options(op, smoothing, z_loss);
   const OnDevice device(hidden);
   const int64_t count = hidden.size(0), width = hidden.size(1), entries = weight.size(0);
   const Tensor hc = dense(hidden), wc = dense(weight), bc = dense(bias), lc = dense(labels);
@@ -61,12 +59,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   }
   RowResults results(hc, count);
   // Column sums of the gradient: a line of what earlier chunks gave, then those of this chunk.
-  const Tensor partial = torch::stable::new_zeros(hc, {need_grad ? 1 + kLines : 0, entries}, ScalarType::Float);
+  Tensor partial = torch::stable::new_empty(hc, {need_grad ? 1 + kLines : 0, entries}, ScalarType::Float);
+  torch::stable::zero_(partial);
   with_type(hc.scalar_type(), [&](auto type) {
     using T = decltype(type);
     const int64_t chunk = chunk_rows(count, kChunkBytes / (entries * static_cast<int64_t>(sizeof(T))));
     for_each_chunk(hc, wc, chunk, dhidden, dweight, need_grad, [&](const Tensor& logits, int64_t at) {
-      rows_pass<T>(device, logits, bc, lc, results, at, options, vocab, need_grad, op);
+      rows_pass<T>(device, logits, bc, lc, results, at, vocab, need_grad, op);
       if (!need_grad) return;
       column_sums<T><<<column_grid(kLines, entries), kColumnThreads, 0, device.stream>>>(
           data<T>(logits), out<float>(partial) + entries, logits.size(0), entries, whole_groups(entries, data<T>(logits)));
@@ -80,31 +79,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   return {results.total, results.hits, results.predictions, results.lse, dhidden, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tensor& logits, const Tensor& labels,
-                                                                      double smoothing, double z_loss, bool need_grad) {
-  constexpr const char* op = "mlm_loss_of_logits";
-  check_cuda(op, "logits", logits);
-  check_loss_of_logits(op, logits, labels);
-  const LossOptions options = check_options(op, smoothing, z_loss);
-  const OnDevice device(logits);
-  Tensor lc = dense(labels), work = need_grad ? copy_of(logits) : dense(logits);
-  const int64_t rows = work.size(0), vocab = work.size(1);
-  const Tensor bias = torch::stable::new_zeros(work, {vocab});
-  RowResults results(work, rows);
-  if (rows)
-    with_type(work.scalar_type(), [&](auto type) {
-      rows_pass<decltype(type)>(device, work, bias, lc, results, 0, options, vocab, need_grad, op);
-    });
-  results.add_up(device, lc, op);
-  return {results.total, results.hits, results.predictions, results.lse,
-          need_grad ? work : torch::stable::new_empty(work, {0, vocab})};
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
   m.impl("mlm_loss", TORCH_BOX(&mlm_loss));
-  m.impl("mlm_loss_of_logits", TORCH_BOX(&mlm_loss_of_logits));
 }
 
 }  // namespace megabert

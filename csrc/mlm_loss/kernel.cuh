@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/device.cuh"
-#include "mlm_loss/options.h"
+#include "mlm_loss/label.h"
 
 namespace megabert {
 
@@ -15,7 +15,6 @@ struct LossRows {
   const int64_t* labels;
   float *loss, *lse;  // [rows]
   int32_t* correct;
-  LossOptions options;
   int64_t vocab, stride;
   bool gradient, whole;
 };
@@ -49,16 +48,14 @@ __global__ void __launch_bounds__(Threads) mlm_loss_rows(LossRows<T> a) {
   }
   const bool wrong = label < 0 || label >= a.vocab;
   const float at_label = wrong ? NAN : to_float(logits[label]) + to_float(a.bias[label]);
-  float top = -INFINITY, sum = 0, plain = 0, where = INFINITY;
+  float top = -INFINITY, sum = 0, where = INFINITY;
   for (int64_t column = threadIdx.x * kGroup; column < a.vocab; column += Threads * kGroup) {
     float x[kGroup];
     load_logits(a, logits, column, x);
     float most = top;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kGroup; ++i)
       if (x[i] > most) most = x[i], where = static_cast<float>(column + i);  // exact: fewer than 2^24 entries
-      if (a.options.smoothing > 0 && column + i < a.vocab) plain += x[i];
-    }
     if (most > top) sum *= exp2f((top - most) * kLog2e), top = most;
     if (top == -INFINITY) continue;
 #pragma unroll
@@ -68,23 +65,21 @@ __global__ void __launch_bounds__(Threads) mlm_loss_rows(LossRows<T> a) {
   if (top > -INFINITY) sum *= exp2f((top - largest) * kLog2e);
   sum = reduce_row<Sum, Threads>(sum, shared);
   const float first = reduce_row<Smallest, Threads>(top == largest ? where : INFINITY, shared);
-  if (a.options.smoothing > 0) plain = reduce_row<Sum, Threads>(plain, shared);
-  const float entries = static_cast<float>(a.vocab), lse = largest + log2f(sum) / kLog2e;
-  const float smoothing = a.options.smoothing, z = a.options.z_loss;
+  const float lse = largest + log2f(sum) / kLog2e;
   if (threadIdx.x == 0) {
-    a.loss[row] = lse - (1.0f - smoothing) * at_label - smoothing * (plain / entries) + z * lse * lse;
+    a.loss[row] = lse - at_label;
     a.lse[row] = lse;
     a.correct[row] = first == static_cast<float>(label);
   }
   if (!a.gradient) return;
-  const float factor = wrong ? NAN : 1.0f + 2.0f * z * lse, share = smoothing / entries;
+  const float factor = wrong ? NAN : 1.0f;
   for (int64_t column = threadIdx.x * kGroup; column < a.stride; column += Threads * kGroup) {
     float x[kGroup];
     load_logits(a, logits, column, x);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const int64_t entry = column + i;
-      x[i] = exp2f((x[i] - lse) * kLog2e) * factor - share - (entry == label ? 1.0f - smoothing : 0.0f);
+      x[i] = exp2f((x[i] - lse) * kLog2e) * factor - (entry == label ? 1.0f : 0.0f);
       if (entry >= a.vocab) x[i] = 0.0f;
     }
     store_group(logits, column, a.stride, a.whole, x);

@@ -1,11 +1,10 @@
 // One row of logits: a first pass finds the largest and the sum of exponentials (block by block, in cache), a second
-// overwrites the logits with their gradient (options.h). Ignored rows get zeros. Entries from `vocab` to
+// overwrites the logits with their gradient. Ignored rows get zeros. Entries from `vocab` to
 // `stride` are padding: they are not part of the distribution and get zero gradients.
 
 template <class T>
 static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
-                     float* dbias, LossOptions options, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
-                     int64_t end) {
+                     float* dbias, bool gradient, int64_t vocab, int64_t stride, int64_t begin, int64_t end) {
   constexpr int64_t block = 32 * W;
   if (dbias) memset(dbias, 0, sizeof(float) * stride);
   for (int64_t r = begin; r < end; ++r) {
@@ -17,7 +16,6 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
       continue;
     }
     float top = -INFINITY, sum = 0;
-    vf plain{};
     for (int64_t start = 0; start < vocab; start += block) {
       const int64_t stop = start + block < vocab ? start + block : vocab;
       vf most = splat(-INFINITY);
@@ -25,7 +23,6 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
         const int64_t n = stop - j;
         const vf x = load(row + j, n) + load(bias + j, n);
         most = larger(n >= W ? x : (lanes() < splat_i(n) ? x : most), most);
-        plain += x;  // lanes past the end are zero
       }
       const float now = largest(most);
       if (now > top) {
@@ -41,19 +38,17 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
       sum += total(part);
     }
     const float at_label = load(row + label, 1)[0] + load(bias + label, 1)[0];
-    const float whole = top + std::log(sum), entries = static_cast<float>(vocab);
-    lse[r] = whole;
-    loss[r] = whole - at_label + options.z_loss * whole * whole;
-    if (options.smoothing > 0) loss[r] += options.smoothing * (at_label - total(plain) / entries);
+    lse[r] = top + std::log(sum);
+    loss[r] = lse[r] - at_label;
     bool first = at_label == top;  // the prediction is the first of the largest, as argmax has it
     for (int64_t j = 0; first && j < label; ++j) first = load(row + j, 1)[0] + load(bias + j, 1)[0] != top;
     correct[r] = first;
     if (!gradient) continue;
-    const float factor = (1.0f + 2.0f * options.z_loss * whole) / sum, share = options.smoothing / entries;
+    const float factor = 1.0f / sum;
     for (int64_t j = 0; j < vocab; j += W) {
       const int64_t n = vocab - j;
-      vf d = exp(load(row + j, n) + load(bias + j, n) - top) * factor - share;
-      if (label >= j && label < j + W) d[label - j] -= 1.0f - options.smoothing;
+      vf d = exp(load(row + j, n) + load(bias + j, n) - top) * factor;
+      if (label >= j && label < j + W) d[label - j] -= 1.0f;
       store(row + j, d, n);
       if (dbias) store(dbias + j, load(dbias + j, n) + d, n);
     }

@@ -10,7 +10,7 @@ Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t h
   check_cpu("rotate", "qkv", qkv);
   const Turn turn = check_rotate("rotate", qkv, cos, sin, heads);
   const Tensor xc = dense(qkv), cc = dense(cos), sc = dense(sin);
-  const Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  const Tensor y = torch::stable::empty_like(xc);
   with_cpu_type(xc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();

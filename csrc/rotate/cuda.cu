@@ -15,7 +15,7 @@ Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t h
   const Turn turn = check_rotate(op, qkv, cos, sin, heads);
   const OnDevice device(qkv);
   const Tensor xc = dense(qkv), cc = dense(cos), sc = dense(sin);
-  const Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  const Tensor y = torch::stable::empty_like(xc);
   if (!turn.rows) return y;
   with_type(xc.scalar_type(), [&](auto type) {
     using T = decltype(type);

@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   check_range(op, "key_end", a.end, a.end_stride, scores);
   const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(scores));
   const Tensor sc = dense(scores);
-  Tensor out = torch::stable::new_empty(sc, shape_of(sc));
-  Tensor probs = dropout.threshold ? torch::stable::new_empty(sc, shape_of(sc)) : torch::stable::new_empty(sc, {0});
+  Tensor out = torch::stable::empty_like(sc);
+  Tensor probs = dropout.threshold ? torch::stable::empty_like(sc) : torch::stable::new_empty(sc, {0});
   with_cpu_type(sc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
@@ -52,7 +52,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
   check_softmax_mask_backward(op, grad, probs);
   const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(probs));
   const Tensor gc = dense(grad), pc = dense(probs);
-  Tensor dscores = torch::stable::new_empty(pc, shape_of(pc));
+  Tensor dscores = torch::stable::empty_like(pc);
   with_cpu_type(pc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();

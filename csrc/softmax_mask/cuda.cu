@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   const Dropout dropout = check_dropout(op, seed, stream, p, lines_of(scores), scores);
   const OnDevice device(scores);
   const Tensor sc = dense(scores);
-  Tensor result = torch::stable::new_empty(sc, shape_of(sc));
-  Tensor probs = dropout.threshold ? torch::stable::new_empty(sc, shape_of(sc)) : torch::stable::new_empty(sc, {0});
+  Tensor result = torch::stable::empty_like(sc);
+  Tensor probs = dropout.threshold ? torch::stable::empty_like(sc) : torch::stable::new_empty(sc, {0});
   const int64_t rows = a.keys ? sc.numel() / a.keys : 0;
   if (!rows) return {result, probs};
   with_type(sc.scalar_type(), [&](auto type) {
@@ -52,7 +52,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
   const Dropout dropout = check_dropout(op, seed, stream, p, lines_of(probs), probs);
   const OnDevice device(probs);
   const Tensor gc = dense(grad), pc = dense(probs);
-  Tensor dscores = torch::stable::new_empty(pc, shape_of(pc));
+  Tensor dscores = torch::stable::empty_like(pc);
   if (!rows) return dscores;
   with_type(pc.scalar_type(), [&](auto type) {
     using T = decltype(type);

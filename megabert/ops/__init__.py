@@ -25,7 +25,7 @@ from megabert.ops.backend import (
 )
 from megabert.ops.bias_gelu import bias_geglu, bias_gelu
 from megabert.ops.dropout_add_layer_norm import dropout, dropout_add_layer_norm
-from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
+from megabert.ops.mlm_loss import mlm_logits, mlm_loss
 from megabert.ops.rotary import Rotation, rotate, rotation
 from megabert.ops.softmax_mask import fused_softmax_mask
 
@@ -67,28 +67,7 @@ class Ops:
 
 
 __all__ = [
-    "BACKENDS",
-    "LIBRARY",
-    "MISSING",
-    "Backend",
-    "Backends",
-    "Ops",
-    "Rotation",
-    "attend",
-    "attention_inputs",
-    "bias_geglu",
-    "bias_gelu",
-    "choose",
-    "choose_all",
-    "dropout",
-    "dropout_add_layer_norm",
-    "fused_softmax_mask",
-    "has_kernel",
-    "mlm_logits",
-    "mlm_loss",
-    "mlm_loss_of_logits",
-    "obstacles",
-    "only_queries",
-    "rotate",
-    "rotation",
-]
+    "BACKENDS", "LIBRARY", "MISSING", "Backend", "Backends", "Ops", "Rotation", "attend", "attention_inputs", "bias_geglu",
+    "bias_gelu", "choose", "choose_all", "dropout", "dropout_add_layer_norm", "fused_softmax_mask", "has_kernel", "mlm_logits",
+    "mlm_loss", "obstacles", "only_queries", "rotate", "rotation",
+]  # fmt: skip

@@ -66,8 +66,15 @@ def attend(
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
     if backend in WHOLE_SEQUENCES:
+        # by the kernels behind torch.nn.attention.varlen, which itself takes no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
-        out = _attend_sequences(q, k, v, inputs[0], width, p, backend)
+        lengths, scale = (inputs[0], inputs[0], width, width), size**-0.5
+        if backend == "varlen":
+            out = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale)[0]
+        else:
+            out = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)[
+                0
+            ]
         return out.reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
     if backend == "fused_softmax":
@@ -84,18 +91,6 @@ def attend(
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     out = out.masked_fill(~mask.any(-1, keepdim=True), 0)  # rows without a key, whatever the kernel gives there
     return out.transpose(1, 2).reshape(batch, width, heads * size)
-
-
-def _attend_sequences(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, width: int, p: float, backend: str
-) -> Tensor:  # each (N, H, d) -> (N, H, d)
-    """Attention of each of the sequences at `offsets` to itself, by the kernels behind torch.nn.attention.varlen, which
-    itself takes no dropout."""
-    if backend == "varlen":
-        flash = torch.ops.aten._flash_attention_forward
-        return flash(q, k, v, offsets, offsets, width, width, p, False, False, scale=q.shape[-1] ** -0.5)[0]
-    cudnn = torch.ops.aten._cudnn_attention_forward
-    return cudnn(q, k, v, None, offsets, offsets, width, width, True, p, False, False, scale=q.shape[-1] ** -0.5)[0]
 
 
 def _register() -> None:

@@ -64,13 +64,9 @@ def choose_all(asked: Any, device: str, dtype: torch.dtype, causal: bool = False
 
 
 def choose(
-    op: str,
-    requested: str = "auto",
-    device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    causal: bool = False,
-    head_size: int = 64,
-) -> Backend:
+    op: str, requested: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
+    causal: bool = False, head_size: int = 64,
+) -> Backend:  # fmt: skip
     """Backend of `op` (of `ROLES`) on a device type in a compute type, with the reason.
 
     `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. Raises ValueError when

@@ -84,10 +84,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, bias, residual, weight and shift."""
     z, mean, rstd, weight, seed = saved
-    if grad is None and not of_z:
-        grad, second = second, None
     if grad is None:
-        grad = torch.zeros_like(z)
+        grad, second = (torch.zeros_like(z), second) if of_z or second is None else (second, None)
     op = torch.ops.megabert.dropout_add_layer_norm_backward
     dx, dresidual, dbias, dweight, dshift = op(grad, second, of_z, z, mean, rstd, weight, seed, stream, p)
     # no dropout: the branch and the residual have the same gradient
@@ -132,9 +130,7 @@ def _register() -> None:
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
-    def norm_backward(
-        ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _mean: None, _rstd: None
-    ) -> tuple[Tensor | None, ...]:
+    def norm_backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         return *_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
     torch.library.register_autograd("megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context)

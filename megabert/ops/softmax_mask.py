@@ -16,14 +16,12 @@ from megabert.ops.backend import MISSING
 def fused_softmax_mask(
     scores: Tensor, *, key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
     mask: Tensor | None = None, scale: float = 1.0, p: float = 0.0, seed: Tensor | None = None, stream: int = 0,
-    backend: str = "native",
 ) -> Tensor:  # fmt: skip
     """dropout(softmax(scale * scores + mask)) over the keys. scores [B, H, Q, K] -> [B, H, Q, K].
 
     A query may attend to keys [key_start, key_end): int32 [B or 1, Q or 1] each; `lengths` int32 [B] is the same as a
     key_end of [B, 1]. mask: bool (true: attend) or added to the scores (their dtype or fp32), broadcastable to them in
-    any of four dimensions; it gets no gradient. With p > 0, `seed` int64 [1] and `stream` number the dropout mask of the
-    native backend; the torch backend draws from torch's generator.
+    any of four dimensions; it gets no gradient. With p > 0, `seed` int64 [1] or [2] and `stream` number the dropout mask.
 
     Raises ValueError for lengths beside key_end, for dropout without a seed and for a mask that wants a gradient. Bounds
     outside [0, K] are a RuntimeError on the CPU and make their rows NaN on CUDA.
@@ -34,35 +32,12 @@ def fused_softmax_mask(
         key_end = lengths[:, None]
     if mask is not None and mask.requires_grad:
         raise ValueError("fused_softmax_mask: mask gets no gradient here; detach it, or add it to the scores")
-    if backend == "torch":
-        return _torch(scores, key_start, key_end, mask, scale, p)
     if seed is None:
         if p:
             raise ValueError(f"fused_softmax_mask: p={p} needs a seed")
         seed = torch.zeros(1, dtype=torch.int64, device=scores.device)
     op = torch.ops.megabert.softmax_mask
     return op(scores, key_start, key_end, mask, seed, stream, scale, p)[0]
-
-
-def _torch(
-    scores: Tensor, start: Tensor | None, end: Tensor | None, mask: Tensor | None, scale: float, p: float
-) -> Tensor:
-    """What torch users write."""
-    scores = scores * scale
-    key = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
-    allowed = torch.ones((), dtype=torch.bool, device=scores.device)
-    if start is not None:
-        allowed = allowed & (key >= start[:, None, :, None])
-    if end is not None:
-        allowed = allowed & (key < end[:, None, :, None])
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = allowed & mask
-    elif mask is not None:
-        scores = scores + mask.to(scores.dtype)
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    dead = (scores == -torch.inf).all(-1, keepdim=True)
-    probs = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return torch.nn.functional.dropout(probs, p)
 
 
 def _register() -> None:

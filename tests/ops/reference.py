@@ -97,16 +97,10 @@ def softmax_mask(scores: Tensor, allowed: Tensor, added: Tensor, scale: float, k
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * keep.to(scores.dtype)
 
 
-def mlm_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int,
-    label_smoothing: float = 0.0, z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def mlm_loss(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """hidden [N, D], weight [V', D], bias [V'], labels [N] -> (loss sum, correct) over the first vocab_size entries."""
     real = labels >= 0
     logits = (hidden @ weight[:vocab_size].T + bias[:vocab_size])[real]
     target = labels[real]
-    log_sum = logits.logsumexp(-1)
-    at_label = logits.gather(1, target[:, None])[:, 0]
-    expected = (1 - label_smoothing) * at_label + label_smoothing * logits.mean(-1)
-    loss = (log_sum - expected + z_loss * log_sum.square()).sum()
+    loss = (logits.logsumexp(-1) - logits.gather(1, target[:, None])[:, 0]).sum()
     return loss, (logits.argmax(-1) == target).sum()

@@ -210,23 +210,16 @@ def test_a_rows_mask_follows_the_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("backends", [("sdpa", "torch"), ("native", "native")], ids=["torch", "native"])
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_gradients_do_not_depend_on_micro_batches(backends: tuple[str, str], recomputed: bool) -> None:
-    changes = {"model__dropout": 0.1, "model__attention_dropout": 0.1, "model__activation_checkpointing": recomputed}
+def test_recomputed_gradients_do_not_depend_on_micro_batches(backends: tuple[str, str]) -> None:
+    changes = {"model__dropout": 0.1, "model__attention_dropout": 0.1, "model__activation_checkpointing": True}
     model = tiny.model(tiny.config(**changes, ops__attention=backends[0], ops__layer=backends[1])).train()
 
-    def losses(cuts: list[tuple[int, int]]) -> tuple[float, list[Tensor]]:
-        total = 0.0
+    def gradients(*cuts: tuple[int, int]) -> list[Tensor]:
         model.zero_grad()
         for first, last in cuts:
             out = model(**tiny.batch(3, range(first, last)).inputs(), seed=torch.tensor([KEY, first]))
             (out.mlm_loss_sum + out.nsp_loss_sum).backward()
-            total += float(out.mlm_loss_sum.detach() + out.nsp_loss_sum.detach())
-        return total, [p.grad.clone() for p in model.parameters()]
+        return [p.grad.clone() for p in model.parameters()]
 
-    one, gradients = losses([(0, 8)])
-    for cuts in ([(0, 4), (4, 8)], [(6, 8), (0, 2), (2, 6)]):
-        total, parts = losses(cuts)
-        assert total == pytest.approx(one, rel=1e-5)
-        for ours, theirs in zip(parts, gradients, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(gradients((6, 8), (0, 2), (2, 6)), gradients((0, 8)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

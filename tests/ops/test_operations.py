@@ -64,11 +64,8 @@ CASES = {
         ((1, 3, 24), (24,)), ((2, 64, 192), (192,)),
     ),
     "mlm_loss": Case(
-        lambda h, w, b: ops.mlm_loss(h, w, b, labels(h), 6, "native", 0.1, 0.01)[0],
+        lambda h, w, b: ops.mlm_loss(h, w, b, labels(h), 6, "native")[0],
         ((3, 4), (8, 4), (8,)), ((1500, 16), (128, 16), (128,)),
-    ),
-    "mlm_loss_of_logits": Case(
-        lambda x: ops.mlm_loss_of_logits(x, labels(x), "native", 0.1, 0.01)[0], ((3, 6),), ((1500, 128),)
     ),
 }  # fmt: skip
 
@@ -161,7 +158,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "rotate": {"qkv": torch.ones(2, 12), "cos": torch.ones(2, 1), "sin": torch.ones(2, 1), "heads": 2, "back": False},
     "mlm_loss": {
         "hidden": torch.ones(2, 8), "weight": torch.ones(32, 8), "bias": torch.ones(32), "labels": torch.tensor([0, 1]),
-        "vocab_size": 20, "label_smoothing": 0.0, "z_loss": 0.0, "need_grad": True,
+        "vocab_size": 20, "need_grad": True,
     },
     "softmax_mask": {
         "scores": torch.ones(2, 2, 3, 4), "key_start": None, "key_end": None, "mask": None, "seed": SEED, "stream": 0,
@@ -188,8 +185,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mlm_loss", {"labels": torch.tensor([-1, 0])}, r"labels\[0\] is -1"),
     ("mlm_loss", {"weight": torch.ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
     ("mlm_loss", {"vocab_size": 33}, "vocab_size is 33"),
-    ("mlm_loss", {"label_smoothing": 1.0}, "label_smoothing is 1"),
-    ("mlm_loss", {"z_loss": -0.1}, "z_loss is -0.1"),
     ("softmax_mask", {"scores": torch.ones(2, 3, 4)}, "scores has 3 dimensions"),
     ("softmax_mask", {"key_end": INTS + 5}, r"key_end\[0, 0\] is 5, outside \[0, 4\]"),
     ("softmax_mask", {"key_end": INTS[:, :1] - 1}, r"key_end\[0, 0\] is -1, outside \[0, 4\]"),

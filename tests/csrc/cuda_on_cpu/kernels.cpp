@@ -61,13 +61,13 @@ std::string reduce(bool backwards, const float* partial, T* result, int64_t line
   return reduce(backwards, partial, LineSums<T, 1>{{result}}, lines, stride, width);
 }
 
-template <class Kernels>
+template <bool Gate>
 const char* activate(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
     std::string result;
     with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
-      const auto kernel = Kernels::template forward<T, decltype(whole)::value>();
+      const auto kernel = activation_forward<T, Gate, decltype(whole)::value>;
       result = launch(column_grid(width), kColumnThreads, backwards, [&] {
         kernel(static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(y), rows, width);
       });
@@ -76,20 +76,20 @@ const char* activate(int type, bool backwards, const void* x, const void* bias, 
   });
 }
 
-template <class Kernels>
-const char* activation_gradient(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
+template <bool Gate>
+const char* activate_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
                                 float* partial, void* dbias, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
     std::string result;
     with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
-      const auto kernel = Kernels::template gradient<T, decltype(whole)::value>();
+      const auto kernel = activation_gradient<T, Gate, decltype(whole)::value>;
       result = launch(column_grid(width), kColumnThreads, backwards, [&] {
         kernel(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(dx),
                partial, rows, width);
       });
     });
-    const int64_t columns = Kernels::inputs * width;
+    const int64_t columns = (1 + Gate) * width;
     return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, columns, columns) : result;
   });
 }
@@ -185,12 +185,12 @@ const char* softmax_mask_backward(int type, bool backwards, const void* grad, co
 // logits [rows, stride] become their gradient; partial [3, stride]
 const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, const int64_t* labels, float* loss,
                      float* lse, int32_t* correct, float* partial, void* dbias, float* total, int64_t* hits,
-                     int64_t* predictions, int64_t rows, int64_t vocab, int64_t stride, double smoothing, double z_loss) {
+                     int64_t* predictions, int64_t rows, int64_t vocab, int64_t stride) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
     constexpr int threads = 512;
     const LossRows<T> a{static_cast<T*>(logits), static_cast<const T*>(bias), labels, loss, lse, correct,
-                        {static_cast<float>(smoothing), static_cast<float>(z_loss)}, vocab, stride, true,
+                        vocab, stride, true,
                         aligned(stride, {logits, bias})};
     std::string result = launch(rows, threads, backwards, [&] { mlm_loss_rows<T, threads>(a); });
     if (result.empty())

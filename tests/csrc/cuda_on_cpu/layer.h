@@ -1,21 +1,21 @@
 // The element-wise kernels of a layer as C functions; a part of kernels.cpp.
 
 const char* bias_gelu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
-  return activate<GeluKernels>(type, backwards, x, bias, y, rows, width);
+  return activate<false>(type, backwards, x, bias, y, rows, width);
 }
 
 const char* bias_gelu_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
                                float* partial, void* dbias, int64_t rows, int64_t width) {
-  return activation_gradient<GeluKernels>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
+  return activate_backward<false>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
 }
 
 const char* bias_geglu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
-  return activate<GegluKernels>(type, backwards, x, bias, y, rows, width);
+  return activate<true>(type, backwards, x, bias, y, rows, width);
 }
 
 const char* bias_geglu_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
                                 float* partial, void* dbias, int64_t rows, int64_t width) {
-  return activation_gradient<GegluKernels>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
+  return activate_backward<true>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
 }
 
 const char* rotate(int type, bool backwards, const void* x, const float* cos, const float* sin, void* y, int64_t rows,
