@@ -1,16 +1,14 @@
 """Several corpora and several row lengths in one command: weights count, names are kept, the parts are whole datasets."""
 
-import gzip
 import json
 
 import numpy as np
 import pytest
 
 from data_prep.commands import corpora
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import Corpus, FileRange, ReadOptions, ReadTask
+from data_prep.common.errors import BadInput
+from data_prep.common.records import Corpus, FileRange, ReadTask
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import group, list_ranges
 from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
@@ -87,15 +85,3 @@ def test_the_sample_follows_bytes_and_weights():
     for weights, want in (((1.0, 1.0), [0.9, 0.1]), ((1.0, 9.0), [0.5, 0.5])):
         found = sample_shares(tasks, BuildOptions(sample_megabytes=10), weights)
         assert [sum(s.size for s in found if s.task.corpus == c) / 1e7 for c in (0, 1)] == pytest.approx(want, abs=1e-5)
-
-
-def test_a_compressed_corpus_counts_with_its_unpacked_bytes(tmp_path):
-    text = "".join(f"Line {i} of a text that packs to a fraction of its size.\n" for i in range(20_000)).encode()
-    (tmp_path / "a.txt").write_bytes(text)
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text))
-    found = [Corpus(name, (str(tmp_path / name),)) for name in ("a.txt", "b.txt.gz")]
-    tasks = group(list_ranges(found, ReadOptions(), Problems("stop")))
-    sizes = [sum(task.size for task in tasks if task.corpus == c) for c in (0, 1)]
-    assert sizes[1] < sizes[0] / 4
-    share = [s.size / 1e7 for s in sample_shares(tasks, BuildOptions(sample_megabytes=10), (1.0, 1.0))]
-    assert share == pytest.approx([0.5, 0.5], abs=0.03)

@@ -12,12 +12,10 @@ from pathlib import Path
 import mwparserfromhell
 import pytest
 
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
-from data_prep.readers import documents, mediawiki, tasks
-from data_prep.readers.documents import read_documents
+from data_prep.common.errors import BadInput
+from data_prep.readers import mediawiki
 from data_prep.readers.mediawiki import prose
-from tests.helpers.prep_reading import plan, read_all
+from tests.helpers.prep_reading import read_all
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
 DUMP = DATA / "wikidump" / "enwiki-pages-articles1-shortened.xml.bz2"
@@ -185,47 +183,6 @@ def test_random_markup_never_fails_and_never_stays():
     for _ in range(300):
         found = prose("".join(rng.choices([*TOKENS, "\n", "word ", "Text.", "|", ":"], k=200)))
         assert not [token for token in ("{{", "}}", "[[", "]]", "{|", "|}", "|-") if token in found]
-
-
-def read_file(path, **options):
-    """(number of pieces, documents) of a file."""
-    planned = plan([path], **options)
-    pieces = [piece for task in planned for piece in task.ranges]
-    problems = Problems("stop")
-    read = [d.text for piece in pieces for d in read_documents(piece, ReadOptions(**options), problems)]
-    return len(pieces), [t if isinstance(t, str) else t.decode() for t in read]
-
-
-@pytest.mark.parametrize("kind", ["xml", "doc"])
-@pytest.mark.parametrize("stream", ["one", "pages", "anywhere", "tiny"])
-def test_bzip2_ranges_give_each_page_once(kind, stream, tmp_path, monkeypatch):
-    rng = random.Random(3)
-    texts = [f"Document {i} {rng.randbytes(rng.choice((5, 40, 400))).hex()} ends." for i in range(80)]
-    if kind == "xml":
-        parts = [HEAD.encode(), *(page(f"T{i}", text).encode() for i, text in enumerate(texts)), b"</mediawiki>"]
-    else:
-        parts = [f'<doc id="{i}" title="T">\nT\n\n{text}\n</doc>\n'.encode() for i, text in enumerate(texts)]
-    whole = b"".join(parts)
-    if stream == "one":
-        packed = bz2.compress(whole)
-    elif stream == "pages":  # as Wikipedia's multistream dumps
-        packed = b"".join(bz2.compress(b"".join(parts[i : i + 3])) for i in range(0, len(parts), 3))
-    else:  # as pbzip2, which cuts where a block is full
-        step = 701 if stream == "anywhere" else 5
-        whole = whole[: len(whole) if step > 5 else 4000]
-        packed = b"".join(bz2.compress(whole[i : i + step]) for i in range(0, len(whole), step))
-        if step == 5:
-            cut = whole.rfind(b"</page>" if kind == "xml" else b"</doc>")
-            packed = b"".join(bz2.compress(whole[i : min(i + 5, cut + 7)]) for i in range(0, cut + 7, 5))
-    path = tmp_path / "d.bz2"
-    path.write_bytes(packed)
-    pieces, want = read_file(path)
-    assert pieces == 1 and len(want) >= 5 and want[0].strip() == texts[0]
-    monkeypatch.setattr(tasks.documents, "_must_unpack", lambda file, head: False)
-    for size in (61, 500, 3001, len(packed) // 2):
-        monkeypatch.setattr(documents, "RANGE_BYTES", size * documents.EXPANSION)
-        pieces, found = read_file(path)
-        assert pieces > 1 and found == want
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import json
 import lzma
 import os
 import subprocess
@@ -44,25 +43,6 @@ def test_what_a_document_is_in_plain_text(tmp_path):
     assert len(read_all([path])[0]) == 1
     assert read_all([path], text_documents="blank-line")[0] == ["a 1\na 2", "b 1", "c 1\nc 2\n"]
     assert read_all([path], text_documents="line")[0] == ["a 1", "a 2", "b 1", "c 1", "c 2"]
-
-
-@pytest.mark.parametrize("kind", ["wiki", "jsonl", "line", "blank-line"])
-@pytest.mark.parametrize("size", [37, 64, 101, 600])
-def test_ranges_give_each_document_once(kind, size, tmp_path, monkeypatch):
-    make = {
-        "wiki": lambda i: f'<doc id="{i}" title="T">\nT\n\nDocument {i} {"x" * (i * 7 % 50)}.\n</doc>\n',
-        "jsonl": lambda i: json.dumps({"text": f"Document {i} {'x' * (i * 7 % 50)}."}) + "\n",
-        "line": lambda i: f"Document {i} {'x' * (i * 7 % 50)}.\n" + "\n" * (i % 3),
-        "blank-line": lambda i: f"Document {i}\n{'x' * (i * 7 % 50)}." + "\n" * (2 + i % 4),
-    }[kind]
-    path = tmp_path / ("f.txt" if "line" in kind else "f")
-    path.write_bytes("".join(make(i) for i in range(60)).encode())
-    options = {"text_documents": kind} if "line" in kind else {}
-    whole, _ = read_all([path], **options)
-    assert len(whole) == 60
-    monkeypatch.setattr(documents, "RANGE_BYTES", size)
-    assert sum(len(task.ranges) for task in plan([path], **options)) > 2
-    assert [text.strip() for text in read_all([path], **options)[0]] == [text.strip() for text in whole]
 
 
 def test_chunk_ends_anywhere_change_nothing():
@@ -236,17 +216,3 @@ def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
         [f"Text {i}.\n" for i in range(600)] + [f"Record {i}." for i in range(600)]
     )
     assert not problems.counts
-
-
-@pytest.mark.parametrize("footer", [True, False])
-def test_an_arrow_file_is_cut_by_its_batches(footer, tmp_path, monkeypatch):
-    import pyarrow as pa
-
-    table = pa.table({"n": list(range(900)), "text": [f"Row {i}." if i % 50 else None for i in range(900)]})
-    path = tmp_path / "t.arrow"
-    with (pa.ipc.new_file if footer else pa.ipc.new_stream)(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
-    monkeypatch.setattr(documents, "RANGE_BYTES", path.stat().st_size // 4)
-    pieces = [piece for task in plan([path]) for piece in task.ranges]
-    assert [(piece.start, piece.end) for piece in pieces] == [(0, 2), (2, 4), (4, 6), (6, 9)]
-    assert read_all([path])[0] == [f"Row {i}." for i in range(900) if i % 50]
