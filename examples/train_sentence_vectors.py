@@ -6,8 +6,7 @@ python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vect
 The data is SQuAD's JSON: each question and its paragraph are a pair, whose vectors should be nearer to each other than those of
 the question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). The paragraphs of the last
 articles are held out, and the nDCG of a search among them is printed before and after. OUTPUT/model loads by
-`SentenceTransformer`, and by `megabert features --model OUTPUT/model --pool sentence`. Needs `pip install
-'sentence-transformers[train]'`.
+`SentenceTransformer`, and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Hugging Face BERT folder as a run folder to continue pre-training from.
 
-megabert convert --model HF_DIR --run DIR [--add-words FILE]
+megabert convert --model HF_DIR --run DIR
 megabert prep build --tokenizer DIR/vocab.txt …
 megabert train --config DIR/config.toml --data DATA --run NEW_RUN
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 
-def convert(
-    source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()
-) -> Pretrained:
+def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
     Arguments and errors as of `read.read`; after an error nothing is written.
@@ -37,7 +34,7 @@ def convert(
     folder, run = Path(source), Path(run)
     if not folder.is_dir():
         raise ValueError(f"{source}: no such folder; name one with {read.CONFIG} and {read.WEIGHTS[0]}")
-    foreign = read.read(folder, tokenizer, nsp, words)
+    foreign = read.read(folder, tokenizer, nsp)
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():
             (new / name).write_bytes(data)
@@ -66,13 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
-    added = "make each word of the file, one a line, a token; its embedding starts from the mean of its tokens'"
-    add("--add-words", default="", metavar="FILE", help=added)
     args = parser.parse_args(argv)
-    from megabert.hf import extend
-
-    words = extend.read_words(Path(args.add_words)) if args.add_words else ()
-    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, words)
+    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
     if foreign.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")
     if foreign.ignored:

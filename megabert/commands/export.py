@@ -46,7 +46,7 @@ def export(
     files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, not model.modern)
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     if pool:
-        files |= sentence_folder.files(sentence_folder.Pooling(pool, model.max_positions), pretrained.config)
+        files |= sentence_folder.files(pretrained.config, pool)
     with appearing(output, CONFIG, overwrite) as folder:
         for file, data in files.items():
             (folder / file).parent.mkdir(exist_ok=True)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,7 +25,7 @@ from megabert.common import tables
 from megabert.common.files import appearing_file
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
-from megabert.hf import Pretrained, sentence_folder
+from megabert.hf import Pretrained
 from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -102,10 +101,9 @@ class Extractor:
         max_length: int = 0,
         batch_tokens: int | None = None,
         precision: str = "fp32",
-        normalise: bool = False,
     ) -> None:
         """`pool`: none, cls, mean or max. `batch_tokens` are computed at once, on the CPU by one core (None: as many as
-        suit the device). `normalise`: pooled vectors have length 1."""
+        suit the device)."""
         model = pretrained.config.model
         self.layers = Layers.parse(layers, model.layers)
         self.max_length = max_length or model.max_positions
@@ -113,8 +111,7 @@ class Extractor:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"--batch-tokens {batch_tokens}: must be 1 or more")
-        assert not (normalise and pool == "none")
-        self.tokenizer, self.pool, self.normalise = pretrained.tokenizer, pool, normalise
+        self.tokenizer, self.pool = pretrained.tokenizer, pool
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = pretrained.model(self.device, PRECISIONS[precision])
         pack_weights(self.model)
@@ -196,8 +193,8 @@ class Extractor:
         if self.pool == "cls":
             at = torch.from_numpy(packed.starts + (lengths - 1 if self.causal else 0)).to(self.device)
             if self.only_last_layer:
-                return self._pooled(self.model.encode(**inputs, keep=at).float())
-            return self._pooled(self._hidden(inputs)[at].float())
+                return self.model.encode(**inputs, keep=at).float().cpu().numpy()
+            return self._hidden(inputs)[at].float().cpu().numpy()
         hidden = self._hidden(inputs).float()
         if not self.line:
             spans = [np.arange(start, start + n) for start, n in zip(packed.starts, lengths, strict=True)]
@@ -205,16 +202,12 @@ class Extractor:
         if self.pool == "none":
             return hidden.cpu().numpy()
         counts = torch.from_numpy(lengths).to(self.device)
-        return self._pooled(torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0))
+        return torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0).cpu().numpy()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """(B * T, D) of the layers that are wanted."""
         states = self.model.hidden_states(**inputs, count=1 + max(self.layers.indices))
         return self.layers.of(states).flatten(0, 1)
-
-    def _pooled(self, vectors: Tensor) -> np.ndarray:
-        """[n, D]"""
-        return (F.normalize(vectors, dim=-1) if self.normalise else vectors).cpu().numpy()
 
 
 def _write_npy(file: IO[bytes], windows: Iterator[SortingWindow], texts: int, extractor: Extractor) -> None:
@@ -256,7 +249,7 @@ class ExtractionResult(NamedTuple):
 def extract(
     source: str, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any
 ) -> ExtractionResult:
-    """Write the vectors of the texts in `input`; `options` are Extractor's, and pool "sentence".
+    """Write the vectors of the texts in `input`; `options` are Extractor's.
 
     Raises ValueError or OSError naming the mistake, before anything is computed where it can be known; `output` is there
     only when all is written.
@@ -266,8 +259,6 @@ def extract(
     total = sum(1 for _ in read_texts(path, column))
     if not total:
         raise ValueError(f"{path}: has no text in it")
-    if options.get("pool") == "sentence":
-        options |= sentence_options(source, options)
     extractor = Extractor(hf.load(source, tokenizer), **options)
     with (
         appearing_file(target) as file,
@@ -293,18 +284,3 @@ def _check_output(path: Path, pool: str) -> None:
         raise ValueError(f"{path}: is there already; name another file")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent}: no such folder")
-
-
-def sentence_options(source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Extractor's options for the vectors of texts that a sentence-transformers folder describes. Raises ValueError where
-    `source` is none, or `options` ask for other layers."""
-    if not sentence_folder.is_sentence_folder(source):
-        raise ValueError(
-            f"{source}: has no {sentence_folder.MODULES}, so it does not say how texts are pooled; name a folder that "
-            "`megabert export --sentence-transformers` or sentence-transformers wrote, or --pool mean"
-        )
-    if options.get("layers", "last") != "last":
-        raise ValueError("--pool sentence: is of the last layer; leave --layers out, or pool by cls, mean or max")
-    pooling = sentence_folder.read(source)
-    length = options.get("max_length") or pooling.max_length
-    return {"pool": pooling.pool, "normalise": pooling.normalise, "max_length": length}

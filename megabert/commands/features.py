@@ -18,7 +18,7 @@ from megabert.common.logs import log
 LAYERS = "last, N (0 is the embeddings), N,N,… concatenated, or N+N+… summed"
 POOLS = (
     "one vector a text: the mean or the max over all of its tokens, or cls: that of [CLS] (of [SEP] in a causal model); "
-    "sentence: as the model's sentence-transformers folder says; none: a vector a token, [CLS] and [SEP] too"
+    "none: a vector a token, [CLS] and [SEP] too"
 )
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
 BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (default: 1024)"
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", required=True, metavar="FILE", help=vectors)
     add("--text", default="", metavar="COLUMN", help="column of the text")
     add("--layers", default="last", help=LAYERS)
-    add("--pool", default="mean", choices=("mean", "max", "cls", "sentence", "none"), help=POOLS)
+    add("--pool", default="mean", choices=("mean", "max", "cls", "none"), help=POOLS)
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from megabert.common.logs import duration
-from megabert.hf import Pretrained, manifest_of
+from megabert.common.run_files import METRICS
+from megabert.data.shards import Manifest
+from megabert.hf.read import Pretrained
 
 UNKNOWN = "not measured"
-EVALUATED = {
-    "eval/mlm_loss": "masked-LM loss",
-    "eval/perplexity": "masked-LM perplexity",
-    "eval/mlm_accuracy": "masked-LM accuracy",
-    "eval/nsp_loss": "next-sentence loss",
-    "eval/nsp_accuracy": "next-sentence accuracy",
-}
-EVALUATED_CAUSAL = {
-    "eval/mlm_loss": "next-token loss",
-    "eval/perplexity": "next-token perplexity",
-    "eval/mlm_accuracy": "next-token accuracy",
+FIGURES = {
+    "eval/mlm_loss": "{} loss, held out",
+    "eval/perplexity": "{} perplexity, held out",
+    "eval/mlm_accuracy": "{} accuracy, held out",
+    "eval/nsp_accuracy": "next-sentence accuracy, held out",
+    "perf/tokens_per_sec": "training speed, real tokens/s",
+    "perf/mfu": "model FLOPs utilisation",
 }
 FILL = """```python
 from transformers import pipeline
@@ -33,64 +31,60 @@ tokenizer, model = (kind.from_pretrained("{name}") for kind in (AutoTokenizer, A
 ids = tokenizer("The capital of France is", return_tensors="pt").input_ids[:, :-1]  # without [SEP], which ends a text
 print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))
 ```"""
-TRAINED = {"perf/tokens_per_sec": "training speed, real tokens/s", "perf/mfu": "model FLOPs utilisation"}
 
 
 def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
     cfg, model = pretrained.config, pretrained.config.model
-    causal = cfg.data.masking.causal
+    causal, distill = cfg.data.masking.causal, cfg.distill
     task, peer, example = ("fill-mask", "AutoModelForMaskedLM", FILL)
     if causal:
         task, peer, example = ("text-generation", "AutoModelForCausalLM", CONTINUE)
+    shape = {
+        "layers, width, heads, feed-forward width": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
+        "layer norms": "after each block" if model.norm == "post" else "before each block",
+        "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
+        "feed-forward": "gated GELU" if model.modern else "GELU",
+        "vocabulary": f"{model.vocab_size:,} tokens, {pretrained.tokenizer.kind}",
+        "next-sentence head": "yes" if model.nsp else "none",
+        "attention": "causal" if causal else "bidirectional",
+    }
     parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---",
-        f"# {name}",
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---\n\n# {name}",
         f"A BERT pre-trained with MegaBERT, {pretrained.step:,} updates. All of its weights are in transformers' "
         f"`{architecture}`; `AutoModel` and `{peer}` load their parts of them and name the rest.",
+        f"Distilled from `{Path(distill.teacher).name}`: soft targets at temperature {distill.temperature:g} (weight "
+        f"{distill.soft:g}), the language model's own loss ({distill.mlm:g}), cosine of the last hidden states "
+        f"({distill.cosine:g})."
+        if distill.teacher
+        else "",
         example.format(name=name),
-        "## Model",
-        table(
-            {
-                "layers, width, heads, feed-forward width": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
-                "layer norms": "after each block" if model.norm == "post" else "before each block",
-                "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
-                "feed-forward": "gated GELU" if model.modern else "GELU",
-                "vocabulary": f"{model.vocab_size:,} tokens, {pretrained.tokenizer.kind}",
-                "tokenizer SHA-256": pretrained.tokenizer.sha256,
-                "next-sentence head": "yes" if model.nsp else "none",
-                "attention": "causal" if causal else "bidirectional",
-            }
-        ),
-        "## Corpus",
-        table(_corpus(pretrained)),
-        "## Recipe",
-        table(recipe(pretrained)),
-        "## Figures",
-        table(figures(pretrained) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
-        f"Written from the run's own files; versions: {_versions(pretrained.state)}. Any setting that is not here is in "
-        f"the run's config, SHA-256 {pretrained.state.get('config_sha256', 'unknown')}.",
+        f"## Model\n\n{table(shape)}",
+        f"## Corpus\n\n{table(_corpus(pretrained))}",
+        f"## Recipe\n\n{table(recipe(pretrained))}",
+        f"## Figures\n\n{table(figures(pretrained) | {'GLUE, SQuAD and other tasks': UNKNOWN, 'social bias': UNKNOWN})}",
+        f"Written from the run's own files, at revision {pretrained.state.get('revision', 'unknown')}. Any setting that is "
+        f"not here is in the run's config, SHA-256 {pretrained.state.get('config_sha256', 'unknown')}.",
     ]
-    if cfg.distill.teacher:
-        d = cfg.distill
-        parts.insert(
-            3,
-            f"Distilled from `{Path(d.teacher).name}`: soft targets at temperature {d.temperature:g} (weight {d.soft:g}), "
-            f"the language model's own loss ({d.mlm:g}), cosine of the last hidden states ({d.cosine:g}).",
-        )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _corpus(pretrained: Pretrained) -> dict[str, Any]:
-    rows: dict[str, Any] = {"dataset fingerprint": pretrained.state.get("dataset", "unknown")}
-    manifest = manifest_of(pretrained)
-    if manifest is None:
+    fingerprint = pretrained.state.get("dataset", "unknown")
+    rows: dict[str, Any] = {"dataset fingerprint": fingerprint, "tokenizer SHA-256": pretrained.tokenizer.sha256}
+    try:
+        manifest = Manifest.load(pretrained.config.data.path)
+    except (ValueError, OSError):
+        manifest = None
+    if manifest is None or manifest.fingerprint != fingerprint:
         return rows | {"text": "unknown: the dataset is not at the run's path"}
-    statistics = manifest.statistics
-    units = {"documents": "documents", "sentences": "sentences", "corpus_tokens": "tokens"}
-    rows |= {shown: f"{statistics[key]:,}" for key, shown in units.items() if key in statistics}
-    if "text_bytes" in statistics:
-        rows["text, MB"] = f"{statistics['text_bytes'] / 1e6:,.1f}"
+    units = {
+        "documents": "documents",
+        "sentences": "sentences",
+        "corpus_tokens": "tokens",
+        "text_bytes": "bytes of text",
+    }
+    rows |= {shown: f"{manifest.statistics[key]:,}" for key, shown in units.items() if key in manifest.statistics}
     return rows | {"row length": manifest.seq_len, "rows": f"{manifest.rows:,}"}
 
 
@@ -128,38 +122,25 @@ def recipe(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def figures(pretrained: Pretrained) -> dict[str, Any]:
-    """Figures that its run measured, or "not measured"."""
+    """Figures that its run measured up to its checkpoint, or "not measured"."""
     seconds = pretrained.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
-    entries = _entries(pretrained.run_dir / "metrics.jsonl", pretrained.step)
-    evaluated = EVALUATED_CAUSAL if pretrained.config.data.masking.causal else EVALUATED
-    for names, where in ((evaluated, "held out"), (TRAINED, "")):
-        for key, shown in names.items():
-            if "nsp" in key and not pretrained.config.model.nsp:
-                continue
-            entry = next((entry for entry in reversed(entries) if key in entry), None)
-            label = ", ".join(part for part in (shown, where) if part)
-            at = f" (update {entry['step']:,})" if entry else ""
-            rows[label] = f"{entry[key]:.4g}{at}" if entry else UNKNOWN
-    return rows
-
-
-def _entries(path: Path, last: int) -> list[dict[str, Any]]:
-    """The run's logged figures up to update `last`; damaged lines are left out."""
-    entries = []
+    newest: dict[str, tuple[int, Any]] = {}
+    path = pretrained.run_dir / METRICS
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
             entry = json.loads(line)
         except ValueError:
+            # cut by a kill
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= last:
-            entries.append({k: v for k, v in entry.items() if isinstance(v, int | float)})
-    return entries
-
-
-def _versions(state: dict[str, Any]) -> str:
-    versions = {"megabert": state.get("revision", "unknown")} | state.get("versions", {})
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+        if entry["step"] <= pretrained.step:
+            newest |= {key: (entry["step"], value) for key, value in entry.items() if isinstance(value, int | float)}
+    model = "next-token" if pretrained.config.data.masking.causal else "masked-LM"
+    for key, shown in FIGURES.items():
+        if "nsp" not in key or pretrained.config.model.nsp:
+            step, value = newest.get(key, (0, None))
+            rows[shown.format(model)] = UNKNOWN if value is None else f"{value:.4g} (update {step:,})"
+    return rows
 
 
 def table(rows: Mapping[str, Any]) -> str:

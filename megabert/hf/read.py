@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megabert import checkpoint, config
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
-from megabert.hf import extend, mapping
+from megabert.hf import mapping
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a run folder, and in a Hugging Face folder
@@ -145,20 +145,11 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def manifest_of(pretrained: Pretrained) -> Manifest | None:
-    """The manifest of the dataset that the run was trained on; None where it is missing or another one by now."""
-    try:
-        manifest = Manifest.load(pretrained.config.data.path)
-    except (ValueError, OSError):
-        return None
-    return manifest if manifest.fingerprint == pretrained.state["dataset"] else None
-
-
-def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()) -> Pretrained:
+def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrained:
     """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
 
     Missing heads are initialised as in a new model; with `nsp` false, and in a causal model, pooler and next-sentence head are
-    left out. Each of `words` becomes a token (`extend`). The state is that of a checkpoint of step 0. Raises ValueError naming
+    left out. The state is that of a checkpoint of step 0. Raises ValueError naming
     what cannot be converted; no code of the folder is run.
     """
     config_file = folder / CONFIG
@@ -177,10 +168,6 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
         raise ValueError(
             f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
         )
-    if words:
-        loaded_tokenizer, parts = extend.extended(loaded_tokenizer, words)
-        weights = extend.rows_of(weights, parts)
-        model = model.model_copy(update={"vocab_size": loaded_tokenizer.vocab_size})
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)

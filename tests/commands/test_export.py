@@ -16,8 +16,7 @@ from safetensors import safe_open
 from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
-from megabert.hf import mapping, model_card, sentence_folder
-from megabert.hf.sentence_folder import Pooling
+from megabert.hf import mapping, model_card
 from tests.helpers import runs
 
 HEADS = ("cls.", "bert.pooler.", "pooler.")
@@ -156,20 +155,6 @@ def test_a_causal_run_computes_the_same_as_decoder(norm: str, tmp_path: Path, ca
     assert continued.model == again.config.model and continued.data.masking.causal
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
-
-
-def test_a_sentence_transformers_folder_says_how_it_pools(tmp_path: Path, capsys) -> None:
-    """Its vectors against the library's: tests/hf/test_sentence_folder.py."""
-    run, output = runs.make(tmp_path / "run"), tmp_path / "vectors"
-    command = ["--model", str(run), "--output", str(output), "--sentence-transformers", "mean"]
-    assert export.main(command) == 0
-    assert "a SentenceTransformer of mean vectors of step 0" in capsys.readouterr().out
-    assert sentence_folder.read(output) == Pooling("mean", 40)
-    start, again = hf.load(run), hf.load(output)
-    encoder = [name for name in start.weights if name.startswith(("embeddings.", "layers.")) and "bias" not in name]
-    assert encoder and all(again.weights[name].equal(start.weights[name]) for name in encoder)
-    assert export.main(command) == 2
-    assert "is not empty" in one_line(capsys)
 
 
 def test_a_checkpoint_and_a_tokenizer_can_be_named(tmp_path: Path, capsys) -> None:

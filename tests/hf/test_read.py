@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import transformers
 from megabert import hf as pretrained
 from megabert.commands import export, fill
 from megabert.hf import read
-from tests.commands.test_convert import Malicious, make, one_line
+from tests.commands.test_convert import make, one_line
 from tests.helpers import runs
 
 
@@ -116,20 +115,6 @@ def test_a_missing_head_is_not_used(tmp_path: Path, capsys) -> None:
     make(tmp_path / "encoder", "BertModel")
     assert fill.main(["--model", str(tmp_path / "encoder"), "the [MASK]"]) == 2
     assert "has no masked-LM head" in one_line(capsys)
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["torch-zip", "bare-pickle"])
-def test_code_in_a_pickle_is_not_run(zipped: bool, tmp_path: Path) -> None:
-    peer = make(tmp_path / "hf", binary=True)
-    place, file = tmp_path / "hacked", tmp_path / "hf" / "pytorch_model.bin"
-    evil: dict[str, Any] = dict(peer.state_dict()) | {"bert.evil": Malicious(place)}
-    if zipped:
-        torch.save(evil, file)
-    else:
-        file.write_bytes(pickle.dumps({"bert.evil": Malicious(place)}))
-    with pytest.raises(ValueError, match="nothing of it was run"):
-        pretrained.load(tmp_path / "hf")
-    assert not place.exists()
 
 
 @pytest.mark.parametrize(

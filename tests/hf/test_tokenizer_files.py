@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
-from data_prep.options import BuildOptions
-from data_prep.stages.train_tokenizer import train
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
 from tests.helpers import runs, wordpiece
@@ -149,47 +146,3 @@ def test_unused_tokens_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="tokens marked unused"):
         tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
-
-
-def wikipedia(megabytes: int) -> list[str]:
-    """The first lines of English Wikipedia as they are in its files, line ends included."""
-    lines: list[str] = []
-    size = 0
-    for path in sorted((wordpiece.DATA / "enwiki").glob("*/*.bz2")):
-        with bz2.open(path, "rt", encoding="utf-8", newline="\n") as file:
-            for line in file:
-                size += len(line.encode())
-                lines.append(line)
-                if size >= megabytes * 1_000_000:
-                    return lines
-    pytest.skip(f"fewer than {megabytes} MB of enwiki in {wordpiece.DATA}; MEGABERT_DATA names the folder")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["unigram", "bpe", "lowercase", "uncased", "cased"])
-def test_every_line_of_20_mb_of_wikipedia_has_the_same_ids(kind: str, tmp_path: Path) -> None:
-    """SentencePiece models as `data_prep build` trains them."""
-    lines = wikipedia(20)
-    if kind in MODELS:
-        model_type = "bpe" if kind == "bpe" else "unigram"
-        options = BuildOptions(vocab_size=16_000, model_type=model_type, lowercase=kind == "lowercase")
-        path = tmp_path / "tokenizer.model"
-        path.write_bytes(train([line for line in lines[:20_000] if line.strip()], options))
-    elif kind == "uncased":
-        path = wordpiece.published()
-    else:  # the published tokens, and each of the first once more with a capital
-        tokens = wordpiece.published().read_text(encoding="utf-8").split("\n")[:-1]
-        capitals = [p.title() for p in tokens[2000:8000] if p.isalpha() and p.isascii() and p.title() not in tokens]
-        path = tmp_path / "vocab.txt"
-        path.write_text("".join(f"{p}\n" for p in [*tokens, *dict.fromkeys(capitals)]), encoding="utf-8")
-    tokenizer = Tokenizer.load(path)
-    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
-    different = []
-    for first in range(0, len(lines), 2000):
-        part = lines[first : first + 2000]
-        theirs = peer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        pairs = zip(part, tokenizer.encode_batch(part), theirs, strict=True)
-        different += [line for line, ours, them in pairs if ours != them]
-    print(f"{kind}: {len(lines):,} lines, {len(different)} different")
-    assert not different, different[:3]

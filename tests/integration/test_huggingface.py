@@ -42,7 +42,6 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
 
     found = pretrained.load(first)
     peer = transformers.BertForPreTraining.from_pretrained(folder).eval()
-    assert pretrained.manifest_of(found) is not None
     ours: BertForPreTraining = found.model(torch.device("cpu"))
     batches = fixed_batches(held_out(str(dataset)), found.tokenizer, found.config)
     inputs = max(batches, key=lambda batch: batch.sequences).inputs()
