@@ -58,7 +58,9 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        return newton_schulz_flops(self.rows, self.columns)
+        """Of the products that make it orthogonal."""
+        short, long = sorted((self.rows, self.columns))
+        return STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
     @property
     def scale(self) -> float:
@@ -90,12 +92,6 @@ class MatrixExchange:
     held: tuple[tuple[MatrixPart, ...], ...]
     # By holder: parts of the matrices that this rank owns.
     owned: tuple[tuple[MatrixPart, ...], ...]
-
-
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Of the matrix products that make one matrix orthogonal."""
-    short, long = sorted((rows, columns))
-    return STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
