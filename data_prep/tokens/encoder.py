@@ -130,7 +130,7 @@ class WordEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False) -> None:
-        if not tokenizer.word_local or tokenizer.keeps_whitespace:
+        if not tokenizer.word_local:
             raise BadInput(
                 f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"

@@ -8,7 +8,6 @@ A causal run fills in one [MASK], from what stands before it.
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +67,10 @@ class Filler:
         ]
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a text with [CLS] and [SEP]. Where whitespace is kept, a [MASK] stands for a word and one space before it."""
-        tokenizer = self.tokenizer
+        """Ids of a text with [CLS] and [SEP]."""
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        if not tokenizer.keeps_whitespace:
-            return self.encoder.encode(tokenizer.plain(text.strip())).ids
-        before, *after = re.split(f" ?{re.escape(MASK)}", tokenizer.plain(text))
-        ids = [tokenizer.cls_id, *tokenizer.encode_texts([before])[0]]
-        for part in tokenizer.encode_chunks(after):
-            ids += [tokenizer.mask_id, *part]
-        return [*ids, tokenizer.sep_id]
+        return self.encoder.encode(self.tokenizer.plain(text.strip())).ids
 
     def _word(self, i: int) -> str:
         """A token as it is shown: letters that continue the word before them begin with ##."""

@@ -40,10 +40,6 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_START = "\u2581"
 # WordPiece's mark of a token inside a word
 CONTINUATION = "##"
-# symbols of a SentencePiece model that keeps whitespace; spaces are its own
-KEPT_BLANKS = ("\n", "\t")
-# SentencePiece's number of the type of a user-defined symbol
-USER_DEFINED = 4
 # a model of a million tokens takes about 20 MB
 MAX_BYTES = 256 << 20
 # characters; BERT makes a longer word [UNK]
@@ -113,15 +109,14 @@ class Tokenizer:
     """What both kinds share; `load` makes one.
 
     `tokens` are the vocabulary as it stands in a text, those that start a word with a space before; `word_start` is bool
-    [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin a word or what stands for one: in scripts without spaces between words (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
+    [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin a word or what stands for one: in scripts
+    without spaces between words (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
     without whitespace in them, encoding `" ".join(words)` equals encoding them one by one. `processor` is the library's own
     object, `data` the tokenizer file, whose usual name is `file_name`.
     """
 
     kind: str
     file_name: str
-    # whether runs of spaces, tabs and line feeds survive encoding and decoding
-    keeps_whitespace = False
     processor: Any
     # the protocol buffer of a SentencePiece model
     proto: Any
@@ -196,10 +191,6 @@ class Tokenizer:
     def plain(self, text: str) -> str:
         """`text` as data_prep cleans it before it encodes its words: without invisible characters and HTML entities."""
         return plain(text)
-
-    def encode_chunks(self, chunks: Sequence[str]) -> list[list[int]]:
-        """Token ids of parts of a text whose whitespace is kept, each as in that text, without a space put before it."""
-        raise NotImplementedError
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts from anywhere: those that a dataset built from them would hold."""
@@ -289,10 +280,6 @@ class _SentencePiece(Tokenizer):
             and tokens[processor.encode("a a")[0]] == first
             and not any(WORD_START in t[1:].lstrip(WORD_START) for t in tokens)
         )
-        self.keeps_whitespace = self.word_local and self._keeps_whitespace()
-        if self.keeps_whitespace:  # a word may begin with a line feed or a tab
-            begins = [processor.piece_to_id(blank) for blank in KEPT_BLANKS]
-            self.word_start[begins] = self.unit_start[begins] = True
 
     @functools.cached_property
     def proto(self) -> Any:
@@ -306,27 +293,11 @@ class _SentencePiece(Tokenizer):
         """Whether the model was trained on text of which nothing was changed."""
         return bool(self.proto.normalizer_spec.name == "identity")
 
-    def _keeps_whitespace(self) -> bool:
-        """Whether the model was trained with --keep-whitespace, by its flags and its symbols for line feed and tab."""
-        ids = [self.processor.piece_to_id(blank) for blank in KEPT_BLANKS]
-        if self.unk_id in ids:
-            return False
-        spec, pieces = self.proto.normalizer_spec, self.proto.pieces
-        symbols = all(pieces[i].type == USER_DEFINED for i in ids)
-        return bool(
-            symbols and self._normalises_nothing and spec.add_dummy_prefix and not spec.remove_extra_whitespaces
-        )
-
     def plain(self, text: str) -> str:
         return text if self._normalises_nothing else plain(text)
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
-
-    def encode_chunks(self, chunks: Sequence[str]) -> list[list[int]]:
-        # A symbol before a chunk takes the space that the model puts before a text, and no token holds both.
-        encoded = self.processor.encode([KEPT_BLANKS[0] + chunk for chunk in chunks], out_type=int, num_threads=1)
-        return [ids[2:] for ids in encoded]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         return [self._without_space(ids) for ids in self.encode_texts(words)]

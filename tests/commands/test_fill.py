@@ -61,17 +61,6 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
             assert [word.removeprefix("##") for word, _ in words] == tokens
 
 
-def test_whitespace_around_masks_is_kept(tmp_path: Path) -> None:
-    found = hf.load(runs.make(tmp_path / "run", "whitespace"))
-    filler, kept = fill.Filler(found), found.tokenizer
-    given, whole = "  the\n\t  [MASK] fox\n [MASK]s ", "  the\n\t  the fox\n thes "
-    ids = filler._encode(given)
-    word = kept.encode_batch(["the"])[0]
-    assert word[0] != kept.unk_id and kept.keeps_whitespace
-    unmasked = [id_ for i in ids[1:-1] for id_ in (word if i == kept.mask_id else [i])]
-    assert kept.decode(unmasked) == whole and len(filler.fill(given, top=2)) == 2
-
-
 def test_the_table_is_aligned() -> None:
     words = [[("fox", 0.5), ("strasse", 0.25)], [("##es", 0.999), ("a", 0.0004)]]
     assert fill.table(words[:1]) == " 1  fox       50.0%\n 2  strasse   25.0%"

@@ -22,10 +22,8 @@ TEXT = [
     "A language model learns which words follow which, and how often they do so (naïvely).",
 ] * 50
 PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-KEPT = {"user_defined_symbols": "\n,\t", "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
 OTHERS = {  # the last one cannot be expressed in tokenizer.json
-    "whitespace": KEPT,
-    "nfkc": {"normalization_rule_name": "nfkc"},
+    "nfkc": {"normalization_rule_name": "nfkc"}
 }
 KINDS = ("unigram", "bpe", "uncased", "cased")
 
