@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
 from pathlib import Path
 
@@ -16,13 +14,6 @@ from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
 
-BERT = {
-    **{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"intermediate_size": 64, "vocab_size": 45, "max_position_embeddings": 32, "type_vocab_size": 2},
-    **{"hidden_act": "gelu", "layer_norm_eps": 1e-12},
-}
-
-
 pytestmark = pytest.mark.usefixtures("own_signals")
 
 
@@ -34,9 +25,6 @@ def base(tmp_path_factory) -> Path:
         finetune_problem.write_texts(folder / f"{name}.tsv", 24, seed)
         finetune_problem.write_tags(folder / f"{name}.conll", 24, seed)
     (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
-    (folder / "pickle").mkdir()
-    (folder / "pickle" / "config.json").write_text(json.dumps(BERT))
-    (folder / "pickle" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))
     (folder / "other").mkdir()
     (folder / "other" / "notes.txt").write_text("mine")
     return folder
@@ -63,7 +51,6 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"task": "sst2"}, "name one --task"),
         ({"model": "absent"}, "no such folder"),
         ({"model": "other"}, "no run folder"),
-        ({"model": "pickle"}, "nothing of it was run"),
         ({"train": ""}, "--train is missing"),
         ({"train": "absent.tsv"}, "absent.tsv"),
         ({"dev": "unseen.tsv"}, "unseen.tsv"),
