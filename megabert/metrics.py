@@ -1,7 +1,7 @@
 """Figures of a run: loss, accuracy, throughput, FLOP utilisation, memory, times of the ranks; and the sinks they are written to.
 
-Figures count real tokens only: padding adds neither tokens nor FLOPs. `metrics.jsonl` is the truth; TensorBoard, Weights &
-Biases and MLflow show the same numbers. A new figure of the data is one line in `PretrainingMeter.counts_of`, one of the
+Figures count real tokens only: padding adds neither tokens nor FLOPs. `metrics.jsonl` is the truth; TensorBoard and
+Weights & Biases show the same numbers. A new figure of the data is one line in `PretrainingMeter.counts_of`, one of the
 device (a norm, say) one line in `measured`.
 """
 
@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import re
 import resource
 import secrets
@@ -19,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -363,12 +362,6 @@ def median(values: Iterable[float]) -> float:
 
 # TensorBoard has a curve for each of so many ranks, of more a histogram
 RANK_CURVES = 64
-# optional packages, each with the setting of the same name
-SINK_PACKAGES = ("wandb", "mlflow")
-# parameters that MLflow takes in one call
-MLFLOW_PARAMETERS = 100
-# Seconds and further tries, unless the user sets them: training waits meanwhile, MLflow's own take longer than the watchdog.
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @dataclass(frozen=True)
@@ -505,69 +498,6 @@ class WeightsAndBiases(Sink):
         self._wandb.teardown()
 
 
-class MLflow(Sink):
-    """A run of the experiment `log.mlflow`, the same one after a restart, at MLFLOW_TRACKING_URI or in the run's own folder.
-
-    Once a server does not answer, nothing more is sent to it; training continues.
-    """
-
-    def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run starts. Raises ValueError where the server refuses a run that is new there."""
-        for name, value in MLFLOW_PATIENCE.items():
-            os.environ.setdefault(name, value)
-        self._mlflow: Any = importlib.import_module("mlflow")
-        self._failed = False
-        server, folder = os.environ.get("MLFLOW_TRACKING_URI", ""), folder.resolve()
-        known = _known_id(folder, "mlflow", fresh)
-        try:
-            self._client = self._mlflow.MlflowClient(server or f"sqlite:///{folder}/mlflow.db")
-            self._run_id = known or self._create_run(config, folder, server)
-        except self._mlflow.exceptions.MlflowException as error:
-            raise ValueError(f"log.mlflow={config.log.mlflow}: {' '.join(str(error).split())}") from None
-        _keep_id(folder, "mlflow", self._run_id)
-        if known:
-            self._call(lambda: self._client.set_terminated(known, "RUNNING"))
-
-    def _create_run(self, config: Config, folder: Path, server: str) -> str:
-        """A new run with its settings; its id."""
-        experiment = self._client.get_experiment_by_name(config.log.mlflow)
-        if experiment is None:
-            artifacts = None if server else (folder / "mlartifacts").as_uri()
-            experiment_id = self._client.create_experiment(config.log.mlflow, artifacts)
-        else:
-            experiment_id = experiment.experiment_id
-        run_id: str = self._client.create_run(experiment_id, run_name=folder.name).info.run_id
-        flat = _flatten(config.model_dump())
-        parameters = [self._mlflow.entities.Param(name, str(value)) for name, value in flat.items()]
-        for first in range(0, len(parameters), MLFLOW_PARAMETERS):
-            self._client.log_batch(run_id, params=parameters[first : first + MLFLOW_PARAMETERS])
-        return run_id
-
-    def _call(self, call: Callable[[], None]) -> None:
-        """Call the server, unless it has failed before; a failure is warned of once."""
-        if self._failed:
-            return
-        try:
-            call()
-        except self._mlflow.exceptions.MlflowException as error:
-            self._failed = True
-            log.warning(f"mlflow: {' '.join(str(error).split())}; no more is sent to it until the next start")
-
-    def _send(self, values: Mapping[str, float], step: int) -> None:
-        now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
-        metrics = [metric(name, value, now, step) for name, value in values.items()]
-        self._call(lambda: self._client.log_batch(self._run_id, metrics))
-
-    def write(self, values: dict[str, Any]) -> None:
-        self._send(_numbers(values), values["step"])
-
-    def conclude(self, results: Mapping[str, float]) -> None:
-        self._send(_final(results), 0)
-
-    def close(self) -> None:
-        self._call(lambda: self._client.set_terminated(self._run_id))
-
-
 class Sinks:
     """All sinks of a run; without a folder there are none."""
 
@@ -580,8 +510,6 @@ class Sinks:
         fresh = saved_step < 0
         if config.log.wandb:
             self._sinks.append(WeightsAndBiases(folder, config, fresh))
-        if config.log.mlflow:
-            self._sinks.append(MLflow(folder, config, fresh))
         self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step)]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(folder / "tensorboard", config, step))
@@ -609,12 +537,10 @@ class Sinks:
 
 def check_packages(config: Config) -> None:
     """Raises ValueError naming a setting whose package is not installed."""
-    for name in SINK_PACKAGES:
-        setting = getattr(config.log, name)
-        if setting and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"log.{name}={setting}: {name} is not installed; pip install 'megabert[{name}]', or remove the setting"
-            )
+    if config.log.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'megabert[wandb]', or remove the setting"
+        )
 
 
 def as_markdown(samples: Iterable[dict[str, Any]]) -> str:

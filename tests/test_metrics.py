@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging.handlers
-import os
 import queue
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,12 +231,11 @@ def test_a_text_of_tensorboard_numbers_masks_and_escapes_markup() -> None:
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_named_with_its_setting(name: str, monkeypatch) -> None:
+def test_a_missing_package_is_named_with_its_setting(monkeypatch) -> None:
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda package: None)
-    text = rf"log\.{name}=mine: {name} is not installed; pip install 'megabert\[{name}\]'"
+    text = r"log\.wandb=mine: wandb is not installed; pip install 'megabert\[wandb\]'"
     with pytest.raises(ValueError, match=text):
-        metrics.check_packages(config(f"log.{name}=mine"))
+        metrics.check_packages(config("log.wandb=mine"))
     metrics.check_packages(config())  # nothing is asked for
 
 
@@ -268,45 +265,6 @@ def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path,
     other = Sinks(folder, config("log.wandb=mine"), 0, -1)
     other.close()  # another run in the same folder
     assert json.loads((folder / "sinks.json").read_text())["wandb"] != run_id
-
-
-@pytest.mark.slow
-@needs("mlflow")
-def test_mlflow_keeps_one_run_in_the_folder_over_a_restart(tmp_path: Path, monkeypatch) -> None:
-    from mlflow import MlflowClient
-
-    for variable in ("MLFLOW_TRACKING_URI", *metrics.MLFLOW_PATIENCE):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "mini"
-    run_id = run_twice(folder, "log.mlflow=mine")["mlflow"]
-    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    run = client.get_run(run_id)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "mini")
-    assert client.get_experiment(run.info.experiment_id).name == "mine"
-    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")] == [(10, 9.0), (20, 8.0)]
-    assert run.data.metrics["final/mlm_loss"] == 7.5 and run.data.params["log.mlflow"] == "mine"
-    assert "data/row_digest" not in run.data.metrics
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mini"]  # nothing where the command was given
-    for variable, value in metrics.MLFLOW_PATIENCE.items():
-        assert os.environ[variable] == value
-
-
-@pytest.mark.slow
-@needs("mlflow")
-def test_a_server_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
-    (tmp_path / "sinks.json").write_text('{"mlflow": "0123456789abcdef"}')
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and sends nothing
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        for variable, value in zip(metrics.MLFLOW_PATIENCE, ("1", "0"), strict=True):
-            monkeypatch.setenv(variable, value)
-        sinks = Sinks(tmp_path, config("log.mlflow=mine"), 20, 20)
-        sinks.write({"step": 30, "train/loss": 7.0})
-        sinks.close()
-        with pytest.raises(ValueError, match=r"log\.mlflow=mine: "):
-            Sinks(tmp_path, config("log.mlflow=mine"), 0, -1)
-    assert capsys.readouterr().err.count("no more is sent to it") == 1
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 30
 
 
 class Broken(Sink):

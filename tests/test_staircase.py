@@ -66,7 +66,6 @@ OWNERS = {
     "amp_C": ("megabert.optim",),
     "apex": ("megabert.optim", "megabert.ops"),
     "deepspeed": ("megabert.engine",),
-    "mlflow": ("megabert.metrics",),
     "onnx": ("megabert.finetune.onnx",),
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),

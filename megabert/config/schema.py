@@ -258,7 +258,6 @@ class LogConfig(Section):
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
     wandb: str = Field("", description="project of Weights & Biases that metrics are also sent to; empty: none")
-    mlflow: str = Field("", description="experiment of MLflow that metrics are also sent to; empty: none")
 
 
 class Config(Section):

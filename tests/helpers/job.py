@@ -18,31 +18,20 @@ SMALL = (
     *("eval.interval=0", "eval.rows=16", "checkpoint.interval=5", "data.workers=1", "peak_tflops=1.0"),
     *("log.tensorboard=false",),
 )
-# after the driver, where a launcher runs it
-MAIN = """
-import sys
-from megabert.__main__ import main
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
 
 
 class Job:
-    """Ranks of `megabert train`; `driver` runs before it in every rank and may wrap functions. `head`: a launcher instead."""
+    """Ranks of `megabert train`; `driver` runs before it in every rank and may wrap functions."""
 
-    def __init__(self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", head=(), **env: str):
+    def __init__(self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", **env: str):
         run.parent.mkdir(parents=True, exist_ok=True)
         arguments = ["--config", "tiny", "--data", str(data), "--run", str(run), *SMALL, *map(str, extra)]
         script = run.parent / f"driver-{run.name}.py" if driver else None
         if script:
-            script.write_text(driver + (MAIN if head else ""))
+            script.write_text(driver)
         self.log = Path(tempfile.mkstemp(".log", f"{run.name}-", run.parent)[1])
         self._read = 0
         base = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-        if head:
-            command = [*map(str, head), str(script or "megabert/train.py"), *arguments]
-            with self.log.open("ab") as log:
-                self.processes = [subprocess.Popen(command, cwd=ROOT, env=base, stdout=log, stderr=log)]
-            return
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         self.processes = [
             Forked(
