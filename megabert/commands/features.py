@@ -15,7 +15,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
 
-LAYERS = "last, N (0 is the embeddings), N,N,… concatenated, or N+N+… summed"
+LAYERS = "last, N (0 is the embeddings), or N,N,… concatenated"
 POOLS = (
     "one vector a text: the mean or the max over all of its tokens, or cls: that of [CLS] (of [SEP] in a causal model); "
     "none: a vector a token, [CLS] and [SEP] too"

@@ -1,7 +1,6 @@
-"""One HTML file about a run, or several runs in the same charts: curves, events, held-out samples, configuration, environment.
+"""One HTML file about a run: curves, events, held-out samples, configuration, environment.
 
-megabert report RUN                       writes RUN/report.html
-megabert report RUN1 RUN2 --output FILE   both in the same charts
+megabert report RUN                  writes RUN/report.html
 
 The file refers to nothing outside itself. A run that is still training has a report too.
 """
@@ -28,8 +27,6 @@ from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE
 OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
 # how a report begins: another file is not overwritten
 MARKER = b"<!doctype html><!-- megabert report -->"
-# colours of the template
-MOST_RUNS = 6
 MOST_EVENTS = 200
 # of a chart, in units of its SVG
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
@@ -74,7 +71,6 @@ class ReportedRun:
     """What the files of a run folder hold. `missing`: what a report would show and why it cannot."""
 
     folder: Path
-    name: str
     config_json: dict[str, Any]
     # (update, value) of each figure, finite ones only
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -87,10 +83,8 @@ class ReportedRun:
     missing: list[str] = field(default_factory=list)
 
 
-def read_run(folder: Path, name: str) -> ReportedRun:
+def read_run(folder: Path) -> ReportedRun:
     """Everything about the run in `folder`. Raises ValueError naming the file that cannot be used."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; name a run folder written by megabert train")
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: is no run folder (no {CONFIG}); name one written by megabert train")
@@ -99,7 +93,7 @@ def read_run(folder: Path, name: str) -> ReportedRun:
         assert isinstance(config_json["config"], dict)
     except (ValueError, LookupError, TypeError, AssertionError):
         raise ValueError(f"{path}: holds no configuration of a run; name a folder of megabert train") from None
-    run = ReportedRun(folder, name, config_json)
+    run = ReportedRun(folder, config_json)
     read_metrics(run)
     read_events(run)
     lines = list(json_lines(folder / SAMPLES))
@@ -190,19 +184,12 @@ def environment(run: ReportedRun) -> dict[str, Any]:
     return table | {name: run.config_json.get(name) for name in ("revision", "command")}
 
 
-def side_by_side(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Rows (name, value of each column) of a table."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, [column.get(name, "—") for column in columns]) for name in names]
-
-
-def differing_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[Any]]]:
-    """Rows of the settings that differ: of one run from the defaults, of several among them."""
+def changed_settings(run: ReportedRun) -> dict[str, Any]:
+    """Settings that differ from the defaults."""
     from megabert.config import Config
 
-    settings = [dict(flat(run.config_json["config"])) for run in runs]
-    usual = dict(flat(Config().model_dump())) if len(runs) == 1 else settings[0]
-    return [row for row in side_by_side(settings) if any(value != usual.get(row[0], "—") for value in row[1])]
+    usual = dict(flat(Config().model_dump()))
+    return {name: value for name, value in flat(run.config_json["config"]) if value != usual.get(name)}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -253,15 +240,12 @@ class ChartScale:
         return [k * step for k in range(first, last + 1)]
 
 
-def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | None:
-    """What the template draws of a chart; None where no run has its figures."""
+def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
+    """What the template draws of a chart; None where the run has none of its figures."""
     lines: list[dict[str, Any]] = []
-    for number, run in enumerate(runs):
-        for name in chart.names:
-            if points := thinned(run.curves.get(name, [])):
-                held_out = name.startswith("eval/")
-                label = f"{run.name}, " * (len(runs) > 1) + ("held out" if held_out else "training")
-                lines.append({"run": number, "label": label, "held_out": held_out, "points": points})
+    for name in chart.names:
+        if points := thinned(run.curves.get(name, [])):
+            lines.append({"held_out": name.startswith("eval/"), "points": points})
     if not lines:
         return None
     steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
@@ -273,7 +257,6 @@ def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | Non
         line["path"] = "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in line["points"])
         of_line = [y for _, y in line["points"]]
         line["figures"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
-        line["end"] = [across(line["points"][-1][0]), up(of_line[-1])]
     percent = chart.written.endswith("%}")
     return {
         "title": chart.title,
@@ -281,7 +264,7 @@ def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | Non
         "lines": lines,
         "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
         "y_ticks": [(up(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in up.ticks()],
-        "marks": marks(runs[0], across, steps) if chart.title == "Loss" and len(runs) == 1 else [],
+        "marks": marks(run, across, steps) if chart.title == "Loss" else [],
     }
 
 
@@ -310,22 +293,22 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
     return tables
 
 
-def render(runs: Sequence[ReportedRun]) -> bytes:
-    """The page of one run or of several."""
+def render(run: ReportedRun) -> bytes:
+    """The page of a run."""
     import jinja2
 
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     page = template.from_string(TEMPLATE.read_text()).render(
-        runs=runs,
-        title="Training report: " + ", ".join(run.name for run in runs),
-        results=side_by_side([results(run) for run in runs]),
-        charts=[drawn for chart in CHARTS if (drawn := plot(chart, runs))],
-        samples=[sample_tables(run) for run in runs],
+        run=run,
+        name=run.folder.resolve().name,
+        results=results(run),
+        charts=[drawn for chart in CHARTS if (drawn := plot(chart, run))],
+        samples=sample_tables(run),
         most_events=MOST_EVENTS,
-        settings=differing_settings(runs),
-        environment=side_by_side([environment(run) for run in runs]),
+        settings=changed_settings(run),
+        environment=environment(run),
         size=(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
         made=time.strftime(f"MegaBERT {__version__}, made %Y-%m-%d %H:%M UTC", time.gmtime()),
     )
@@ -335,27 +318,17 @@ def render(runs: Sequence[ReportedRun]) -> bytes:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run folder written by megabert train")
-    add("--output", default="", metavar="FILE", help=f"the file to write (default: {OUTPUT} in the first RUN)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder written by megabert train")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the file to write (default: RUN/{OUTPUT})")
     args = parser.parse_args(argv)
-    folders = [Path(name) for name in args.runs]
-    output = Path(args.output) if args.output else folders[0] / OUTPUT
-    if len(folders) > MOST_RUNS:
-        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} fit one chart; name fewer")
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("a run is named twice; name each once")
-    names = [folder.resolve().name for folder in folders]
-    names = names if len(set(names)) == len(names) else args.runs
-    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    run, output = read_run(args.run), args.output or args.run / OUTPUT
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
         raise ValueError(f"{output}: is there and is no report; name another file with --output")
-    write_whole(output, render(runs))
-    for run in runs:
-        for text in run.missing:
-            log.info(f"{run.name}: {text}")
+    write_whole(output, render(run))
+    for text in run.missing:
+        log.info(text)
     log.info(f"{output}: {output.stat().st_size / 1e3:,.0f} kB")
     return OK
 

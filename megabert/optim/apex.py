@@ -30,13 +30,13 @@ def obstacle(config: Config, device: torch.device) -> str:
     if config.optimizer.split_qkv:
         return "apex's LAMB has one trust ratio a tensor; set optimizer.split_qkv=false"
     try:
-        _load_apex()
+        load_apex()
     except (ImportError, AttributeError) as error:
         return f"NVIDIA's apex does not import ({error})"
     return ""
 
 
-def _load_apex() -> tuple[Any, Any, Any]:
+def load_apex() -> tuple[Any, Any, Any]:
     """Apex's launcher over lists of tensors, its Adam kernel and its LAMB kernel."""
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("apex.multi_tensor_apply"):
         raise ImportError("the package apex installed here is another one; NVIDIA's is at github.com/NVIDIA/apex")
@@ -51,7 +51,7 @@ class ApexAdamW(GuardedOptimizer):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._apply, self._adam, self._lamb = _load_apex()
+        self._apply, self._adam, self._lamb = load_apex()
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         device, states = tensors[0].device, [self.state[t] for t in tensors]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import subprocess
 import sys
@@ -72,25 +71,26 @@ def tokens_of(path: Path) -> dict[str, np.ndarray]:
     return joined | {"lengths": np.array([len(row) for row in rows["ids"]])}
 
 
-@pytest.mark.parametrize("layers", ["last", "0", "3,4,0", "1+2+3+4"])
+@pytest.mark.parametrize("layers", ["last", "0", "3,4,0"])
 def test_layers_are_transformers_own(layers: str, run: Path, peer: Any, lines: Path) -> None:
     output = lines.with_suffix(".parquet")
     assert features.main(command(run, lines, output, "--pool", "none", "--layers", layers, "--batch-tokens", "30")) == 0
     found, want = tokens_of(output), []
     for text in TEXTS:
         states = peer(text)
-        of = {"last": [states[4]], "0": [states[0]], "3,4,0": [states[3], states[4], states[0]]}
-        want.append(np.concatenate(of[layers], 1) if layers in of else sum(states[1:]))
+        want.append(np.concatenate([states[int(i)] for i in layers.replace("last", "4").split(",")], 1))
     assert found["lengths"].tolist() == [len(states) for states in want]
     assert found["vectors"].shape == np.concatenate(want).shape
     assert np.abs(found["vectors"] - np.concatenate(want)).max() <= 1e-5
 
 
-@pytest.mark.parametrize("pool", ["cls", "mean", "max"])
-@pytest.mark.parametrize("ending", [".npy", ".parquet"])
-def test_pooled_is_a_vector_a_text(pool: str, ending: str, run: Path, peer: Any, lines: Path) -> None:
+@pytest.mark.parametrize(
+    ("pool", "ending", "precision"),
+    [("cls", ".npy", "fp32"), ("mean", ".parquet", "fp32"), ("max", ".npy", "fp32"), ("mean", ".npy", "bf16")],
+)
+def test_pooled_is_a_vector_a_text(pool: str, ending: str, precision: str, run: Path, peer: Any, lines: Path) -> None:
     output = lines.with_suffix(ending)
-    assert features.main(command(run, lines, output, "--pool", pool)) == 0
+    assert features.main(command(run, lines, output, "--pool", pool, "--precision", precision)) == 0
     if ending == ".npy":
         found = np.load(output)
         assert found.dtype == np.float32
@@ -99,8 +99,9 @@ def test_pooled_is_a_vector_a_text(pool: str, ending: str, run: Path, peer: Any,
         assert table.column_names == ["vector"] and table["vector"].type.list_size == 32
         found = np.array(table["vector"].to_pylist())
     of = {"cls": lambda x: x[0], "mean": lambda x: x.mean(0), "max": lambda x: x.max(0)}[pool]
-    want = np.stack([of(peer(text)[-1]) for text in TEXTS])
-    assert found.shape == (5, 32) and np.abs(found - want).max() <= 1e-5
+    difference = np.abs(found - np.stack([of(peer(text)[-1]) for text in TEXTS])).max()
+    assert found.shape == (5, 32)
+    assert difference <= 1e-5 if precision == "fp32" else 1e-5 < difference < 3e-2
 
 
 def test_small_batches_keep_order_and_cut_texts(run: Path, peer: Any, lines: Path) -> None:
@@ -123,19 +124,12 @@ def test_small_batches_keep_order_and_cut_texts(run: Path, peer: Any, lines: Pat
     assert sorted(path.name for path in output.parent.iterdir()) == sorted([lines.name, output.name])
 
 
-@pytest.mark.parametrize("ending", [".tsv", ".csv.gz", ".jsonl"])
-def test_a_table_gives_its_columns_texts(ending: str, run: Path, peer: Any, tmp_path: Path) -> None:
-    texts = ["the lazy dog, she sells", 'a "quick" fox']
-    path, output = tmp_path / f"texts{ending}", tmp_path / "out.npy"
-    rows = {
-        ".tsv": "n\ta\n" + "".join(f"1\t{text}\n" for text in texts),
-        ".csv": 'a,n\r\n"the lazy dog, she sells",1\r\n"a ""quick"" fox",1\r\n',
-        ".jsonl": "".join(json.dumps({"a": text, "n": 1}) + "\n" for text in texts),
-    }
-    data = rows[ending.removesuffix(".gz")].encode()
-    path.write_bytes(gzip.compress(data) if ending.endswith(".gz") else data)
+def test_a_table_gives_its_columns_texts(run: Path, peer: Any, tmp_path: Path) -> None:
+    """Other formats of tables are those of `megabert.common.tables`."""
+    path, output = tmp_path / "texts.csv.gz", tmp_path / "out.npy"
+    path.write_bytes(gzip.compress(b'a,n\r\n"the lazy dog, she sells",1\r\n"a ""quick"" fox",1\r\n'))
     assert features.main(command(run, path, output, "--text", "a")) == 0
-    want = np.stack([peer(text)[-1].mean(0) for text in texts])
+    want = np.stack([peer(text)[-1].mean(0) for text in ("the lazy dog, she sells", 'a "quick" fox')])
     assert np.abs(np.load(output) - want).max() <= 1e-5
 
 
@@ -175,13 +169,6 @@ def test_encode_keeps_the_number_of_threads(run: Path, peer: Any) -> None:
     assert Extractor(hf.load(run)).encode([]).shape == (0, 32)
 
 
-def test_bf16_is_near_fp32(run: Path, peer: Any, lines: Path) -> None:
-    output = lines.with_suffix(".npy")
-    assert features.main(command(run, lines, output, "--pool", "mean", "--precision", "bf16")) == 0
-    want = np.stack([peer(text)[-1].mean(0) for text in TEXTS])
-    assert 1e-5 < np.abs(np.load(output) - want).max() < 3e-2
-
-
 MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.txt", b"one\n\ntwo\n", [], "a.txt, line 2: empty text"),
     ("a.txt", b"", [], "has no text in it"),
@@ -190,7 +177,7 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.tsv", b"x\ty\none\ttwo\n", ["--text", "z"], "no column 'z'; its columns are x, y"),
     ("a.csv", b"x,y\none, \n", ["--text", "y"], "line 2, column 'y': empty text"),
     ("a.txt", b"one\n", ["--layers", "5"], "the model has 0 (embeddings) to 4"),
-    ("a.txt", b"one\n", ["--layers", "first"], "--layers first: is neither last, nor N"),
+    ("a.txt", b"one\n", ["--layers", "first"], "--layers first: is neither last nor N"),
     ("a.txt", b"one\n", ["--max-length", "101"], "the model takes 5 to 100 tokens"),
     ("a.txt", b"one\n", ["--batch-tokens", "0"], "must be 1 or more"),
     ("a.txt", b"one\n", ["--output", "OUT.txt"], "OUT.txt: must end in .parquet, .npy"),

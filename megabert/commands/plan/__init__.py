@@ -1,1 +1,1 @@
-"""Planning: seconds an update at N GPUs, cost and failures, by arithmetic on shapes, a device table and a fabric."""
+"""Planning: memory, work and seconds an update, by arithmetic on shapes, a device table and a fabric."""

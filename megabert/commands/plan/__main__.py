@@ -35,12 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--over", type=int, nargs="+", metavar="N", help=numbers)
     add("--nodes-of", type=int, default=8, metavar="N", help="GPUs a node")
     add("--network", metavar="AxG", help="network a node: A adapters of G Gbit/s, e.g. 8x400")
-    add("--gpu-hour-price", type=float, metavar="X", help="of one GPU for an hour, in any currency")
     args = parser.parse_intermixed_args(argv)
-    for name in ("over", "network", "gpu_hour_price"):
+    for name in ("over", "network"):
         if not args.gpus and getattr(args, name) is not None:
             raise ValueError(f"{_option(name)} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
-    for name in ("world_size", "tokens_per_sec", "memory_gib", "gpu_hour_price"):
+    for name in ("world_size", "tokens_per_sec", "memory_gib"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{_option(name)} {value:g}: give a number above 0")
@@ -71,7 +70,7 @@ def forecast_text(args: argparse.Namespace, config: Config) -> str:
     network = f", network {args.network}" if args.network else ""
     return (
         f"projection, not measured: {args.gpus}, nodes of {fabric.node}{network}: {job.rows:,} rows of {job.seq_len} tokens "
-        f"an update, ZeRO-{config.zero.stage}\n\n{forecast.table(job, points, device, args.gpu_hour_price or 0.0)}"
+        f"an update, ZeRO-{config.zero.stage}\n\n{forecast.table(job, points, device)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Forecast of a run at several numbers of GPUs: seconds an update, days and cost, as tables.
+"""Forecast of a run at several numbers of GPUs: seconds an update and days, as tables.
 
 What is known of this trainer's own kernels is counted from the model on paper; none of it has been timed on a GPU.
 """
@@ -133,21 +133,16 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
     return points
 
 
-def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, gpu_hour_price: float = 0.0) -> str:
-    """Speed, efficiency (against the first line), days and cost, a line a number of GPUs; then the terms in milliseconds."""
+def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> str:
+    """Speed, efficiency (against the first line), days and GPU-hours, a line a number of GPUs; then the terms in milliseconds."""
     lines = [["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "GPU-hours"]]
-    lines[0] += ["cost"] if gpu_hour_price else []
     first = points[0].size * points[0].step.seconds
     for point in points:
-        seconds, hours = point.step.seconds, point.size * point.seconds / 3_600
+        seconds = point.step.seconds
+        mfu, efficiency = job.operations / (seconds * point.size * device.peak), first / (point.size * seconds)
         cells = [f"{point.size:,}", f"{point.micro_size} x {point.micro_steps}", f"{seconds:.4g}"]
-        cells += [f"{job.rows / seconds:,.0f}", f"{job.tokens / seconds:,.0f}"]
-        cells += [
-            f"{job.operations / (seconds * point.size * device.peak):.1%}",
-            f"{first / (point.size * seconds):.1%}",
-        ]
-        cells += [f"{point.seconds / 86_400:.3g}", f"{hours:,.0f}"]
-        lines.append(cells + ([f"{hours * gpu_hour_price:,.0f}"] if gpu_hour_price else []))
+        cells += [f"{job.rows / seconds:,.0f}", f"{job.tokens / seconds:,.0f}", f"{mfu:.1%}", f"{efficiency:.1%}"]
+        lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
     return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
