@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data_prep.common.errors import BadInput
 from megabert.data import shards
-from megabert.data.masking import Masked, Masking, MaskingVocabulary, mask
+from megabert.data.masking import Masked, MaskingConfig, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
 
 # rows counted at most, spread over the dataset
@@ -91,10 +91,10 @@ def inspect(folder: str | os.PathLike[str], rows: int = 3) -> str:
     """
     if rows < 0:
         raise BadInput(f"--rows: must be at least 0, is {rows}")
-    return "\n\n".join("\n".join(_dataset(path, rows, Masking())) for path in datasets(folder))
+    return "\n\n".join("\n".join(_dataset(path, rows, MaskingConfig())) for path in datasets(folder))
 
 
-def _dataset(folder: Path, samples: int, masking: Masking) -> list[str]:
+def _dataset(folder: Path, samples: int, masking: MaskingConfig) -> list[str]:
     dataset = shards.Dataset(folder)
     m = dataset.manifest
     tokenizer = Tokenizer.load(dataset.tokenizer_path)

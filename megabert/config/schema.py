@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -93,6 +94,17 @@ class MaskingConfig(Section):
     def causal(self) -> bool:
         """Whether a token attends only to the tokens before it and itself."""
         return self.strategy == "causal"
+
+    @property
+    def objective(self) -> Literal["causal", "masked"]:
+        """What an update with this masking trains."""
+        return "causal" if self.causal else "masked"
+
+    def capacity(self, seq_len: int) -> int:
+        """K, the prediction slots of a row of `seq_len` positions."""
+        if self.causal:
+            return seq_len
+        return min(seq_len, self.max_predictions or math.ceil(self.rate * seq_len) + 1)
 
 
 class ObjectiveConfig(Section):

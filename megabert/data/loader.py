@@ -16,12 +16,10 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,19 +27,15 @@ import torch
 
 from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
-from megabert.config import Config, accumulation
+from megabert.config import Config, MaskingConfig, accumulation
 from megabert.data.batch import Batch, BatchLayout, Update, collate
-from megabert.data.masking import Masking, MaskingVocabulary, mask, masking_at
+from megabert.data.masking import MaskingVocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 
-# How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, needs nothing of the
-# program's main module, and starts with the signals below blocked. The threads that a run has by then (gloo, watchdog,
-# OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
-START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
 CHUNK_TOKENS = 1 << 18
@@ -73,11 +67,11 @@ class _Source:
             raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
         return _Source(dataset, vocabulary, seed, micro_batch)
 
-    def layout(self, rows: int, masking: Masking) -> BatchLayout:
+    def layout(self, rows: int, masking: MaskingConfig) -> BatchLayout:
         m = self.dataset.manifest
         return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
 
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig) -> tuple[np.ndarray, np.ndarray]:
         """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]). Raises as
         `Dataset.read` does."""
         layout = self.layout(len(row_ids), masking)
@@ -122,7 +116,7 @@ class _Source:
 class _Made(NamedTuple):
     """An update as it travels from a worker: its masking, its buffers, and why it has no rows ("": it has)."""
 
-    masking: Masking
+    masking: MaskingConfig
     narrow: torch.Tensor
     wide: torch.Tensor
     problem: str
@@ -156,7 +150,7 @@ class _Updates(torch.utils.data.Dataset):
         row_ids[vacant] = -1
         return row_ids, epochs
 
-    def __getitem__(self, request: tuple[int, Masking]) -> _Made:
+    def __getitem__(self, request: tuple[int, MaskingConfig]) -> _Made:
         """An update of a process that makes each of its updates in turn: the next one is read while this one is made."""
         step, masking = request
         if self.ahead is None or self.ahead[0] != step:
@@ -167,7 +161,7 @@ class _Updates(torch.utils.data.Dataset):
         self.ahead = following, *self.rows(following)
         return self.make(row_ids, epochs, masking, self.ahead[1])
 
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking, ahead: np.ndarray) -> _Made:
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig, ahead: np.ndarray) -> _Made:
         """The update of these rows; reading of those of `ahead` is started."""
         problem, code = "", errors.OK
         try:
@@ -179,30 +173,15 @@ class _Updates(torch.utils.data.Dataset):
         return _Made(masking, torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
 
 
-class _Requests(torch.utils.data.Sampler):
-    """Steps from `start` on, each with its masking as far as that is known at the time of the request."""
-
-    def __init__(self, start: int, masking_of: Callable[[int], Masking]) -> None:
-        self.start, self.masking_of = start, masking_of
-
-    def __iter__(self) -> Iterator[tuple[int, Masking]]:
-        return ((step, self.masking_of(step)) for step in itertools.count(self.start))
-
-
 def _start_worker(_: int) -> None:
-    """A worker ends with the process it works for, however that ends and however the worker was started.
-
-    Under forkserver every worker's parent id is the server's; the pipe behind `parent_process` closes with the process that
-    the worker works for. A fork server that was started before has its own signal mask, hence it is set here too.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    """A worker ends at once with the process it works for, however that ends; torch looks only every 5 s."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
 
 
-def _end_with(parent: Any) -> None:
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     parent.join()
     os._exit(1)
 
@@ -211,10 +190,6 @@ def _kill(workers: list[Any]) -> None:
     """End loader workers: they hold nothing."""
     for worker in workers:
         worker.kill()
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 class Loader:
@@ -236,42 +211,46 @@ class Loader:
         global_batch: int,
         micro_batch: int,
         seed: int,
-        masking: Masking | None = None,
-        masking_of: Callable[[int], Masking] | None = None,
+        masking: MaskingConfig | None = None,
+        masking_of: Callable[[int], MaskingConfig] | None = None,
         rank: int = 0,
         world: int = 1,
         workers: int = 0,
         prefetch: int = 2,
         start_step: int = 0,
         pin_memory: bool = False,
-        start_method: str = START_METHOD,
     ) -> None:
         self.source = _Source.of(dataset, tokenizer, seed, micro_batch)
-        fixed = masking or Masking()
-        self._masking_of = masking_of or (lambda step: fixed)
+        fixed = masking or MaskingConfig()
+        self._masking_of = masking_of = masking_of or (lambda step: fixed)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
         self._updates = _Updates(self.source, global_batch, rank, world)
         # seats of this rank's update
         self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
-        requests = _Requests(start_step, self._masking_of)
+        # each step with its masking, as far as that is known at the time of the request
+        requests = ((step, masking_of(step)) for step in itertools.count(start_step))
         self._items: Any = map(self._updates.__getitem__, requests)
         self._workers: list[Any] = []
         if workers:
-            self._start_workers(requests, workers, prefetch, start_method)
+            self._start_workers(requests, workers, prefetch)
         # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
 
-    def _start_workers(self, requests: _Requests, workers: int, prefetch: int, start_method: str) -> None:
+    def _start_workers(self, requests: Iterable[tuple[int, MaskingConfig]], workers: int, prefetch: int) -> None:
+        """Fork the workers: that takes milliseconds, and they start with the signals below blocked.
+
+        The threads that a run has by then (gloo, watchdog, OpenMP) do a worker no harm: it computes with numpy and one torch
+        thread, and Python and glibc renew their own locks.
+        """
         loader = torch.utils.data.DataLoader(
             self._updates,
             batch_size=None,
             sampler=requests,
             num_workers=workers,
             prefetch_factor=prefetch,
-            collate_fn=_unchanged,
-            multiprocessing_context=start_method,
+            multiprocessing_context="fork",
             worker_init_fn=_start_worker,
             pin_memory=self._pin,
             generator=torch.Generator(),  # not the global one, whose state belongs to the model
@@ -279,9 +258,6 @@ class Loader:
         others = multiprocessing.active_children()
         # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        if start_method != "fork":
-            resource_tracker.ensure_running()  # its first start unblocks INT and TERM
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._items = iter(loader)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers = [p for p in multiprocessing.active_children() if p not in others]
@@ -350,7 +326,7 @@ def eval_batches(
     *,
     micro_batch: int,
     seed: int,
-    masking: Masking | None = None,
+    masking: MaskingConfig | None = None,
     rank: int = 0,
     world: int = 1,
     max_rows: int | None = None,
@@ -360,7 +336,7 @@ def eval_batches(
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
     (row id -1), which count for nothing. Raises DamagedRow.
     """
-    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), masking or Masking()
+    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), masking or MaskingConfig()
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)

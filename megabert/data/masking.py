@@ -14,17 +14,13 @@ Legend: n rows, T row length, S sequences a row, K prediction slots a row, P pre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from megabert.common.random_numbers import stream_keys
-
-if TYPE_CHECKING:
-    from megabert.config import Config, MaskingConfig
+from megabert.config import Config, MaskingConfig
 
 # label of a position without prediction: torch's `ignore_index`, and `kIgnore` of csrc
 IGNORE = -100
@@ -37,39 +33,7 @@ CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
 RATE_STEP = 0.01
 
 
-@dataclass(frozen=True)
-class Masking:
-    """What is predicted, and how it is shown: `mask` of the predictions as [MASK], `random` as a random token."""
-
-    strategy: str = "token"
-    rate: float = 0.15
-    mask: float = 0.8
-    random: float = 0.1
-    # slots a row; 0 means ceil(rate x T) + 1
-    max_predictions: int = 0
-
-    @staticmethod
-    def of(options: MaskingConfig) -> Masking:
-        return Masking(options.strategy, options.rate, options.mask, options.random, options.max_predictions)
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token attends only to the tokens before it and itself."""
-        return self.strategy == "causal"
-
-    @property
-    def objective(self) -> str:
-        """What an update with this masking trains: "causal" or "masked"."""
-        return "causal" if self.causal else "masked"
-
-    def capacity(self, seq_len: int) -> int:
-        """K, the prediction slots of a row of `seq_len` positions."""
-        if self.causal:
-            return seq_len
-        return min(seq_len, self.max_predictions or math.ceil(self.rate * seq_len) + 1)
-
-
-def masking_at(config: Config, share: float, seq_len: int) -> Masking:
+def masking_at(config: Config, share: float, seq_len: int) -> MaskingConfig:
     """The masking of an update before which `share` of the run's budget was used (0 to 1), in rows of `seq_len` positions.
 
     A run may begin causal (`objective.causal_share`) and then change its rate from `rate` to `final_rate`
@@ -77,22 +41,21 @@ def masking_at(config: Config, share: float, seq_len: int) -> Masking:
     one objective have as many prediction slots: those of the largest rate.
     """
     options, causal_share = config.data.masking, config.objective.causal_share
-    masking = Masking.of(options)
     if share < causal_share:
-        return replace(masking, strategy="causal")
-    if not options.final_rate or masking.causal:
-        return masking
+        return options.model_copy(update={"strategy": "causal"})
+    if not options.final_rate or options.causal:
+        return options
     change = options.final_rate - options.rate
     steps = max(1, round(abs(change) / RATE_STEP))
     progress = (share - causal_share) / (1 - causal_share)
     rate = options.rate + change * min(steps, int(progress * (steps + 1))) / steps
-    return replace(masking, rate=rate, max_predictions=masked_capacity(config, seq_len))
+    return options.model_copy(update={"rate": rate, "max_predictions": masked_capacity(config, seq_len)})
 
 
 def masked_capacity(config: Config, seq_len: int) -> int:
     """Prediction slots a row of the updates that are not causal (of all, where all are)."""
     options = config.data.masking
-    return replace(Masking.of(options), rate=max(options.rate, options.final_rate)).capacity(seq_len)
+    return options.model_copy(update={"rate": max(options.rate, options.final_rate)}).capacity(seq_len)
 
 
 def largest_capacity(config: Config, seq_len: int) -> int:
@@ -100,10 +63,10 @@ def largest_capacity(config: Config, seq_len: int) -> int:
     return seq_len if config.causal_updates else masked_capacity(config, seq_len)
 
 
-def held_out_masking(config: Config) -> Masking:
+def held_out_masking(config: Config) -> MaskingConfig:
     """The masking of held-out rows: never causal, unless the whole run is."""
     options = config.data.masking
-    return replace(Masking.of(options), rate=config.eval.rate or options.final_rate or options.rate)
+    return options.model_copy(update={"rate": config.eval.rate or options.final_rate or options.rate})
 
 
 class MaskingVocabulary:
@@ -140,7 +103,7 @@ def mask(
     seed: int,
     epoch: int | np.ndarray,
     vocabulary: MaskingVocabulary,
-    masking: Masking,
+    masking: MaskingConfig,
 ) -> Masked:
     """Mask rows: ids uint16 or uint32 [n, T], bounds [n, S, 2] as stored, row_ids int64 [n], epoch an int or int64 [n].
 
@@ -259,7 +222,7 @@ def _replace(
     keys: np.ndarray,
     capacity: int,
     vocabulary: MaskingVocabulary,
-    masking: Masking,
+    masking: MaskingConfig,
 ) -> Masked:
     """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or unchanged.
 

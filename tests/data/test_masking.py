@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megabert import config as configuration
-from megabert.config import Config
-from megabert.data.masking import Masking, held_out_masking, largest_capacity, mask, masking_at, stream_keys
+from megabert.config import Config, MaskingConfig
+from megabert.data.masking import held_out_masking, largest_capacity, mask, masking_at, stream_keys
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
 from tests.helpers.streams import key
 
@@ -25,7 +25,13 @@ def million():
 def masked(rows, strategy="token", seed=11, epoch=0, **options):
     ids, bounds, row_ids = rows
     return mask(
-        ids, bounds, row_ids, seed=seed, epoch=epoch, vocabulary=vocabulary(), masking=Masking(strategy, **options)
+        ids,
+        bounds,
+        row_ids,
+        seed=seed,
+        epoch=epoch,
+        vocabulary=vocabulary(),
+        masking=MaskingConfig(strategy=strategy, **options),
     )
 
 
@@ -144,20 +150,23 @@ def config(*overrides: str) -> Config:
 
 def test_by_default_masking_is_constant() -> None:
     cfg = config("data.masking.rate=0.2")
-    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {Masking("token", 0.2)}
-    assert held_out_masking(cfg) == Masking("token", 0.2) and largest_capacity(cfg, 128) == 27
+    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {MaskingConfig(rate=0.2)}
+    assert held_out_masking(cfg) == MaskingConfig(rate=0.2) and largest_capacity(cfg, 128) == 27
     whole = config("data.masking.strategy=causal")
-    assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == Masking("causal")
+    assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == MaskingConfig(strategy="causal")
     assert largest_capacity(whole, 128) == 128
 
 
 def test_the_first_share_of_the_budget_is_causal() -> None:
     cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
     for share in (0.0, 0.2, nextafter(0.4, 0)):
-        assert masking_at(cfg, share, 128) == Masking("causal") and masking_at(cfg, share, 128).objective == "causal"
+        assert (
+            masking_at(cfg, share, 128) == MaskingConfig(strategy="causal")
+            and masking_at(cfg, share, 128).objective == "causal"
+        )
     for share in (0.4, 1.0):
-        assert masking_at(cfg, share, 128) == Masking("token") and masking_at(cfg, share, 128).objective == "masked"
-    assert held_out_masking(cfg) == Masking("token", 0.25) and largest_capacity(cfg, 128) == 128
+        assert masking_at(cfg, share, 128) == MaskingConfig() and masking_at(cfg, share, 128).objective == "masked"
+    assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
 
 
 def test_the_rate_falls_in_equal_steps() -> None:

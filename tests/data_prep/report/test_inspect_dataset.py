@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.report import inspect_dataset
 from data_prep.report.inspect_dataset import inspect
-from megabert.data.masking import Masking, MaskingVocabulary, mask
+from megabert.data.masking import MaskingConfig, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
@@ -157,7 +157,7 @@ def test_masked_rows_are_the_trainers(folder):
     seen = {"mask": 0, "random": 0, "kept": 0}
     for i, part in sample(inspect(folder, 24)).items():
         rows, at = dataset.read(np.array([i])), np.array([i])
-        masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=Masking())
+        masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=MaskingConfig())
         shown = " ".join(re.findall(r"    masked: (.*)", part))
         used = masked.positions[0, : masked.counts[0]]
         new, labels = masked.ids[0, used], masked.labels[0, : len(used)]
