@@ -290,8 +290,6 @@ def record(
 class Pretraining:
     """Rows of a dataset in their order, metered in tokens and FLOPs, and its held-out split."""
 
-    satisfied = False
-
     def __init__(self, config: Config, world: World, engine: Engine, dataset: AnyDataset, tokenizer: Tokenizer) -> None:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer

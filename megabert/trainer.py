@@ -64,10 +64,6 @@ class Workload(Protocol):
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         """One line for the terminal from the values of a log line."""
 
-    @property
-    def satisfied(self) -> bool:
-        """Whether to end before the schedule does."""
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the workload, as JSON."""
 
@@ -315,9 +311,8 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """No update of the schedule is left, or the workload is satisfied."""
-        done = finished(self.config.schedule, self.state.step, self.state.seconds / 60, self.state.tokens)
-        return done or self.workload.satisfied
+        """No update of the schedule is left."""
+        return finished(self.config.schedule, self.state.step, self.state.seconds / 60, self.state.tokens)
 
     @property
     def over(self) -> bool:

@@ -72,24 +72,16 @@ def task_of(args: argparse.Namespace) -> Task:
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
-def files_of(args: argparse.Namespace) -> dict[str, Path]:
-    """The file of each split. Raises ValueError naming the option of one that is missing."""
-    for name in ("train", "dev"):
-        if not getattr(args, name):
-            raise ValueError(f"--{name} is missing: name a file")
-    return {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
-
-
-def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Settings) -> Data:
+def read(args: argparse.Namespace, files: dict[str, Path], task: Task, start: Pretrained, settings: Settings) -> Data:
     """The task's files, encoded. Raises ValueError naming file and line of what cannot be used."""
     from megabert.finetune import datasets, encoding, run
 
-    examples = {name: datasets.read(task, path) for name, path in files_of(args).items()}
+    examples = {name: datasets.read(task, path) for name, path in files.items()}
     labels = encoding.labels_of(task, examples["train"])
     examples = {name: part[: args.limit or None] for name, part in examples.items()}
     data = run.encode_splits(task, examples, start.tokenizer, settings, labels)
-    for name, split in data.splits.items():
-        log.info(f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")
+    for name, part in data.examples.items():
+        log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
     return data
 
 
@@ -99,25 +91,29 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
     from megabert.config import WatchdogConfig
     from megabert.distributed.signals import REQUEUE
     from megabert.engine import precision
-    from megabert.finetune import run, search
+    from megabert.finetune import run
 
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
     task = task_of(args)
+    for name in ("train", "dev"):
+        if not getattr(args, name):
+            raise ValueError(f"--{name} is missing: name a file")
+    files = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
     args.precision = precision.choose(args.precision, world)
     start = hf.load(args.model, args.tokenizer)
     runs = options.runs_of(args, min(task.max_length, start.config.model.max_positions), task.stride)
     settings = next(iter(runs.values()))
-    data = read(args, task, start, settings)
+    data = read(args, files, task, start, settings)
     # Whatever does not fit is reported before anything is written.
     run.describe(data, start, settings, world.size)
-    common = search.common_settings(data, start, files_of(args), settings, args.limit)
-    search.claim(output, common, world)
+    common = run.common_settings(data, start, files, settings, args.limit)
+    run.claim(output, common, world)
     watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
     ranks.apart = True
-    summary = search.train_missing(output, common, data, start, runs, world, stop, watchdog, args.log_interval)
+    summary = run.train_missing(output, common, data, start, runs, world, stop, watchdog, args.log_interval)
     if summary is None:
         return REQUEUE
-    log.info(search.table(summary["points"]))
+    log.info(run.table(summary["points"]))
     return OK
 
 
@@ -127,14 +123,8 @@ def predict(args: argparse.Namespace) -> int:
 
     if args.limit:
         raise ValueError("--limit: is for training, not for --predict")
-    count = prediction.predict_file(
-        args.model,
-        args.predict,
-        args.output,
-        text=args.text,
-        identity=args.id,
-        precision="" if args.precision == "auto" else args.precision,
-    )
+    precision = "" if args.precision == "auto" else args.precision
+    count = prediction.predict_file(args.model, args.predict, args.output, args.text, args.id, precision)
     log.info(f"{args.output}: {count:,} predictions")
     return OK
 

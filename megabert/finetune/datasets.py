@@ -1,7 +1,7 @@
 """Datasets of tasks: the examples of a file, each with the line it comes from.
 
-Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between
-sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
+Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between sentences;
+spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
@@ -148,45 +148,16 @@ def _plain(where: str, column: str, value: Any) -> str:
 
 
 def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
-    """CoNLL columns, or rows with a list of words and a list of tags."""
-    by_number = task.text[0].removeprefix("-").isdecimal()
-    if by_number and tables.is_arrow(path):
-        raise ValueError(f"{path}: is a table; name its columns of words and tags with --text and --label")
-    rows = _conll(task, path, labelled) if by_number else _word_rows(task, path, labelled)
-    for number, (where, words, tags) in enumerate(rows):
-        yield SentenceExample(str(number), where, tuple(words), None if tags is None else tuple(tags))
-
-
-def _tag(task: Task, where: str, tag: str) -> str:
-    if ENTITY_METRICS & set(task.metrics) and not ENTITY_TAG.fullmatch(tag):
-        rule = "neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
-        raise ValueError(f"{where}: tag {tag!r:.40} is {rule}")
-    return _known(task, where, tag)
-
-
-def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[tuple[str, list[str], list[str] | None]]:
-    wanted = [task.text[0], *([task.label] * labelled)]
-    for where, row in tables.rows(path, wanted):
-        for name, values in zip(wanted, row, strict=True):
-            if not isinstance(values, list) or not values:
-                raise ValueError(f"{where}: column {name!r} holds no list but {values!r:.40}")
-        words, *tags = ([_plain(where, name, v) for v in values] for name, values in zip(wanted, row, strict=True))
-        if not all(word.strip() for word in words):
-            raise ValueError(f"{where}: a word in column {task.text[0]!r} is empty")
-        if labelled and len(tags[0]) != len(words):
-            raise ValueError(f"{where}: has {len(words)} words and {len(tags[0])} tags")
-        yield where, words, [_tag(task, where, tag) for tag in tags[0]] if labelled else None
-
-
-def _conll(task: Task, path: Path, labelled: bool) -> Iterator[tuple[str, list[str], list[str] | None]]:
     words: list[str] = []
     tags: list[str] = []
-    start = width = 0
+    start = width = count = 0
     for number, line in chain(tables.lines(path), [(0, "")]):
         if not line.strip(" \t"):
             if words:
-                yield f"{path}, line {start}", words, tags if labelled else None
-                words, tags = [], []
+                yield SentenceExample(
+                    str(count), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None
+                )
+                words, tags, count = [], [], count + 1
             continue
         fields = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
         if fields[0] == "-DOCSTART-":
@@ -201,6 +172,13 @@ def _conll(task: Task, path: Path, labelled: bool) -> Iterator[tuple[str, list[s
             tags.append(_tag(task, where, _field(where, "tag", task.label, fields)))
         start = start if words else number
         words.append(_field(where, "word", task.text[0], fields))
+
+
+def _tag(task: Task, where: str, tag: str) -> str:
+    if ENTITY_METRICS & set(task.metrics) and not ENTITY_TAG.fullmatch(tag):
+        rule = "neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
+        raise ValueError(f"{where}: tag {tag!r:.40} is {rule}")
+    return _known(task, where, tag)
 
 
 def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:

@@ -29,7 +29,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +62,8 @@ PAGE = "results.md"
 # ---- the tasks of a folder, and their splits
 
 
-@dataclass(frozen=True)
-class GlueTask:
-    """A task with its files: "train", and "reported", of MNLI "reported-m" and "reported-mm"."""
-
-    task: Task
-    files: dict[str, Path]
+# A task with its files: "train", and "reported", of MNLI "reported-m" and "reported-mm".
+GlueTask = tuple[Task, dict[str, Path]]
 
 
 def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
@@ -93,7 +88,7 @@ def _task_in(folder: Path, name: str) -> GlueTask:
     files = {f"reported{part}": found[f"dev{ending}"] for ending, part in PARTS.items() if f"dev{ending}" in found}
     if not files or "train" not in found:
         raise ValueError(f"{folder}: has no train.tsv or no dev.tsv (nor .csv, .jsonl, or one of them as .gz)")
-    return GlueTask(tasks.preset(name), {"train": found["train"]} | files)
+    return tasks.preset(name), {"train": found["train"]} | files
 
 
 def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[TextExample]]:
@@ -120,7 +115,8 @@ def read_splits(entry: GlueTask, limit: int = 0) -> dict[str, list[TextExample]]
     used."""
     from megabert.finetune import datasets
 
-    splits = {name: datasets.read(entry.task, path) for name, path in entry.files.items()}
+    task, files = entry
+    splits = {name: datasets.read(task, path) for name, path in files.items()}
     splits["train"], splits["dev"] = hold_out(splits["train"])
     return {name: part[: limit or None] for name, part in splits.items()}
 
@@ -129,7 +125,7 @@ def read_splits(entry: GlueTask, limit: int = 0) -> dict[str, list[TextExample]]
 
 
 def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    """The results page of the tasks that are finished (`search.train_missing`), in percent."""
+    """The results page of the tasks that are finished (`run.train_missing`), in percent."""
     lines = ["| task | metric | mean | deviation | seeds | learning rate |", "|---|---|--:|--:|--:|---|"]
     for summary in summaries:
         points = summary["points"]
@@ -149,7 +145,7 @@ def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def publish(output: Path, model: str) -> str:
     """Write the table of the tasks that are finished; the page."""
-    from megabert.finetune.search import SUMMARY
+    from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
     page = page_of(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
@@ -178,13 +174,13 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     from megabert.config import WatchdogConfig
     from megabert.distributed.signals import REQUEUE
     from megabert.engine import precision
-    from megabert.finetune import run, search
+    from megabert.finetune import run
 
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
     args.precision = precision.choose(args.precision, world)
     entries = find_tasks(Path(args.data), args.tasks)
     start = hf.load(args.model, args.tokenizer)
-    first = entries[0].task
+    first = entries[0][0]
     runs = options.runs_of(args, min(first.max_length, start.config.model.max_positions), first.stride)
     settings = next(iter(runs.values()))
     # Whatever does not fit is reported before anything is written.
@@ -192,16 +188,17 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
         run.configure(start.config, settings, len(read_splits(entry, args.limit)["train"]), world.size)
     watchdog, page = None, ""
     for entry in entries:
-        folder = output / entry.task.name
-        data = run.encode_splits(entry.task, read_splits(entry, args.limit), start.tokenizer, settings)
-        log.info(", ".join(f"{name} {len(split.items):,}" for name, split in data.splits.items()))
-        common = search.common_settings(data, start, entry.files, settings, args.limit)
-        search.claim(folder, common, world)
+        task, files = entry
+        folder = output / task.name
+        data = run.encode_splits(task, read_splits(entry, args.limit), start.tokenizer, settings)
+        log.info(", ".join(f"{name} {len(part):,}" for name, part in data.items.items()))
+        common = run.common_settings(data, start, files, settings, args.limit)
+        run.claim(folder, common, world)
         watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
         ranks.apart = True
         watchdog.progress()
         given = (folder, common, data, start, runs, world, stop, watchdog, args.log_interval)
-        if search.train_missing(*given) is None:
+        if run.train_missing(*given) is None:
             return REQUEUE
         if world.is_main:
             page = publish(output, args.model)

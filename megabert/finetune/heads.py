@@ -51,16 +51,6 @@ class Head(nn.Module):
         return self.output(self.dropout(hidden))
 
 
-def without_heads(encoder: BertForPreTraining) -> BertForPreTraining:
-    """The same encoder, its pre-training heads removed."""
-    for name in PRETRAINING_HEADS:
-        if hasattr(encoder, name):
-            delattr(encoder, name)
-    for name in ("bias", "decoder"):
-        encoder.embeddings.word.register_parameter(name, None)
-    return encoder
-
-
 class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
@@ -71,7 +61,12 @@ class Finetuner(nn.Module):
         self.kind, self.outputs, self.terms, self.weights = kind, outputs, (kind,), (1.0,)
         pooler = getattr(encoder, "pooler", None)
         self.head = Head(encoder.cfg, kind, outputs, encoder.mlm)
-        self.encoder = without_heads(encoder)
+        self.encoder = encoder
+        for name in PRETRAINING_HEADS:
+            if hasattr(encoder, name):
+                delattr(encoder, name)
+        for name in ("bias", "decoder"):
+            encoder.embeddings.word.register_parameter(name, None)
         if pooler is not None and self.head.pooler is not None:
             self.head.pooler.load_state_dict(pooler.state_dict())
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megabert.common.files import write_tensors
 from megabert.finetune import save
+from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
 from megabert.hf import mapping, tokenizer_files
 from megabert.hf.model_card import table
@@ -110,39 +111,19 @@ def write(finetuned: Finetuned, folder: Path) -> None:
 
 # ---- the model card
 
-CLASSIFY_CODE = """from transformers import pipeline
+PIPELINE = """from transformers import pipeline
 print(pipeline("text-classification", "{name}")({text}, truncation=True, top_k=None))"""
-TAG_CODE = """from transformers import pipeline
-tag = pipeline("token-classification", "{name}", aggregation_strategy="none", ignore_labels=[])
-words = ["The", "words", "of", "one", "sentence"]
-starts, at = [], 0  # where each word begins in the sentence that the pipeline joins
-for word in words:
-    starts.append(at)
-    at += len(word) + 1
-(found,) = tag(words, is_split_into_words=True)
-first = {{token["start"]: token["entity"] for token in reversed(found)}}
-print([first[start] for start in starts])"""
-SPAN_CODE = """import torch
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForQuestionAnswering.from_pretrained("{name}").eval()
-question, context = "Where is the Eiffel Tower?", "The Eiffel Tower is in Paris."
-made = tokenizer(question, context, return_tensors="pt", return_offsets_mapping=True)
-offsets, segments = made.pop("offset_mapping")[0].tolist(), made.sequence_ids(0)
-with torch.no_grad():
-    out = model(**made)
-start, end = out.start_logits[0], out.end_logits[0]
-tokens = [i for i, segment in enumerate(segments) if segment == 1]
-best = max(((i, j) for i in tokens for j in tokens if i <= j < i + 30), key=lambda s: start[s[0]] + end[s[1]])
-print(context[offsets[best[0]][0] : offsets[best[1]][1]])"""
-CODE = {"tag": TAG_CODE, "span": SPAN_CODE}
+MODEL = """from transformers import AutoModel{of}, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel{of}.from_pretrained("{name}")"""
 
 
 def card(finetuned: Finetuned, name: str) -> str:
     """The README.md of an exported fine-tuned model."""
     described, task, results = finetuned.described, finetuned.described.task, finetuned.results
     model = described.config.model
+    kind = HUB_KINDS[task.kind]
     text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
+    code = MODEL if task.kind in TOKEN_KINDS else PIPELINE
     about = {"kind": task.kind, "labels": ", ".join(f"`{label}`" for label in described.labels) or "none"}
     about |= {"tokens of a text or window": str(described.max_length)}
     recipe = {name.replace("_", " "): value for name, value in results.get("settings", {}).items()}
@@ -150,10 +131,10 @@ def card(finetuned: Finetuned, name: str) -> str:
     recipe |= {"tokenizer SHA-256": finetuned.tokenizer.sha256}
     scores = {f"{name}, on the file that chose these weights": f"{v:.4f}" for name, v in results.get("dev", {}).items()}
     parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {HUB_KINDS[task.kind].task}\ntags:\n- bert\n- megabert\n---",
+        f"---\nlibrary_name: transformers\npipeline_tag: {kind.task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
         f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`.",
-        f"```python\n{CODE.get(task.kind, CLASSIFY_CODE).format(name=name, text=text)}\n```",
+        f"```python\n{code.format(name=name, text=text, of=kind.class_of)}\n```",
         "## Task",
         table(about),
         "## Recipe",

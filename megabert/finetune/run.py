@@ -1,20 +1,27 @@
-"""A fine-tuning run in its folder: encoded files, the Trainer's workload, evaluations, the best weights.
+"""Fine-tuning runs in their folders: encoded files, the Trainer's workload, evaluations, the best weights, the summary of runs.
 
 A run's settings and files decide its weights bit for bit, however often interrupted. An epoch is every item once, in an order that
 is a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a checkpoint
-is started, and the weights are kept that did best.
+is started, and the weights are kept that did best. A command that differs in settings.json is refused, one that only adds seeds or
+learning rates resumes.
 
-    RUN/best/                the best weights (`megabert.finetune.save`)
-    RUN/predictions-dev.*    and predictions-test.*, of the best weights
-    RUN/metrics.jsonl        and tensorboard/, as in pre-training
-    RUN/result.json          written last: the run is finished
+    OUTPUT/settings.json            what all runs have in common
+    OUTPUT/summary.json             the command, every learning rate, every run
+    OUTPUT/RUN/best/                the best weights (`megabert.finetune.save`)
+    OUTPUT/RUN/predictions-dev.*    and predictions-test.*, of the best weights
+    OUTPUT/RUN/metrics.jsonl        and tensorboard/, as in pre-training
+    OUTPUT/RUN/result.json          written last: the run is finished
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import shlex
 import shutil
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +30,15 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
+from megabert import hf
 from megabert.checkpoint import Checkpoints
-from megabert.common.files import write_whole
+from megabert.common import tables
+from megabert.common.files import sha256_of, write_whole
 from megabert.common.logs import duration, log
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World
+from megabert.distributed import run_lock
+from megabert.distributed.ranks import World, on_main
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import DTYPES, Engine
@@ -44,14 +54,12 @@ from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
 from megabert.trainer import Trainer
 
-RESULT = "result.json"
+COMMON, SUMMARY, RESULT = "settings.json", "summary.json", "result.json"
 
 
 def configure(model: Config, settings: Settings, items: int, world_size: int, log_interval: int = 20) -> Config:
-    """The engine's config for `items` training items; backends are this device's own, whatever the model was trained with.
-
-    Raises ValueError naming the option that does not fit.
-    """
+    """The engine's config for `items` training items; backends are this device's own. Raises ValueError naming the option that
+    does not fit."""
     if settings.max_length > model.model.max_positions:
         raise ValueError(f"--max-length {settings.max_length}: the model has {model.model.max_positions} positions")
     share = settings.batch // world_size
@@ -84,18 +92,13 @@ def configure(model: Config, settings: Settings, items: int, world_size: int, lo
 
 
 @dataclass(frozen=True)
-class Split:
-    examples: Sequence[Example]
-    items: Sequence[TaskItem]
-
-
-@dataclass(frozen=True)
 class Data:
-    """A task with its encoded files. `splits` has "train", "dev" and perhaps others, of which predictions are written."""
+    """A task with its encoded files, by split: "train", "dev" and perhaps others, of which predictions are written."""
 
     task: Task
     labels: tuple[str, ...]
-    splits: dict[str, Split]
+    examples: dict[str, Sequence[Example]]
+    items: dict[str, list[TaskItem]]
 
 
 def encode_splits(
@@ -110,16 +113,14 @@ def encode_splits(
     Raises ValueError naming file and line of a label that is not among them.
     """
     labels = tuple(labels or encoding.labels_of(task, examples["train"]))
-    splits = {}
-    for name, part in examples.items():
-        items = encoding.encode(task, part, tokenizer, labels, settings.max_length, settings.stride)
-        splits[name] = Split(part, items)
-    return Data(task, labels, splits)
+    lengths = settings.max_length, settings.stride
+    items = {name: encoding.encode(task, part, tokenizer, labels, *lengths) for name, part in examples.items()}
+    return Data(task, labels, dict(examples), items)
 
 
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
     """The model that a run will train. Raises ValueError naming the option that does not fit."""
-    config = configure(start.config, settings, len(data.splits["train"].items), world_size, log_interval)
+    config = configure(start.config, settings, len(data.items["train"]), world_size, log_interval)
     return Described(data.task, data.labels, settings.max_length, settings.stride, config)
 
 
@@ -156,7 +157,6 @@ class FineTuning:
     """One run in its folder; `train` returns its result, or None where it was asked to stop and has saved."""
 
     shown = Shown()
-    satisfied = False
 
     def __init__(
         self,
@@ -180,8 +180,7 @@ class FineTuning:
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
         self.best = Best()
-        self.items = len(data.splits["train"].items)
-        self.per_epoch = steps_per_epoch(self.items, settings.batch)
+        self.per_epoch = steps_per_epoch(len(data.items["train"]), settings.batch)
 
     def train(self, stop: Stop, watchdog: Watchdog) -> dict[str, Any] | None:
         """Trains from the newest checkpoint, or from the start. Raises BadTraining."""
@@ -215,18 +214,18 @@ class FineTuning:
         self.world.barrier()
         module = save.load(self.folder / "best", self.world.device).module
         scores_by_split: dict[str, dict[str, float]] = {}
-        for split in sorted(self.data.splits.keys() - {"train"}):
+        for split in sorted(self.data.items.keys() - {"train"}):
             scores_by_split[split], predictions = self.judge(module, split, trainer.watchdog.progress)
             if self.world.is_main:
                 path = self.folder / f"predictions-{split}.{scores.SUFFIXES.get(self.data.task.kind, 'tsv')}"
-                scores.write(self.data.task, [(self.data.splits[split].examples, predictions)], path)
+                scores.write(self.data.task, [(self.data.examples[split], predictions)], path)
         result = {
             "name": self.name,
             "settings": asdict(self.settings),
             "scores": scores_by_split,
             "best_step": self.best.step,
             "steps": trainer.state.step,
-            "items": self.items,
+            "items": len(self.data.items["train"]),
             "seconds": round(trainer.state.seconds, 3),
         }
         trainer.sinks.hparams({f"dev/{name}": value for name, value in scores_by_split["dev"].items()})
@@ -239,17 +238,22 @@ class FineTuning:
         self, module: heads.Finetuner, split: str, progress: Callable[[], None]
     ) -> tuple[dict[str, float], list[Any]]:
         """A split's scores and predictions, on every rank. A collective."""
-        task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
-        logits = logits_of(module, part.items, self.described.layout, self.world, progress=progress)
-        predictions = scores.decode(task, part.examples, part.items, logits, labels)
-        return scores.score(task, part.examples, predictions, labels), predictions
+        task, labels, examples, items = (
+            self.data.task,
+            self.data.labels,
+            self.data.examples[split],
+            self.data.items[split],
+        )
+        logits = logits_of(module, items, self.described.layout, self.world, progress=progress)
+        predictions = scores.decode(task, examples, items, logits, labels)
+        return scores.score(task, examples, predictions, labels), predictions
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
     def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[TaskUpdate]:
         """This rank's updates from number `first` on, without end."""
         return updates(
-            items=self.data.splits["train"].items,
+            items=self.data.items["train"],
             layout=self.described.layout,
             seed=self.settings.seed,
             batch=self.settings.batch,
@@ -297,3 +301,120 @@ class FineTuning:
 def write_json(path: Path, tree: Any) -> None:
     """The file appears whole."""
     write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
+
+
+# ---- the runs of a folder
+
+
+def common_settings(
+    data: Data, start: Pretrained, files: Mapping[str, Path], settings: Settings, limit: int
+) -> dict[str, Any]:
+    """What all runs of a folder have in common and decides their results: model, task, files, and settings."""
+    task = data.task
+    digests = {name: [sha256_of(part) for part in tables.files(path)] for name, path in files.items()}
+    plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
+    return {
+        "model_sha256": hf.fingerprint(start.weights),
+        "task": task.name,
+        "kind": task.kind,
+        "text": list(task.text),
+        "label": task.label,
+        "labels": list(data.labels),
+        "metrics": list(task.metrics),
+        "files_sha256": digests,
+        "limit": limit,
+        **plain,
+    }
+
+
+def refuse(output: Path, common: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the folder
+    holds. A folder that is empty or does not exist passes."""
+    path = output / COMMON
+    if path.is_file():
+        try:
+            there = json.loads(path.read_text())
+        except ValueError:
+            raise ValueError(f"{path}: is damaged; name another --output") from None
+        for name in {**common, **there}:
+            if common.get(name) != there.get(name):
+                raise ValueError(
+                    f"{output}: was made with {name}={there.get(name)!r}, this command says {common.get(name)!r}; "
+                    "name another --output"
+                )
+    elif others := sorted(entry.name for entry in output.glob("*") if entry.name != "lock"):
+        raise ValueError(f"{output}: holds {others[0]} and no {COMMON}; name an empty folder as --output")
+
+
+def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
+    """Lock `output` and write what its runs have in common. A collective. Errors as of `refuse`, before anything is written."""
+
+    def write() -> None:
+        refuse(output, common)
+        write_json(output / COMMON, common)
+
+    on_main(world, lambda: refuse(output, common))
+    run_lock.take(output, world)
+    on_main(world, write)
+
+
+def train_missing(
+    output: Path,
+    common: Mapping[str, Any],
+    data: Data,
+    start: Pretrained,
+    runs: Mapping[str, Settings],
+    world: World,
+    stop: Stop,
+    watchdog: Watchdog,
+    log_interval: int,
+) -> dict[str, Any] | None:
+    """The summary of `runs` (settings by name) of a folder that is claimed, after training those that have no result; None: asked
+    to stop, and saved. A collective."""
+    results = []
+    for name, settings in runs.items():
+        path = output / name / RESULT
+        result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
+        if result is None:
+            label = name if data.task.name == "custom" else f"{data.task.name}/{name}"
+            run = FineTuning(output / name, label, data, start, settings, world, log_interval)
+            result = run.train(stop, watchdog)
+            # DeepSpeed's engine refers to itself: it would stay on the device beside the next one.
+            del run
+            gc.collect()
+        if result is None:
+            return None
+        results.append(result)
+    points = summarise(results, data.task.metrics[0])
+    tree = {"command": shlex.join(sys.argv), "settings": common, "points": points, "runs": results}
+    if world.is_main:
+        write_json(output / SUMMARY, tree)
+    return tree
+
+
+def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Mean and standard deviation over the seeds (0 for one run) of each learning rate, the best mean of dev's `metric` first."""
+    points = []
+    for lr in dict.fromkeys(result["settings"]["lr"] for result in results):
+        runs = [result for result in results if result["settings"]["lr"] == lr]
+        scores: dict[str, dict[str, dict[str, float]]] = {}
+        for split, figures in runs[0]["scores"].items():
+            seen = {name: [run["scores"][split][name] for run in runs] for name in figures}
+            scores[split] = {
+                name: {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(runs) > 1 else 0.0}
+                for name, values in seen.items()
+            }
+        seconds = round(statistics.fmean(run["seconds"] for run in runs), 3)
+        points.append({"point": {"lr": lr}, "runs": len(runs), "scores": scores, "seconds": seconds})
+    return sorted(points, key=lambda point: -point["scores"]["dev"][metric]["mean"])
+
+
+def table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Learning rates as aligned lines: runs, each split's metrics as mean ± standard deviation, seconds a run."""
+    names = [f"{split} {name}" for split, figures in points[0]["scores"].items() for name in figures]
+    lines = [["lr", "runs", *names, "seconds"]]
+    for point in points:
+        cells = [f"{f['mean']:.4f} ± {f['std']:.4f}" for figures in point["scores"].values() for f in figures.values()]
+        lines.append([f"{point['point']['lr']:g}", str(point["runs"]), *cells, f"{point['seconds']:.0f}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

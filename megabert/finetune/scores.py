@@ -30,9 +30,6 @@ N_BEST = 20
 # Endings of predictions files; of the other kinds tsv.
 SUFFIXES = {"tag": "conll", "span": "json"}
 
-# Metrics by name, computed where they are asked for.
-Figures = dict[str, Callable[[], float]]
-
 
 # ---- logits to predictions
 
@@ -107,37 +104,38 @@ def score(
     truth: list[Any] = [getattr(example, field) for example in examples]
     if None in truth:
         raise ValueError(f"{examples[truth.index(None)].where}: has no label to score against")
-    if task.kind == "classify":
-        figures = _classified(truth, predictions, labels)
-    elif task.kind == "multilabel":
-        figures = _label_sets(truth, predictions, labels)
-    elif task.kind == "score":
-        figures = _correlated(truth, predictions)
-    elif task.kind == "tag":
-        figures = _tagged([list(tags) for tags in truth], predictions)
-    else:
-        figures = _answered(truth, predictions, task.unanswerable)
     with warnings.catch_warnings():
         # The libraries warn where they divide by zero.
         warnings.simplefilter("ignore")
-        return {name: float(figures[name]()) for name in task.metrics}
+        if task.kind == "classify":
+            figures = _classified(truth, predictions, labels)
+        elif task.kind == "multilabel":
+            figures = _label_sets(truth, predictions, labels)
+        elif task.kind == "score":
+            figures = _correlated(truth, predictions)
+        elif task.kind == "tag":
+            figures = _tagged([list(tags) for tags in truth], predictions)
+        else:
+            figures = _answered(truth, predictions, task.unanswerable)
+    return {name: float(figures[name]) for name in task.metrics}
 
 
-def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[str]) -> Figures:
+def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
     from sklearn import metrics
 
     present = sorted({*truth, *predictions})
+    true, positive = ([label == labels[-1] for label in of] for of in (truth, predictions))
     return {
-        "accuracy": lambda: metrics.accuracy_score(truth, predictions),
-        "f1": lambda: metrics.f1_score(
-            [label == labels[-1] for label in truth], [label == labels[-1] for label in predictions], zero_division=0
-        ),
-        "macro_f1": lambda: metrics.f1_score(truth, predictions, labels=present, average="macro", zero_division=0),
-        "matthews": lambda: metrics.matthews_corrcoef(truth, predictions),
+        "accuracy": metrics.accuracy_score(truth, predictions),
+        "f1": metrics.f1_score(true, positive, zero_division=0),
+        "macro_f1": metrics.f1_score(truth, predictions, labels=present, average="macro", zero_division=0),
+        "matthews": metrics.matthews_corrcoef(truth, predictions),
     }
 
 
-def _label_sets(truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str]], labels: Sequence[str]) -> Figures:
+def _label_sets(
+    truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str]], labels: Sequence[str]
+) -> dict[str, float]:
     """F1 over all decisions, or its mean over the labels, where a label that is neither true nor predicted anywhere counts 0."""
     from sklearn import metrics
 
@@ -145,36 +143,28 @@ def _label_sets(truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str
         np.array([[label in chosen for label in labels] for chosen in of]) for of in (truth, predictions)
     )
     return {
-        "micro_f1": lambda: metrics.f1_score(true, predicted, average="micro", zero_division=0),
-        "macro_f1": lambda: metrics.f1_score(true, predicted, average="macro", zero_division=0),
-        "accuracy": lambda: metrics.accuracy_score(true, predicted),
+        "micro_f1": metrics.f1_score(true, predicted, average="micro", zero_division=0),
+        "macro_f1": metrics.f1_score(true, predicted, average="macro", zero_division=0),
+        "accuracy": metrics.accuracy_score(true, predicted),
     }
 
 
-def _correlated(truth: list[float], predictions: Sequence[float]) -> Figures:
+def _correlated(truth: list[float], predictions: Sequence[float]) -> dict[str, float]:
     from scipy import stats
 
-    def correlation(of: Callable[..., Any]) -> float:
-        coefficient = float(of(truth, predictions).statistic) if len(truth) > 1 else 0.0
-        return 0.0 if math.isnan(coefficient) else coefficient
+    if len(truth) < 2:
+        return {"pearson": 0.0, "spearman": 0.0}
+    found = {"pearson": stats.pearsonr(truth, predictions), "spearman": stats.spearmanr(truth, predictions)}
+    return {name: float(np.nan_to_num(result.statistic)) for name, result in found.items()}
 
-    return {"pearson": lambda: correlation(stats.pearsonr), "spearman": lambda: correlation(stats.spearmanr)}
 
-
-def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> Figures:
+def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[str, float]:
     """Entities as conlleval counts them, which is seqeval's default: an I- tag may begin an entity."""
     from seqeval.metrics import accuracy_score
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
-    def entities(which: int) -> float:
-        return precision_recall_fscore_support(truth, predictions, average="micro", zero_division=0)[which]
-
-    return {
-        "precision": lambda: entities(0),
-        "recall": lambda: entities(1),
-        "f1": lambda: entities(2),
-        "accuracy": lambda: accuracy_score(truth, predictions),
-    }
+    precision, recall, f1, _ = precision_recall_fscore_support(truth, predictions, average="micro", zero_division=0)
+    return {"precision": precision, "recall": recall, "f1": f1, "accuracy": accuracy_score(truth, predictions)}
 
 
 # ---- SQuAD's rules
@@ -182,7 +172,7 @@ def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> Figures
 
 def _answered(
     truth: list[tuple[tuple[str, int], ...]], predictions: Sequence[dict[str, Any]], unanswerable: bool
-) -> Figures:
+) -> dict[str, float]:
     gold = [[text for text, _ in answers] for answers in truth]
     if unanswerable:
         # 2.0 drops answers that are empty once normalised, and has "" for none; 1.1 takes them as they are.
@@ -193,8 +183,8 @@ def _answered(
         return sum(max(figure(p["text"], answer) for answer in answers) for answers, p in pairs) / len(gold)
 
     return {
-        "em": lambda: mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
-        "f1": lambda: mean(lambda predicted, answer: overlap(predicted, answer, unanswerable)),
+        "em": mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
+        "f1": mean(lambda predicted, answer: overlap(predicted, answer, unanswerable)),
     }
 
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megabert.common.arguments import Parser
 
-# Ranges by what a message says of them.
-RANGES: dict[str, Callable[[float], bool]] = {
-    "": lambda value: True,
-    "at least 0 and below 1": lambda value: 0 <= value < 1,
-    "at least 0": lambda value: value >= 0,
-    "at least 1": lambda value: value >= 1,
-    # A window has three special tokens and some of each part.
-    "at least 8": lambda value: value >= 8,
-}
 
-
-def option(default: Any, about: str, valid: str = "", choices: Sequence[Any] = ()) -> Any:
-    """A field of `Settings` with its help and the values it may have: `valid` names one of RANGES."""
-    return field(default=default, metadata={"about": about, "valid": valid, "choices": choices})
+def option(
+    default: Any, about: str, least: int | None = None, below: float = math.inf, choices: Sequence[Any] = ()
+) -> Any:
+    """A field of `Settings` with its help and the values it may have."""
+    return field(default=default, metadata={"about": about, "least": least, "below": below, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -31,14 +24,15 @@ class Settings:
 
     seed: int = 1
     lr: float = 5e-5
-    batch: int = option(32, "texts (windows of long ones) an update", "at least 1")
-    micro_batch: int = option(0, "of one forward pass on one rank; 0: all of a rank's share", "at least 0")
-    epochs: int = option(3, "times that every text is trained on", "at least 1")
-    dropout: float = option(0.1, "of the encoder and of the added layer", "at least 0 and below 1")
-    warmup: float = option(0.1, "share of the updates", "at least 0 and below 1")
-    weight_decay: float = option(0.01, "of AdamW", "at least 0")
-    max_length: int = option(None, "tokens of a text or window; without: the task's", "at least 8")
-    stride: int = option(None, "tokens from one window to the next; without: the task's", "at least 1")
+    batch: int = option(32, "texts (windows of long ones) an update", 1)
+    micro_batch: int = option(0, "of one forward pass on one rank; 0: all of a rank's share", 0)
+    epochs: int = option(3, "times that every text is trained on", 1)
+    dropout: float = option(0.1, "of the encoder and of the added layer", 0, 1)
+    warmup: float = option(0.1, "share of the updates", 0, 1)
+    weight_decay: float = option(0.01, "of AdamW", 0)
+    # A window has three special tokens and some of each part.
+    max_length: int = option(None, "tokens of a text or window; without: the task's", 8)
+    stride: int = option(None, "tokens from one window to the next; without: the task's", 1)
     from_scratch: bool = option(False, "same shape, random weights")
     precision: str = option(
         "auto", "of forward and backward; auto: bf16 where the device multiplies it", choices=("auto", "bf16", "fp32")
@@ -72,8 +66,10 @@ def runs_of(args: argparse.Namespace, max_length: int, stride: int) -> dict[str,
     named = {each.name: getattr(args, each.name) for each in fields(Settings) if each.metadata}
     named |= {name: usual for name, usual in (("max_length", max_length), ("stride", stride)) if named[name] is None}
     for each in (f for f in fields(Settings) if f.metadata):
-        if not RANGES[each.metadata["valid"]](named[each.name]):
-            raise ValueError(f"--{each.name.replace('_', '-')} {named[each.name]}: must be {each.metadata['valid']}")
+        value, least, below = named[each.name], each.metadata["least"], each.metadata["below"]
+        if least is not None and not least <= value < below:
+            rule = f"at least {least}" + (f" and below {below:g}" if below < math.inf else "")
+            raise ValueError(f"--{each.name.replace('_', '-')} {value}: must be {rule}")
     seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 else args.seeds
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: give how many, or several different ones")

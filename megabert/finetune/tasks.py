@@ -37,7 +37,7 @@ class Task:
 
     A column of a table is a name in its header, several with | between them (the first that exists counts), or a number from 0 in a
     table without a header; of JSON lines and Arrow tables also as pre-training's `--text-field` takes it, `a.b` inside another
-    one, `a+b` joined. A tag task's columns are numbers, -1 the last one, or names of a table's columns of lists.
+    one, `a+b` joined. A tag task's columns are numbers, -1 the last one.
     """
 
     name: str
@@ -80,6 +80,8 @@ class Task:
             return f"{self.kind} takes {texts} and a label column; name them"
         if self.kind == "tag" and self.id:
             return "sentences of words are numbered and have no id"
+        if self.kind == "tag" and not all(column.removeprefix("-").isdecimal() for column in columns):
+            return "columns of words and tags are numbers"
         if len({column.removeprefix("-").isdecimal() for column in columns}) > 1:
             return "give all columns by name or all by number"
         return ""

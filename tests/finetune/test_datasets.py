@@ -288,15 +288,3 @@ def test_label_sets_are_commas_or_a_list(tmp_path) -> None:
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
-
-
-def test_tags_from_tables_of_lists(tmp_path) -> None:
-    path = tmp_path / "t.parquet"
-    parquet.write_table(pa.table({"tokens": [["a", "b"], ["c"]], "tags": [["O", "B-X"], ["O"]]}), path)
-    task = custom("tag", ["tokens"], "tags")
-    assert [(e.words, e.tags) for e in read(task, path)] == [(("a", "b"), ("O", "B-X")), (("c",), ("O",))]
-    parquet.write_table(pa.table({"tokens": [["a", "b"]], "tags": [["O"]]}), path)
-    with pytest.raises(ValueError, match="row 0: has 2 words and 1 tags"):
-        read(task, path)
-    with pytest.raises(ValueError, match="name its columns of words and tags"):
-        read(PRESETS["conll2003"], path)

@@ -36,12 +36,12 @@ def arguments(base: Path, output: Path, *more: str) -> list[str]:
 
 
 def test_glue_layout_is_found_whole(base) -> None:
-    found = {glue.GLUE[entry.task.name]: entry for entry in glue.find_tasks(base / "glue")}
+    found = {glue.GLUE[task.name]: (task, files) for task, files in glue.find_tasks(base / "glue")}
     assert list(found) == list(glue.GLUE.values())
-    names = {split: path.name for split, path in found["MNLI"].files.items()}
+    names = {split: path.name for split, path in found["MNLI"][1].items()}
     assert names == {"train": "train.tsv", "reported-m": "dev_matched.tsv", "reported-mm": "dev_mismatched.tsv"}
-    for entry in found.values():
-        counts = {split: len(datasets.read(entry.task, path)) for split, path in entry.files.items()}
+    for task, files in found.values():
+        counts = {split: len(datasets.read(task, path)) for split, path in files.items()}
         assert counts.pop("train") == 40 and set(counts.values()) == {8}
 
 
@@ -50,8 +50,8 @@ def test_folders_by_task_name_and_gzip(tmp_path) -> None:
     for name in ("train", "dev"):
         with gzip.open(tmp_path / f"sst2/{name}.tsv.gz", "wt") as file:
             file.write("sentence\tlabel\ngood\t1\nbad\t0\n")
-    (entry,) = glue.find_tasks(tmp_path)
-    assert entry.task.name == "sst2" and len(datasets.read(entry.task, entry.files["reported"])) == 2
+    ((task, files),) = glue.find_tasks(tmp_path)
+    assert task.name == "sst2" and len(datasets.read(task, files["reported"])) == 2
 
 
 def test_missing_tasks_are_named(base, tmp_path) -> None:

@@ -136,42 +136,6 @@ def test_text_classification_pipeline_agrees(kind: str, tmp_path: Path) -> None:
             assert prediction == answer[0]["label"]
 
 
-@pytest.mark.parametrize("vocabulary", some(["uncased"], [("unigram",)]))
-def test_card_code_gives_our_tags(vocabulary: str, tmp_path: Path) -> None:
-    """The code of the card itself, on words of several tokens with punctuation in them."""
-    found, folder, _ = exported("tag", tmp_path, vocabulary=vocabulary)
-    words = ["fox's", "zebra", "U.S.", "2019"]
-    path = tmp_path / "new.conll"
-    path.write_text("".join(f"{word} O\n" for word in words))
-    examples, items, logits = encoded(found, path)
-    assert len(items[0].ids) > len(words) + 2
-    (want,) = scores.decode(found.described.task, examples, items, logits, found.described.labels)
-    card = (folder / "README.md").read_text()
-    code = card.split("```python\n")[1].split("```")[0]
-    code = code.replace(f'"{folder.name}"', repr(str(folder)))
-    code = code.replace('["The", "words", "of", "one", "sentence"]', repr(words)).replace("print(", "got = (")
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    assert scope["got"] == want
-
-
-def test_card_code_gives_our_answer(tmp_path: Path, capsys) -> None:
-    found, folder, path = exported("span", tmp_path)
-    context = "The brown fox"
-    tree = {"data": [{"paragraphs": [{"context": context, "qas": [{"id": "1", "question": "who", "answers": []}]}]}]}
-    path.write_text(json.dumps(tree))
-    examples = datasets.read(found.described.task, path, labelled=False)
-    items = found.items(found.described.task, examples)
-    logits = logits_of(found.module, items, found.described.layout, discover({}))
-    (want,) = scores.decode(found.described.task, examples, items, logits, ())
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    code = code.replace(f'"{folder.name}"', repr(str(folder))).replace("Where is the Eiffel Tower?", "who")
-    code = code.replace("The Eiffel Tower is in Paris.", context)
-    capsys.readouterr()
-    exec(code, {})
-    assert capsys.readouterr().out.strip() == want["text"] != ""
-
-
 def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     _, folder, _ = exported("classify", tmp_path)
     tree = json.loads((folder / "config.json").read_text())

@@ -79,13 +79,12 @@ def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
 
 def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     (tmp_path / "sorted.tsv").write_text("label\ttext\n" + "even\tw2 w4\n" * 9 + "odd\tw1 w3\n" * 9)
-    args = parse(arguments(base, tmp_path / "out", train="", dev="", limit="4"))
-    args.train, args.dev = str(tmp_path / "sorted.tsv"), str(base / "dev.tsv")
-    task = task_of(args)
+    args = parse(arguments(base, tmp_path / "out", limit="4"))
+    files, task = {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}, task_of(args)
     start = pretrained.load(base / "run")
-    found = read(args, task, start, Settings(max_length=32, stride=8))
+    found = read(args, files, task, start, Settings(max_length=32, stride=8))
     assert found.labels == ("even", "odd")
-    assert {name: len(split.examples) for name, split in found.splits.items()} == {"train": 4, "dev": 4}
+    assert {name: len(part) for name, part in found.examples.items()} == {"train": 4, "dev": 4}
 
 
 def test_folder_with_other_content_is_left(base, capsys) -> None:

@@ -16,7 +16,7 @@ from megabert import hf as pretrained
 from megabert.common.errors import BadTraining
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, run, save, search, tasks
+from megabert.finetune import datasets, run, save, tasks
 from megabert.finetune.run import Data, FineTuning
 from megabert.finetune.scores import SUFFIXES
 from megabert.finetune.settings import Settings
@@ -77,7 +77,7 @@ def change(**values: Any) -> Settings:
 def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) -> None:
     settings = change(epochs=4 if kind == "tag" else 2)
     result = fine_tune(base, kind, tmp_path, world, settings)
-    per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).splits["train"].items) // 8)
+    per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).items["train"]) // 8)
     assert result["steps"] == settings.epochs * per_epoch
     assert json.loads((tmp_path / "result.json").read_text()) == result
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -109,12 +109,12 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkey
         modules.append(weakref.ref(made.module))
         return made
 
-    monkeypatch.setattr(search, "FineTuning", created)
+    monkeypatch.setattr(run, "FineTuning", created)
 
     def train(stop: Any, *rates: float) -> dict[str, Any] | None:
         runs = {f"lr{lr:g}-seed{seed}": replace(settings, lr=lr, seed=seed) for lr in rates for seed in (1, 2)}
         common = {"task": "custom"}
-        return search.train_missing(tmp_path, common, data, start, runs, world, stop, unwatched(world), 2)
+        return run.train_missing(tmp_path, common, data, start, runs, world, stop, unwatched(world), 2)
 
     assert train(StopAt(1), 3e-3) is None
     first = train(StopAt(), 3e-3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megabert.common.arguments import Parser
-from megabert.finetune import search, settings
+from megabert.finetune import run, settings
 from megabert.finetune.settings import Settings
 
 
@@ -49,13 +49,13 @@ def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10
 
 def test_point_is_mean_and_deviation_of_seeds() -> None:
     runs = [result(1, 2e-5, 0.70, 0.9), result(2, 2e-5, 0.74, 0.7), result(1, 5e-5, 0.80, 0.1, 30.0)]
-    best, other = search.summarise(runs, "accuracy")
+    best, other = run.summarise(runs, "accuracy")
     assert best["point"] == {"lr": 5e-5} and best["runs"] == 1 and best["seconds"] == 30
     assert best["scores"]["dev"]["accuracy"] == {"mean": 0.80, "std": 0.0}
     assert other["scores"]["dev"]["accuracy"]["mean"] == pytest.approx(0.72)
     assert other["scores"]["dev"]["accuracy"]["std"] == pytest.approx(0.0282842712)  # 0.04 / sqrt(2)
-    assert [row["point"]["lr"] for row in search.summarise(runs, "f1")] == [2e-5, 5e-5]
-    lines = search.table([best, other]).splitlines()
+    assert [row["point"]["lr"] for row in run.summarise(runs, "f1")] == [2e-5, 5e-5]
+    lines = run.table([best, other]).splitlines()
     assert lines[0].split() == [
         "lr",
         "runs",
@@ -73,19 +73,19 @@ def test_point_is_mean_and_deviation_of_seeds() -> None:
 
 
 def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
-    search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
-    search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
+    run.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
+    run.claim(tmp_path / "out", {"task": "sst2", "epochs": 3}, world)
     for changed, word in (({"epochs": 9}, "epochs=3, this command says 9"), ({"extra": 1}, "extra=None")):
         with pytest.raises(ValueError, match=word):
-            search.claim(tmp_path / "out", {"task": "sst2", "epochs": 3} | changed, world)
-    assert json.loads((tmp_path / "out" / search.COMMON).read_text()) == {"task": "sst2", "epochs": 3}
+            run.claim(tmp_path / "out", {"task": "sst2", "epochs": 3} | changed, world)
+    assert json.loads((tmp_path / "out" / run.COMMON).read_text()) == {"task": "sst2", "epochs": 3}
 
 
 def test_folder_with_other_content_is_left_alone(tmp_path: Path, world) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"thesis\.tex"):
-        search.claim(tmp_path, {}, world)
+        run.claim(tmp_path, {}, world)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-    (tmp_path / "thesis.tex").rename(tmp_path / search.COMMON)
+    (tmp_path / "thesis.tex").rename(tmp_path / run.COMMON)
     with pytest.raises(ValueError, match="damaged"):
-        search.claim(tmp_path, {}, world)
+        run.claim(tmp_path, {}, world)

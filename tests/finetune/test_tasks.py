@@ -45,7 +45,7 @@ def test_custom_task_defaults() -> None:
         ({"text": ("0",)}, "all columns by name or all by number"),
         ({"labels": ("x", "y", "x")}, "not distinct"),
         ({"kind": "score", "metrics": (), "labels": ("1", "2")}, "has no labels"),
-        ({"kind": "tag", "metrics": (), "label": "-1"}, "all columns by name or all by number"),
+        ({"kind": "tag", "metrics": (), "label": "-1"}, "columns of words and tags are numbers"),
         ({"kind": "tag", "metrics": (), "text": ("0",), "label": "1", "id": "2"}, "have no id"),
         ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
         ({"kind": "span", "metrics": ()}, "no columns to name"),

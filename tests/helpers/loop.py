@@ -49,7 +49,7 @@ class Killed(Exception):
 class Workload:
     """`count` tiny updates, made beforehand, behind which the process ends; saved at one step, never evaluated."""
 
-    satisfied, shown = False, Shown()
+    shown = Shown()
 
     def __init__(self, cfg: Config, world: World, engine: Engine, count: int, saved_at: int) -> None:
         self.made = [Update(step, tiny.update(step, cfg, world).batches) for step in range(count)]
