@@ -112,24 +112,18 @@ def test_a_resumed_run_keeps_its_backends(stand: dict[str, Any], tmp_path: Path)
     assert chosen(tmp_path / "run")["attention"] == "varlen"
 
 
-def test_without_a_usable_candidate_plain_torch_runs(stand: dict[str, Any], tmp_path: Path) -> None:
+def test_without_a_usable_candidate_plain_torch_runs(stand: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     stand["given"] = dict.fromkeys(TIMES, "it fails")
     assert chosen(tmp_path / "run") == choice.PLAIN
-
-
-def test_compiling_is_left_out_at_stage_3() -> None:
+    monkeypatch.undo()
     assert "zero.stage=3" in choice.obstacles("layer", config("zero.stage=3"), "cpu")["compiled"]
 
 
 @needs_library
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_a_correct_candidate_is_timed(norm: str) -> None:
-    spec = SPEC | {"model": SPEC["model"] | {"norm": norm}, "ops": dict.fromkeys(choice.PLAIN, "native")}
-    assert isinstance(choice.run_candidate(spec), float)
-
-
-@needs_library
-def test_a_wrong_candidate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_candidate_is_timed_and_a_wrong_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for norm in ("post", "pre"):
+        spec = SPEC | {"model": SPEC["model"] | {"norm": norm}, "ops": dict.fromkeys(choice.PLAIN, "native")}
+        assert isinstance(choice.run_candidate(spec), float)
     original = torch.ops.megabert.bias_gelu
     monkeypatch.setattr(torch.ops.megabert, "bias_gelu", lambda x, bias: original(x, bias) * 1.01)
     found = choice.run_candidate(SPEC | {"ops": choice.PLAIN | {"layer": "native"}})
@@ -153,6 +147,5 @@ def test_a_child_process_reports_time_failure_and_crash(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @needs_library
 def test_a_compiled_layer_is_measured_in_its_process() -> None:
-    assert isinstance(
-        choice.run_child(SPEC | {"ops": choice.PLAIN | {"attention": "native", "layer": "compiled"}}), float
-    )
+    backends = choice.PLAIN | {"attention": "native", "layer": "compiled"}
+    assert isinstance(choice.run_child(SPEC | {"ops": backends}), float)

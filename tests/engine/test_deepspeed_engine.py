@@ -17,10 +17,13 @@ pytestmark = pytest.mark.dist
 
 STAGES = (0, 1, 2, 3)
 STEPS = 20
-BACKENDS = {
-    "native": {"ops__attention": "native", "ops__mlm_loss": "native", "ops__layer": "native"},
-    "fused_softmax": {"ops__attention": "fused_softmax", "ops__mlm_loss": "native", "ops__layer": "native"},
-}
+BACKENDS = ("native", "fused_softmax")  # of attention, beside native ones of the rest
+# (precision, ZeRO stage, offload); the others are slow
+USUAL = (("fp32", 3, "none"), ("bf16", 0, "none"), ("bf16", 1, "none"), ("fp16", 2, "none"), ("fp32", 2, "cpu"))
+OTHERS = [(p, stage, "none") for p in ("fp32", "bf16", "fp16") for stage in STAGES if (p, stage, "none") not in USUAL]
+OTHERS += [("fp32", 1, "cpu"), ("fp32", 3, "cpu")]
+CASES = [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+every_case = pytest.mark.parametrize(("precision", "stage", "offload"), CASES)
 
 
 def allow_fp16() -> None:
@@ -30,57 +33,55 @@ def allow_fp16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def same_updates(world: Any) -> dict[str, Any]:
-    """Losses of 20 updates at every stage; on 1 rank the update takes 4 micro-steps, on 2 ranks 2."""
-    found: dict[str, Any] = {}
+def same_updates(world: Any) -> dict[Any, Any]:
+    """Results of 20 updates at every stage; on 1 rank the update takes 4 micro-steps, on 2 ranks 2."""
+    found: dict[Any, Any] = {}
     for stage in STAGES:
         cfg = tiny.config(zero__stage=stage)
         engine = tiny.engine(cfg, world)
         results = [engine.train_update(tiny.update(s, cfg, world), 0.003) for s in range(STEPS)]
-        found[f"{stage}"] = [tuple(r.losses.tolist()) for r in results]
-        found[f"{stage} norms"] = [float(r.grad_norm) for r in results]
-        found[f"{stage} counts"] = [r.counts.tolist() + r.correct.tolist() for r in results]
-        found[f"{stage} eval"] = engine.eval_sums(tiny.update(99, cfg, world).batches).tolist()
+        found[stage] = {
+            "losses": [tuple(r.losses.tolist()) for r in results],
+            "norms": [float(r.grad_norm) for r in results],
+            "counts": [r.counts.tolist() + r.correct.tolist() for r in results],
+            "eval": engine.eval_sums(tiny.update(99, cfg, world).batches).tolist(),
+        }
     return found
 
 
-def two_ranks(world: Any) -> dict[str, Any]:
-    found = same_updates(world)
-    allow_fp16()
-    for stage in STAGES[1:]:
-        engine = tiny.engine(tiny.config(zero__stage=stage, zero__offload="cpu"), world)
-        found[f"offload {stage}"] = tiny.train(engine, range(5))
-    for precision in ("fp32", "bf16", "fp16"):
-        for stage in STAGES:
-            found[f"skip {precision} {stage}"] = skip(world, precision, stage)
-    found["skip offload"] = skip(world, "fp32", 2, zero__offload="cpu")
+def two_ranks(world: Any) -> dict[Any, Any]:
+    found = same_updates(world) | of_cases(world, USUAL, (2,))
     found["uneven"] = uneven_evaluation(world)
-    found["growth"] = [first_moments(world, stage, grows) for stage in STAGES for grows in (False, True)]
-    if not ops.MISSING:
-        for name, chosen in BACKENDS.items():
-            cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **chosen)
-            found[f"backend {name}"] = tiny.train(tiny.engine(cfg, world), range(STEPS))
+    for attention in () if ops.MISSING else BACKENDS:
+        native = {"ops__attention": attention, "ops__mlm_loss": "native", "ops__layer": "native"}
+        cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **native)
+        found[attention] = tiny.train(tiny.engine(cfg, world), range(STEPS))
     return found
 
 
-def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]:
+def of_cases(world: Any, cases: Any, growing: tuple[int, ...]) -> dict[Any, Any]:
+    """What bad updates of `cases` changed, and what a growing loss scale did at the stages `growing`."""
+    allow_fp16()
+    found: dict[Any, Any] = {case: skip(world, *case) for case in cases}
+    return found | {("growth", s): [first_moments(world, s, grows) for grows in (False, True)] for s in growing}
+
+
+def skip(world: Any, precision: str, stage: int, offload: str) -> dict[str, Any]:
     """4 updates; the same with two bad ones between, on the last rank only: infinite gradients under a finite loss, then
     an infinite loss over finite gradients."""
-    cfg = tiny.config(precision=precision, zero__stage=stage, **extra)
+    cfg = tiny.config(precision=precision, zero__stage=stage, zero__offload=offload)
     clean, engine = tiny.engine(cfg, world), tiny.engine(cfg, world)
-    seen = gradient_types(engine) if stage == 0 else []
+    seen: list[str] = []  # types of the accumulated gradient after each micro-step
+    if stage == 0:
+        first = next(engine.module.parameters())
+        first.register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad.dtype)))
     found: dict[str, Any] = {"straight": tiny.train(clean, range(4)), "losses": tiny.train(engine, range(2))}
     for kind in ("gradient", "loss"):
         before = engine.consolidated_weights()
         bad = poisoned_update(engine, kind)
         after = engine.consolidated_weights()
-        found[kind] = {
-            "skipped": bad.skipped,
-            "overflow": bad.overflow,
-            "norm": float(bad.grad_norm),
-            "unchanged": all(torch.equal(before[n], after[n]) for n in before),
-            "counter": engine.skipped_steps,
-        }
+        unchanged = all(torch.equal(before[n], after[n]) for n in before)
+        found[kind] = bad.skipped, unchanged, math.isfinite(bad.grad_norm), engine.skipped_steps, bad.overflow
         done = len(found["losses"])
         found["losses"] += tiny.train(engine, range(done, done + 1))
     weights = (engine.consolidated_weights().values(), clean.consolidated_weights().values())
@@ -95,16 +96,8 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
         steps.loss_scaler(wrapper).cur_scale = steps.scale_and_floor(wrapper)[1]
         bad = poisoned_update(engine, "gradient")
         found["at the floor"] = (bad.skipped, bad.overflow)
-    else:
-        found["weights"] = weights_round_trip(clean, cfg)
+    found["weights"] = weights_round_trip(clean, cfg)
     return found
-
-
-def gradient_types(engine: Any) -> list[str]:
-    """Filled with the type of the accumulated gradient after each micro-step."""
-    seen: list[str] = []
-    next(engine.module.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad.dtype)))
-    return seen
 
 
 def poisoned_update(engine: Any, kind: str) -> Any:
@@ -127,7 +120,7 @@ def poison(engine: Any, kind: str) -> Any:
     return engine.module.register_forward_hook(bad_loss)
 
 
-def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
+def weights_round_trip(engine: Any, cfg: Any) -> tuple[Any, ...]:
     """Another model's weights, loaded: masters exact, the model rounded to its type, and its first loss the donor's."""
     donor = {n: p.detach().clone() for n, p in tiny.model(cfg, seed=3).named_parameters()}
     engine.load_weights(donor)
@@ -147,13 +140,9 @@ def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
             engine.load_weights(wrong)
         except ValueError as error:
             problems.append(str(error))
-    return {
-        "exact": not held or all(torch.equal(held[n], donor[n]) for n in donor),
-        "names": sorted(held) == sorted(donor) if engine.world.rank == 0 else held == {},
-        "loss": loss,
-        "expected": plain_loss,
-        "problems": problems,
-    }
+    exact = not held or all(torch.equal(held[n], donor[n]) for n in donor)
+    names = sorted(held) == sorted(donor) if engine.world.rank == 0 else held == {}
+    return exact, names, loss, plain_loss, problems
 
 
 def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
@@ -183,13 +172,14 @@ def uneven_evaluation(world: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
-    return run_ranks(1, same_updates)[0]
+def two() -> list[dict[Any, Any]]:
+    return run_ranks(2, two_ranks, timeout=240)
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(2, two_ranks, timeout=240)
+def more() -> list[dict[Any, Any]]:
+    """The other cases on two ranks."""
+    return run_ranks(2, of_cases, OTHERS, (0, 1, 3), timeout=480)
 
 
 @pytest.fixture(scope="module")
@@ -220,98 +210,77 @@ def plain() -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "eval": [float(v) for v in sums]}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", (1, 2))
-def test_20_updates_have_the_plain_losses(ranks, stage, one, two, plain):
-    found = one if ranks == 1 else two[0]
-    for ours, theirs in zip(found[str(stage)], plain["losses"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert found[f"{stage} norms"] == pytest.approx(plain["norms"], rel=1e-4)
-    assert found[f"{stage} eval"] == pytest.approx(plain["eval"], rel=1e-4)
-    for step, counts in enumerate(found[f"{stage} counts"]):
-        batch = tiny.batch(step, range(tiny.ROWS))
-        assert counts[:2] == [batch.predictions, batch.nsp_pairs]
-        assert 0 <= counts[2] <= counts[0] and 0 <= counts[3] <= counts[1]
-    assert found[str(stage)][-1][0] < found[str(stage)][0][0] - 0.5  # it learns
+@pytest.mark.parametrize("ranks", (pytest.param(1, marks=pytest.mark.slow), 2))
+def test_20_updates_have_the_plain_losses(ranks, request, plain):
+    found = request.getfixturevalue("two") if ranks == 2 else run_ranks(1, same_updates)
+    for stage in STAGES:
+        of_stage = found[0][stage]
+        assert all(other[stage] == of_stage for other in found)  # every rank reports the same update
+        for ours, theirs in zip(of_stage["losses"], plain["losses"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5), stage
+        assert of_stage["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+        assert of_stage["eval"] == pytest.approx(plain["eval"], rel=1e-4)
+        for step, counts in enumerate(of_stage["counts"]):
+            batch = tiny.batch(step, range(tiny.ROWS))
+            assert counts[:2] == [batch.predictions, batch.nsp_pairs]
+            assert 0 <= counts[2] <= counts[0] and 0 <= counts[3] <= counts[1]
+    assert plain["losses"][-1][0] < plain["losses"][0][0] - 0.5  # it learns
 
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-@pytest.mark.parametrize("name", BACKENDS)
-def test_native_operations_under_stage_3_recompute(name, two, plain):
-    for ours, theirs in zip(two[0][f"backend {name}"], plain["losses"], strict=True):
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_native_operations_under_stage_3_recompute(attention, two, plain):
+    for ours, theirs in zip(two[0][attention], plain["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-def test_ranks_report_the_same_update(two):
-    for stage in STAGES:
-        assert two[0][str(stage)] == two[1][str(stage)]
-        assert two[0][f"{stage} counts"] == two[1][f"{stage} counts"]
+@pytest.fixture
+def runs(precision: str, stage: int, offload: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank found of the test's case."""
+    case = precision, stage, offload
+    return [found[case] for found in request.getfixturevalue("two" if case in USUAL else "more")]
 
 
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_cpu_offload_changes_nothing(stage, two, plain):
-    for ours, theirs in zip(two[0][f"offload {stage}"], plain["losses"], strict=False):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+@every_case
+def test_precisions_follow_fp32_with_fp32_masters(precision, stage, runs, plain):
+    """4 updates of 16 bits within 0.5%: both types carry at least 8 bits, masters and accumulation are fp32."""
+    for ours, theirs in zip(runs[0]["straight"], plain["losses"], strict=False):
+        assert ours == pytest.approx(theirs, rel=1e-5 if precision == "fp32" else 5e-3)
+    model = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+    assert runs[0]["types"] == [{model}, {"torch.float32"}, {"torch.float32"} if stage == 0 else set()]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
-def test_masters_and_accumulation_are_fp32(precision, stage, two):
-    model, masters, gradients = two[0][f"skip {precision} {stage}"]["types"]
-    assert model == {{"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]}
-    assert masters == {"torch.float32"}
-    assert gradients == ({"torch.float32"} if stage == 0 else set())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ("bf16", "fp16"))
-def test_16_bits_follow_fp32(precision, stage, two, plain):
-    """4 updates within 0.5% of fp32: both types carry at least 8 bits, masters and accumulation are fp32."""
-    for ours, theirs in zip(two[0][f"skip {precision} {stage}"]["straight"], plain["losses"], strict=False):
-        assert ours == pytest.approx(theirs, rel=5e-3)
-
-
-CASES = [f"skip {precision} {stage}" for precision in ("fp32", "bf16", "fp16") for stage in STAGES]
-
-
-@pytest.mark.parametrize("case", [*CASES, "skip offload"])
-def test_bad_numbers_on_one_rank_skip_all(case, two):
-    for found in two:
-        run = found[case]
-        for number, kind in enumerate(("gradient", "loss"), 1):
-            assert run[kind]["skipped"] and run[kind]["unchanged"]
-            assert run[kind]["counter"] == number
-            assert not math.isfinite(run[kind]["norm"])
-            # only fp16's search for a loss scale is excused, and a bad loss is not the scale's fault
-            assert run[kind]["overflow"] == ("fp16" in case and kind == "gradient")
-        if "fp16" in case:  # the loss scale has moved, so only nearly the same
+@every_case
+def test_bad_numbers_on_one_rank_skip_all(precision, runs):
+    for run in runs:
+        # only fp16's search for a loss scale is excused, and a bad loss is not the scale's fault
+        assert run["gradient"] == (True, True, False, 1, precision == "fp16")
+        assert run["loss"] == (True, True, False, 2, False)
+        if precision == "fp16":  # the loss scale has moved, so only nearly the same
             for ours, theirs in zip(run["losses"], run["straight"], strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-3)
             assert run["at the floor"] == (True, False)
         else:  # moments, accumulators and masters hold no trace of them: bit-equal from there on
-            assert run["losses"] == run["straight"]
-            assert run["same weights"]
+            assert run["losses"] == run["straight"] and run["same weights"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ("fp32", "bf16"))
-def test_weights_can_be_set_and_read_whole(precision, stage, two):
-    for rank in range(2):
-        run = two[rank][f"skip {precision} {stage}"]["weights"]
-        assert run["exact"] and run["names"]
-        assert run["loss"] == pytest.approx(run["expected"], rel=1e-5 if precision == "fp32" else 2e-3)
-        missing, unknown, shape = run["problems"]
+@every_case
+def test_weights_can_be_set_and_read_whole(precision, runs):
+    for run in runs:
+        exact, names, loss, expected, problems = run["weights"]
+        assert exact and names
+        assert loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-3)
+        missing, unknown, shape = problems
         assert "mlm.bias" in missing and "extra" in unknown
         assert "embeddings.position is [8, 32]" in shape and "[16, 32]" in shape and "max_positions" in shape
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_growing_loss_scale_changes_no_update(stage, two):
-    (usual, same), (grown, twice) = two[0]["growth"][2 * stage : 2 * stage + 2]
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[pytest.mark.slow] if s != 2 else []) for s in STAGES])
+def test_a_growing_loss_scale_changes_no_update(stage, request):
+    (usual, same), (grown, twice) = request.getfixturevalue("two" if stage == 2 else "more")[0]["growth", stage]
     assert (same, twice) == (1, 2)
-    assert (
-        grown == pytest.approx(usual, rel=1e-3) and usual > 0
-    )  # a scale that grows before it is divided by halves the gradient
+    # a scale that grows before it is divided by halves the gradient
+    assert grown == pytest.approx(usual, rel=1e-3) and usual > 0
 
 
 def test_uneven_evaluation_counts_each_batch_once(two):

@@ -20,7 +20,7 @@ from megabert.pretraining import open_run
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 DATA = Path(__file__).parents[1] / "data" / "golden" / "dataset"
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
@@ -35,38 +35,25 @@ def multiplies(monkeypatch) -> Any:
     return lambda able: monkeypatch.setattr(environment, "multiplies_bf16", lambda: able)
 
 
-@pytest.mark.parametrize(
-    ("line", "able"),
-    [
-        ("flags\t\t: fpu avx2 avx512f avx512_bf16 sha_ni", True),
-        ("flags\t\t: fpu avx2 amx_bf16", True),
-        ("Features\t: fp asimd bf16 i8mm", True),
-        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
-        ("Features\t: fp asimd", False),
-    ],
-)
-def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path, line, able) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
-    real = environment._match
-    monkeypatch.setattr(environment, "_match", lambda _, pattern: real(str(tmp_path / "cpuinfo"), pattern))
-    assert environment.multiplies_bf16() is able
+def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path) -> None:
+    file, real = tmp_path / "cpuinfo", environment._match
+    monkeypatch.setattr(environment, "_match", lambda _, pattern: real(str(file), pattern))
+    for flags in ("fpu avx2 avx512_bf16 sha_ni", "fpu amx_bf16", "fp asimd bf16 i8mm"):
+        file.write_text(f"processor\t: 0\n{'Features' if 'asimd' in flags else 'flags'}\t: {flags}\nbugs\t: none\n")
+        assert environment.multiplies_bf16()
+    file.write_text("flags\t\t: fpu avx2 avx512f avx512_vnni\nFeatures\t: fp asimd\n")
+    assert not environment.multiplies_bf16()
 
 
 def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
-    for able, name in ((True, "bf16"), (False, "fp32")):
+    for able, name, dtype in ((True, "bf16", torch.bfloat16), (False, "fp32", torch.float32)):
         multiplies(able)
         assert precision.usual(CPU) == name
-    for capability, name in (((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")):
+        found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")]
+        assert found == [dtype] * 3 + [torch.float32]
+    for capability, name in (((7, 5), "fp16"), ((8, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert precision.usual(CUDA) == name
-
-
-def test_a_finished_model_computes_in_the_device_type(multiplies) -> None:
-    multiplies(False)
-    assert [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")] == [torch.float32] * 4
-    multiplies(True)
-    found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")]
-    assert found == [torch.bfloat16] * 3 + [torch.float32]
+        assert precision.usual(torch.device("cuda")) == name
 
 
 def choices(world: Any) -> list[str]:

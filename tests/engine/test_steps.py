@@ -7,7 +7,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -75,17 +75,14 @@ def sums_over_ranks(world: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(2, sums_over_ranks)
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize("way", ["to owners", "to all"])
-def test_stage_1_sums_equal_stage_2_and_overlap(way, two):
-    assert two[0][way] == two[1][way] == two[0]["stage 2"]
-    for launched, buckets in two[0][f"{way}, early"]:
-        assert buckets > 10 and launched == buckets  # all but what the very last parameter completes were under way
+def test_stage_1_sums_equal_stage_2_and_overlap():
+    two = run_ranks(2, sums_over_ranks)
+    for way in ("to owners", "to all"):
+        assert two[0][way] == two[1][way] == two[0]["stage 2"]
+        for launched, buckets in two[0][f"{way}, early"]:
+            # all but what the very last parameter completes were under way
+            assert buckets > 10 and launched == buckets
 
 
 # -- import ------------------------------------------------------------------------------------------------------
@@ -115,43 +112,41 @@ def test_neither_mlflow_nor_the_compiler_is_loaded() -> None:
 # -- own time ----------------------------------------------------------------------------------------------------
 
 
-def test_own_time_leaves_out_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+class Event:
+    """Of CUDA; each pair of events is a quarter of a second apart."""
+
+    done: ClassVar[set[Any]] = set()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self in self.done
+
+    def elapsed_time(self, end: Event) -> float:
+        return 250.0  # ms
+
+
+def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    own = OwnTime(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    on_cpu, queued = OwnTime(torch.device("cpu")), OwnTime(torch.device("cuda"))
     for _ in range(3):
-        with own:
+        with on_cpu:
             pass
         next(clock)  # another rank is waited for
-    assert own.seconds() == own.seconds() == 3.0
-    own.reset()
-    assert own.seconds() == 0.0
-
-
-def test_own_time_of_queued_work_is_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: set[Any] = set()
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            return self in done
-
-        def elapsed_time(self, end: Event) -> float:
-            return 250.0  # ms
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    own = OwnTime(torch.device("cuda"))
-    for _ in range(3):
-        with own:
+        with queued:
             pass
-    ends = [end for _, end in own._queued]
-    assert own.seconds() == 0.0
-    done |= set(ends[:2])
-    assert own.seconds() == 0.5
-    own.reset()
-    done.add(ends[2])
-    assert own.seconds() == 0.25
+    assert on_cpu.seconds() == on_cpu.seconds() == 3.0
+    on_cpu.reset()
+    assert on_cpu.seconds() == 0.0
+    ends = [end for _, end in queued._queued]
+    assert queued.seconds() == 0.0
+    Event.done |= set(ends[:2])
+    assert queued.seconds() == 0.5
+    queued.reset()
+    Event.done.add(ends[2])
+    assert queued.seconds() == 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,7 @@ from megabert.optim.muon import Muon
 from tests.checkpoint.test_store import state
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.optim import test_muon as plain_muon
-
-BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
+from tests.optim.test_muon import BETAS, DECAY, EPS, LR, PlainMuon, check, clip, plain_run, train
 
 
 class PlainLamb:
@@ -29,11 +28,10 @@ class PlainLamb:
     `split`: queries, keys and values are parameters of their own, as they are in that recipe's model.
     """
 
-    def __init__(self, model: nn.Module, decay: float = DECAY, split: bool = False) -> None:
+    def __init__(self, model: nn.Module, split: bool = False) -> None:
         named = list(model.named_parameters())
         self.parameters = [p for _, p in named]
         self.parts = [3 if split and ".qkv." in name else 1 for name, _ in named]
-        self.decay = decay
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
         self.t = 0
@@ -53,100 +51,57 @@ class PlainLamb:
         u = (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
         ratio = 1.0
         if p.ndim >= 2:
-            u = u + self.decay * p
+            u = u + DECAY * p
             w_norm, u_norm = float(p.double().norm()), float(u.double().norm())
             if w_norm > 0 and u_norm > 0:
                 ratio = w_norm / u_norm
         p.sub_(lr * ratio * u)
 
 
-def clip(model: nn.Module, limit: float) -> float:
-    norm = float(torch.cat([p.grad.double().view(-1) for p in model.parameters()]).norm())
-    for p in model.parameters():
-        p.grad.div_(max(1.0, norm / limit))
-    return norm
+# (ZeRO stage, offload) of two ranks by optimizer; the others are slow
+USUAL = {"lamb": [(2, "none")], "muon": [(1, "none"), (3, "none")]}
+SETUPS = [(stage, "none") for stage in range(4)] + [(2, "cpu")]
+OTHERS = {name: [setup for setup in SETUPS if setup not in usual] for name, usual in USUAL.items()}
+KINDS: dict[str, Any] = {"lamb": PlainLamb, "muon": PlainMuon}
+SPLIT: dict[str, Any] = {"name": "lamb", "steps": 6, "optimizer__split_qkv": True}
 
 
-def plain_run(
-    cfg: Any, steps: int, split: bool = False, phase_2: int = -1
-) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """Losses, final weights and gradient norms of a plain loop over whole updates in fp32, without DeepSpeed.
-
-    From step `phase_2` on it is the second phase of NVIDIA's recipe, which loads the first one's optimizer with the step of
-    every parameter set to 0 (run_pretraining.py, prepare_model_and_optimizer).
-    """
-    model = tiny.model(cfg)
-    optimizer = PlainLamb(model, split=split)
-    losses, norms = [], []
-    for step in range(steps):
-        if step == phase_2:
-            optimizer.t = 0
-        losses.append(tiny.backward(model, step))
-        norms.append(clip(model, 1.0))
-        optimizer.step(LR)
-    return losses, {n: p.detach() for n, p in model.named_parameters()}, norms
-
-
-def lamb_under_zero(world: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for stage, extra in ((0, {}), (1, {}), (2, {}), (3, {}), (2, {"zero__offload": "cpu"})):
-        cfg = tiny.config(optimizer__name="lamb", zero__stage=stage, **extra)
-        engine = tiny.engine(cfg, world)
-        results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(20)]
-        found[f"{stage}{'-offload' if extra else ''}"] = (
-            [float(r.losses[0]) for r in results],
-            engine.consolidated_weights(),
-            [float(r.grad_norm) for r in results],
-        )
-    for stage in (1, 3):
-        cfg = tiny.config(optimizer__name="lamb", optimizer__split_qkv=True, zero__stage=stage)
-        engine = tiny.engine(cfg, world)
-        losses = [loss for loss, _ in tiny.train(engine, range(6), LR)]
-        found[f"{stage} split"] = (losses, engine.consolidated_weights(), [])
+def under_zero(world: Any, setups: dict[str, list[Any]], split: tuple[int, ...] = ()) -> dict[Any, Any]:
+    found: dict[Any, Any] = {stage: train(world, zero__stage=stage, **SPLIT) for stage in split}
+    for name in setups:
+        for stage, offload in setups[name]:
+            found[name, stage, offload] = train(world, name, zero__stage=stage, zero__offload=offload)
     return found
 
 
-SETUPS = [*((stage, "none") for stage in range(4)), (2, "cpu")]
-
-
-def both_under_zero(world: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
-    lamb = lamb_under_zero(world)
-    train = plain_muon.train
-    return lamb, {s: train(world, zero__stage=s[0], zero__offload=s[1]) for s in SETUPS}
-
-
 @pytest.fixture(scope="module")
-def two_ranks() -> tuple[dict[str, Any], dict[Any, Any]]:
-    return run_ranks(2, both_under_zero, timeout=240)[0]
-
-
-@pytest.fixture(scope="module")
-def lamb_runs(two_ranks: Any) -> dict[str, Any]:
-    return two_ranks[0]
-
-
-@pytest.fixture(scope="module")
-def reference() -> tuple[list[float], dict[str, Tensor], list[float]]:
-    return plain_run(tiny.config(optimizer__name="lamb"), 20)
+def two_ranks() -> dict[Any, Any]:
+    return run_ranks(2, under_zero, USUAL, (1, 3), timeout=240)[0]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3", "2-offload"])
-def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
-    losses, weights, norms = lamb_runs[stage]
-    assert losses == pytest.approx(reference[0], rel=1e-5)
-    assert norms == pytest.approx(reference[2], rel=1e-4)
-    assert set(weights) == set(reference[1])
-    assert tiny.distance(weights, reference[1]) < 1e-5, tiny.distance(weights, reference[1])
+@pytest.mark.parametrize("name", USUAL)
+def test_optimizers_under_zero_equal_unsharded_ones(name, two_ranks):
+    reference = plain_run(KINDS[name])
+    for stage, offload in USUAL[name]:
+        check(two_ranks[name, stage, offload], reference)
 
 
 @pytest.mark.dist
-def test_queries_keys_and_values_have_own_trust_ratios(lamb_runs):
-    recipe, merged = (plain_run(tiny.config(), 6, split=split) for split in (True, False))
+@pytest.mark.slow
+def test_optimizers_are_equal_at_every_stage():
+    found = run_ranks(2, under_zero, OTHERS, timeout=480)[0]
+    references = {name: plain_run(kind) for name, kind in KINDS.items()}
+    for key in found:
+        check(found[key], references[key[0]])
+
+
+@pytest.mark.dist
+def test_queries_keys_and_values_have_own_trust_ratios(two_ranks):
+    recipe, merged = (plain_run(partial(PlainLamb, split=split), 6) for split in (True, False))
     for stage in (1, 3):
-        losses, weights, _ = lamb_runs[f"{stage} split"]
-        assert losses == pytest.approx(recipe[0], rel=1e-5)
-        assert tiny.distance(weights, recipe[1]) < 1e-5 and tiny.distance(weights, merged[1]) > 1e-3
+        check(two_ranks[stage], recipe)
+        assert tiny.distance(two_ranks[stage]["weights"], merged["weights"]) > 1e-3
 
 
 def test_phase_2_takes_over_the_moments(world, tmp_path):
@@ -173,22 +128,12 @@ def test_phase_2_takes_over_the_moments(world, tmp_path):
         fresh = Checkpoints(tmp_path / "fresh", world, keep)
         fresh.save(tiny.engine(cfg, world), state(0, cfg))
         start_engine(third, tmp_path / "fresh", world)
-    losses, weights, _ = plain_run(cfg, 10, split=True, phase_2=5)
-    unaware = plain_run(cfg, 10, split=True)[1]
-    for ours in found:
-        assert ours[0] == pytest.approx(losses[5:], rel=1e-5)
-        assert tiny.distance(ours[1], weights) < 1e-5 and tiny.distance(ours[1], unaware) > 1e-3
-
-
-@pytest.fixture(scope="module")
-def muon_reference() -> dict[str, Any]:
-    return plain_muon.plain_run()
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_muon_under_zero_equals_unsharded_muon(setup, two_ranks, muon_reference):
-    plain_muon.check(two_ranks[1][setup], muon_reference)
+    recipe = partial(PlainLamb, split=True)
+    expected, unaware = plain_run(recipe, 10, phase_2=5), plain_run(recipe, 10)
+    for losses, weights in found:
+        assert losses == pytest.approx(expected["losses"][5:], rel=1e-5)
+        assert tiny.distance(weights, expected["weights"]) < 1e-5
+        assert tiny.distance(weights, unaware["weights"]) > 1e-3
 
 
 def test_every_parameter_is_in_one_group():
