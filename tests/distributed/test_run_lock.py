@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.common import logs
 from megabert.common.errors import FAILED, exit_code
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World
@@ -41,25 +40,11 @@ time.sleep(60)
 def hold(folder: Path, **env: str) -> subprocess.Popen[str]:
     """A process that holds the lock of `folder`, and has a child of its own that outlives it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
-
-
-def test_a_file_system_fault_is_not_a_user_error(tmp_path, monkeypatch):
-    def fail(path, *flags):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-    monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(OSError, match="lock: Stale file handle") as found:
-        run_lock.take(tmp_path / "run", ALONE)
-    assert exit_code(found.value) == FAILED
 
 
 def test_a_second_job_is_refused_until_the_first_dies(tmp_path):
@@ -101,20 +86,29 @@ def test_a_dying_holder_is_waited_for(tmp_path):
 
 
 def test_a_lock_without_text_refuses(tmp_path):
-    (tmp_path / "lock").touch()
-    with (tmp_path / "lock").open() as file:
+    with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="in use by another process"):
             run_lock.take(tmp_path, ALONE, patience=0)
 
 
-def test_a_file_system_without_locks_warns_once(tmp_path, capsys, monkeypatch):
-    def no_locks(*args: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def failing(number: int) -> Any:
+    def fail(path: Any, *flags: Any) -> None:
+        raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    logs.setup()
-    run_lock.take(tmp_path, ALONE)
-    run_lock.take(tmp_path, ALONE)
+    return fail
+
+
+def test_a_file_system_fault_is_not_a_user_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", failing(errno.ESTALE))
+    with pytest.raises(OSError, match="lock: Stale file handle") as found:
+        run_lock.take(tmp_path / "run", ALONE)
+    assert exit_code(found.value) == FAILED
+
+
+def test_a_file_system_without_locks_warns_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    for _ in range(2):
+        run_lock.take(tmp_path, ALONE)
     said = capsys.readouterr().err
     assert said.count("warning:") == 1 and "has no locks" in said and os.strerror(errno.ENOLCK) in said

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megabert.distributed import watchdog as module
 from megabert.distributed.ranks import World, wait_for_ranks
 from megabert.distributed.watchdog import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, Peer, Watchdog, find_failed_ranks
+from tests.helpers.ranks import run_ranks
 
 RANKS = 8
 
@@ -34,38 +36,33 @@ def peers(count: int = RANKS, **changes: dict[int, Any]) -> list[Peer]:
     return found
 
 
-@pytest.mark.parametrize("failed", [0, 5])
-def test_the_rank_missing_in_a_collective_is_named(failed: int) -> None:
-    found = find_failed_ranks(peers(entered={failed: {"0": 39, "1": 21}}))
-    assert found == {failed: "has not entered collective 40 of group 0 that 7 of 8 ranks are in"}
+def counts(first: int, second: int, more: int = 0) -> dict[str, int]:
+    return {"0": first, "1": second} | ({"2": more} if more else {})
 
 
-def test_ranks_ahead_are_not_named() -> None:
-    """Nothing holds a rank back at a collective that returns at once."""
-    ahead = {rank: {"0": 40 + rank, "1": 21 + rank % 3} for rank in range(RANKS) if rank != 5}
-    assert list(find_failed_ranks(peers(entered=ahead | {5: {"0": 38, "1": 21}}))) == [5]
-
-
-def test_a_rank_that_waits_for_a_third_is_not_named() -> None:
-    """Ranks 0 to 3 wait for 4 to 7 on the device, and 4 to 6 in the control group for 7."""
-    entered = {rank: {"0": 39, "1": 22} for rank in (4, 5, 6)} | {7: {"0": 39, "1": 21}}
-    assert list(find_failed_ranks(peers(entered=entered))) == [7]
-
-
-def test_groups_count_for_their_members_only() -> None:
-    """Ranks 4 to 7 share a group more, where 6 is missing; 0 to 3 wait for them in the group of all."""
-    entered = {rank: {"0": 39, "1": 21, "2": 8} for rank in (4, 5, 7)} | {6: {"0": 39, "1": 21, "2": 7}}
-    assert list(find_failed_ranks(peers(entered=entered))) == [6]
-
-
-@pytest.mark.parametrize("own", [{"0": 39, "1": 22}, {"0": 38, "1": 24}], ids=["one left out", "several left out"])
-def test_another_order_of_collectives_is_named(own: dict[str, int]) -> None:
-    found = find_failed_ranks(peers(entered={2: own}))
-    assert list(found) == [2] and "collectives in another order" in found[2]
-
-
-def test_halves_that_wait_for_each_other_are_both_named() -> None:
-    assert len(find_failed_ranks(peers(entered={rank: {"0": 39, "1": 22} for rank in range(4)}))) == RANKS
+@pytest.mark.parametrize(
+    ("entered", "failed", "order"),
+    [
+        ({5: counts(39, 21)}, [5], False),
+        # nothing holds a rank back at a collective that returns at once
+        ({r: counts(40 + r, 21 + r % 3) for r in range(RANKS)} | {5: counts(38, 21)}, [5], False),
+        # ranks 0 to 3 wait for 4 to 7 on the device, and 4 to 6 in the control group for 7
+        (dict.fromkeys((4, 5, 6), counts(39, 22)) | {7: counts(39, 21)}, [7], False),
+        # ranks 4 to 7 share a group more, where 6 is missing; 0 to 3 wait for them in the group of all
+        (dict.fromkeys((4, 5, 7), counts(39, 21, 8)) | {6: counts(39, 21, 7)}, [6], False),
+        ({2: counts(39, 22)}, [2], True),
+        ({2: counts(38, 24)}, [2], True),
+        # halves that wait for each other
+        (dict.fromkeys(range(4), counts(39, 22)), [*range(RANKS)], True),
+    ],
+    ids=["missing", "others ahead", "a chain", "a group of some", "one left out", "several left out", "halves"],
+)
+def test_ranks_missing_in_a_collective_are_named(entered, failed, order) -> None:
+    found = find_failed_ranks(peers(entered=entered))
+    assert sorted(found) == failed
+    assert all(
+        "has not entered collective" in text and ("in another order" in text) is order for text in found.values()
+    )
 
 
 def test_with_equal_counts_step_and_stack_decide() -> None:
@@ -76,9 +73,27 @@ def test_with_equal_counts_step_and_stack_decide() -> None:
     assert found == dict.fromkeys(range(RANKS), "and every rank waits for the others")
 
 
-def test_a_thousand_ranks_are_judged() -> None:
-    late = {700: {"0": 39, "1": 21}, 701: {"0": 39, "1": 21}}
-    assert list(find_failed_ranks(peers(1024, entered=late))) == [700, 701]
+def entered_by_rank(world: World) -> list[dict[str, int]]:
+    """Counts of torch's groups when rank 1 has left a sum out, and when rank 2 has taken another group's first."""
+    device, control = (dist.new_group(backend="gloo") for _ in range(2))
+    found, works = [], []
+    for failed, first, last in ((1, [], [device, control]), (2, [control], [device])):
+        for groups in ([device, control], first if world.rank == failed else [device]):
+            works += [dist.all_reduce(torch.ones(9), group=group, async_op=True) for group in groups]
+        found.append(module.entered())
+        for group in last if world.rank == failed else [control]:
+            works.append(dist.all_reduce(torch.ones(9), group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return found
+
+
+@pytest.mark.dist
+def test_counts_of_real_collectives_name_the_failed_rank() -> None:
+    found = run_ranks(4, entered_by_rank)
+    for number, failed in enumerate((1, 2)):
+        verdict = find_failed_ranks(peers(4, entered={rank: of_rank[number] for rank, of_rank in enumerate(found)}))
+        assert list(verdict) == [failed] and ("in another order" in verdict[failed]) is (failed == 2)
 
 
 def seen_in_main_thread(action: Callable[[], object]) -> tuple[str, bool]:
@@ -120,24 +135,19 @@ def look(dog: Watchdog, seconds: int) -> None:
             dog._look_at(peer, 1.0)
 
 
-def test_heartbeats_give_no_verdict(tmp_path) -> None:
+def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
     dog = watchdog(tmp_path)
     for number in range(60):
         beat(dog, 1, number)
         look(dog, 1)
         assert dog._find() is None
-
-
-def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
-    dog = watchdog(tmp_path)
-    beat(dog, 1, 1)
-    look(dog, int(LOST_SECONDS))
+    look(dog, int(LOST_SECONDS) - 1)
     assert dog._find() is None
     look(dog, 1)
     verdict = dog._find()
     assert verdict is not None and not verdict.hang
     assert verdict.text.startswith("rank 1 (host host1, pid 101) is lost") and verdict.kill == [1]
-    beat(dog, 1, 2, left=True)
+    beat(dog, 1, 60, left=True)
     look(dog, int(LOST_SECONDS) + 2)
     assert dog._find() is None
 
@@ -189,10 +199,8 @@ def test_the_time_out_names_the_rank_that_entered_less(tmp_path, monkeypatch) ->
     )
 
 
-@pytest.mark.parametrize(("done", "limit"), [(False, START_SECONDS), (True, 8.0)])
-def test_the_first_time_out_is_longer(tmp_path, done, limit) -> None:
+def test_the_first_time_out_is_longer(tmp_path) -> None:
     dog = Watchdog(World(0, 0, 1, torch.device("cpu"), "gloo", "single"), tmp_path, 8)
-    if done:
-        dog.progress(1)
-    assert dog._limit == limit
-    assert Watchdog(dog.world, tmp_path, 0)._limit == float("inf")
+    assert dog._limit == START_SECONDS and Watchdog(dog.world, tmp_path, 0)._limit == float("inf")
+    dog.progress(1)
+    assert dog._limit == 8.0
