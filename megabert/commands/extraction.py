@@ -119,7 +119,10 @@ class Extractor:
         """Vectors of texts, in their order, some batches' worth at a time."""
 
         def jobs() -> Iterator[tuple[SortingWindow, list[int]]]:
-            for window in self._sorting_windows(iter(texts)):
+            for tokenized in self._windows_of_ids(iter(texts)):
+                lengths = [len(ids) for ids in tokenized]
+                vectors = np.empty((sum(lengths) if self.pool == "none" else len(lengths), self.width), np.float32)
+                window = SortingWindow(tokenized, groups(lengths, self.batch_tokens), vectors)
                 yield from ((window, batch) for batch in window.batches)
 
         computed = in_order(self._compute, jobs(), self.workers, 2 * self.workers, one_thread)
@@ -128,7 +131,7 @@ class Extractor:
                 if batch is window.batches[-1]:
                     yield window
 
-    def _sorting_windows(self, texts: Iterator[str]) -> Iterator[SortingWindow]:
+    def _windows_of_ids(self, texts: Iterator[str]) -> Iterator[list[np.ndarray]]:
         """Texts of SORTED batches, tokenised ahead of the model."""
         calls = iter(lambda: list(islice(texts, TOKENIZED)), [])
         waiting: list[np.ndarray] = []
@@ -138,10 +141,10 @@ class Extractor:
                 waiting.append(ids)
                 tokens += len(ids)
                 if tokens >= SORTED * self.batch_tokens:
-                    yield self._window(waiting)
+                    yield waiting
                     waiting, tokens = [], 0
         if waiting:
-            yield self._window(waiting)
+            yield waiting
 
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`[CLS] text [SEP]` of each text, cut to `max_length`."""
@@ -149,12 +152,6 @@ class Extractor:
         encoded = tokenizer.encode_texts(texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
         return [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
-
-    def _window(self, texts: list[np.ndarray]) -> SortingWindow:
-        """A window whose vectors are not computed yet."""
-        lengths = [len(ids) for ids in texts]
-        rows = sum(lengths) if self.pool == "none" else len(texts)
-        return SortingWindow(texts, groups(lengths, self.batch_tokens), np.empty((rows, self.width), np.float32))
 
     def _compute(self, job: tuple[SortingWindow, list[int]]) -> tuple[SortingWindow, list[int]]:
         """Fills in the vectors of a batch."""
@@ -245,19 +242,10 @@ def extract(
     if not total:
         raise ValueError(f"{path}: has no text in it")
     extractor = Extractor(hf.load(source, tokenizer), **options)
-    with (
-        appearing_file(target) as file,
-        tqdm(total=total, unit=" texts", disable=None, leave=False) as bar,
-        closing(extractor.windows(read_texts(path, column))) as windows,
-    ):
-        WRITERS[target.suffix](file, _counted(windows, bar), total, extractor)
+    texts = tqdm(read_texts(path, column), total=total, unit=" texts", disable=None, leave=False)
+    with appearing_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
+        WRITERS[target.suffix](file, windows, total, extractor)
     return ExtractionResult(total, extractor.truncated, extractor.max_length)
-
-
-def _counted(windows: Iterable[SortingWindow], bar: tqdm[Any]) -> Iterator[SortingWindow]:
-    for window in windows:
-        yield window
-        bar.update(len(window.texts))
 
 
 def _check_output(path: Path, pool: str) -> None:

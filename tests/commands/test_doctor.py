@@ -76,12 +76,3 @@ def test_without_torch_training_cannot_run_and_nothing_crashes(monkeypatch, caps
 )
 def test_a_probe_survives_what_it_probes(code: str, works: bool, message: str) -> None:
     assert doctor.probe(code) == (works, message)
-
-
-def test_tools_beside_python_or_on_path_are_found(tmp_path, monkeypatch) -> None:
-    script = tmp_path / "sbatch"
-    script.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert doctor.tool("sbatch", "--version") == f"slurm-wlm 22.05.8 ({script})"
-    assert doctor.tool("no-such-tool", "--version") is None

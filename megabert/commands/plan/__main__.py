@@ -27,7 +27,6 @@ def main(argv: list[str] | None = None) -> int:
     add_config_options(parser)
     add = parser.add_argument
     add("--world-size", type=int, default=1, metavar="N", help="ranks to plan for")
-    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes")
     add("--memory-gib", type=float, metavar="X", help="of a GPU, for the largest micro-batch")
     add = parser.add_argument_group("forecast").add_argument
     add("--gpus", metavar="NAME", help="predict seconds an update on this GPU, e.g. h100")
@@ -38,11 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     for name in ("over", "network"):
         if not args.gpus and getattr(args, name) is not None:
-            raise ValueError(f"{_option(name)} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
-    for name in ("world_size", "tokens_per_sec", "memory_gib"):
+            raise ValueError(f"--{name} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
+    for name in ("world_size", "memory_gib"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{_option(name)} {value:g}: give a number above 0")
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     from megabert import config as configuration
     from megabert.commands.plan import workload
 
@@ -51,12 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         print(forecast_text(args, config))
     else:
         extra = configuration.read_deepspeed(args.deepspeed_config)
-        print(workload.report(config, args.world_size, args.tokens_per_sec, args.memory_gib, extra))
+        print(workload.report(config, args.world_size, args.memory_gib, extra))
     return OK
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def forecast_text(args: argparse.Namespace, config: Config) -> str:

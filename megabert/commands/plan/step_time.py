@@ -125,9 +125,9 @@ class Ranks:
     node: int
     # of the narrowest place that a ring through all of them passes
     bandwidth: float
-    link_latency: float
+    # seconds of a hop between nodes
     network_latency: float
-    base_latency: float
+    constants: Constants
 
     @property
     def nodes(self) -> int:
@@ -136,53 +136,42 @@ class Ranks:
     @property
     def ring_latency(self) -> float:
         """Seconds of the hops from the first rank to the last."""
-        return (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
+        return (self.size - self.nodes) * self.constants.link_latency + (self.nodes - 1) * self.network_latency
 
     def reduce_scatter(self, size: float, calls: int = 1) -> float:
         """Seconds to reduce `size` bytes held by each rank to a share a rank, in `calls` equal parts, by ring; as long takes
         an all-gather of `size` bytes, and an all-to-all in which each rank sends every other `size / n` bytes of its own."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * size / self.bandwidth + calls * (self.base_latency + self.ring_latency)
+        return (self.size - 1) / self.size * size / self.bandwidth + calls * (
+            self.constants.base_latency + self.ring_latency
+        )
 
     def all_reduce(self, size: float, calls: int = 1) -> float:
         """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops against the tree's depth twice."""
         if self.size == 1:
             return 0.0
-        depth = (min(self.node, self.size) - 1) * self.link_latency + math.log2(self.nodes) * self.network_latency
+        depth = (min(self.node, self.size) - 1) * self.constants.link_latency
+        depth += math.log2(self.nodes) * self.network_latency
         transfer = 2 * (self.size - 1) / self.size * size / self.bandwidth
-        return transfer + calls * (self.base_latency + 2 * min(self.ring_latency, depth))
+        return transfer + calls * (self.constants.base_latency + 2 * min(self.ring_latency, depth))
 
 
-def _hop(device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants) -> tuple[float, float]:
-    """Bytes a second that a ring gets from node to node while `sharing` of them use a node's network, and a hop's seconds."""
-    link = device.link * constants.link
-    if size <= max(device.domain, fabric.node):
-        return link, constants.link_latency
-    if not fabric.network:
+def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> tuple[Ranks, Ranks, Ranks]:
+    """The ranks of one node; one rank of each node, while as many such groups as a node has ranks share its network; all of
+    them. Raises ValueError where they need a network that the fabric lacks."""
+    linked = size <= max(device.domain, fabric.node)
+    if not linked and not fabric.network:
         raise ValueError(f"{size} GPUs in nodes of {fabric.node} need a network: give --network, e.g. 8x400")
-    return min(link, fabric.network * constants.network / sharing), constants.network_latency
-
-
-def world(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
-    """All ranks in one ring or tree. Raises ValueError where they need a network that the fabric has not."""
-    bandwidth, hop = _hop(device, fabric, size, sharing=1, constants=constants)
-    return Ranks(size, fabric.node, bandwidth, constants.link_latency, hop, constants.base_latency)
-
-
-def inside_a_node(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
-    """The ranks of one node."""
-    ranks, hop = min(size, fabric.node), constants.link_latency
-    return Ranks(ranks, ranks, device.link * constants.link, hop, hop, constants.base_latency)
-
-
-def across_nodes(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
-    """One rank of each node, while as many such groups as a node has ranks share its network.
-
-    Raises ValueError where there is no network.
-    """
-    bandwidth, hop = _hop(device, fabric, size, sharing=fabric.node, constants=constants)
-    return Ranks(-(-size // fabric.node), 1, bandwidth, hop, hop, constants.base_latency)
+    link, network = device.link * constants.link, fabric.network * constants.network
+    shared, whole = (link if linked else min(link, network / sharing) for sharing in (fabric.node, 1))
+    hop = constants.link_latency if linked else constants.network_latency
+    ranks = min(size, fabric.node)
+    return (
+        Ranks(ranks, ranks, link, hop, constants),
+        Ranks(-(-size // fabric.node), 1, shared, hop, constants),
+        Ranks(size, fabric.node, whole, hop, constants),
+    )
 
 
 # ---- one update
@@ -363,8 +352,8 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
 
     Raises ValueError where the GPUs need a network that the fabric lacks.
     """
-    software, parts = system.software, (system.device, system.fabric, size, system.constants)
-    inside, across, whole = inside_a_node(*parts), across_nodes(*parts), world(*parts)
+    software = system.software
+    inside, across, whole = groups(system.device, system.fabric, size, system.constants)
     weights = float(WEIGHT_BYTES * parameters(model))
     gradients = float(software.gradient_bytes * parameters(model))
     orthogonal = float(WEIGHT_BYTES * sum(matrix.size for matrix in software.orthogonal))

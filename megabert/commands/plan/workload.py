@@ -77,14 +77,6 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     return Work(rows, length, tokens, pairs, predictions, sequences)
 
 
-def updates_of(config: Config, update: Work) -> int:
-    """Updates in the run, where minutes do not end it before."""
-    schedule = config.schedule
-    if schedule.unit != "tokens":
-        return schedule.total_steps
-    return min(schedule.total_steps, math.ceil(schedule.budget_tokens / update.tokens))
-
-
 def manifest_of(config: Config) -> Manifest | None:
     """That of the run's data, with what was added to it and mixed in; None where no dataset is named. No shard is looked for.
     Raises ValueError naming what is no dataset or does not fit."""
@@ -147,17 +139,16 @@ def activations(config: Config, seq_len: int) -> float:
 
 
 def report(
-    config: Config,
-    world_size: int,
-    tokens_per_sec: float | None = None,
-    memory_gib: float | None = None,
-    deepspeed_extra: Mapping[str, Any] | None = None,
+    config: Config, world_size: int, memory_gib: float | None = None, deepspeed_extra: Mapping[str, Any] | None = None
 ) -> str:
     """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another."""
     manifest = manifest_of(config)
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
     update = work(config, manifest)
-    steps, flops, schedule = updates_of(config, update), update.flops(config), config.schedule
+    flops, schedule = update.flops(config), config.schedule
+    steps = schedule.total_steps
+    if schedule.unit == "tokens":
+        steps = min(steps, math.ceil(schedule.budget_tokens / update.tokens))
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
     lines = [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
@@ -169,11 +160,6 @@ def report(
     ]
     if schedule.unit == "minutes":
         lines.append(f"time     the schedule ends after {schedule.budget_minutes:g} minutes of training")
-    if tokens_per_sec:
-        seconds = update.tokens / tokens_per_sec
-        lines.append(
-            f"time     {steps * seconds / 86_400:.3g} days at {tokens_per_sec:,.0f} tokens/s of all ranks, {seconds:.3g} s an update"
-        )
     planned = config.model_copy(update={"precision": planned_precision(config)})
     merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
     lines += ["", *_memory(config, update.seq_len, world_size, memory_gib)]
@@ -253,17 +239,13 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
         f"stages 1 to 3 need {BUCKET * gradient_bytes(config) / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
     )
-    if memory_gib is not None:
-        lines.append(_largest(config, seq_len, world_size, memory_gib))
-    return lines
-
-
-def _largest(config: Config, seq_len: int, world_size: int, memory_gib: float) -> str:
+    if memory_gib is None:
+        return lines
     micro = largest_micro_size(config, seq_len, world_size, memory_gib)
     if not micro:
-        return f"no micro-batch fits {memory_gib:g} GiB; take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+        advice = "take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+        return [*lines, f"no micro-batch fits {memory_gib:g} GiB; {advice}"]
     best = with_micro_size(config, micro)
-    return (
-        f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro},"
-        f" {needed(best, seq_len, world_size) / GIB:.1f} GiB, {accumulation(best, world_size)} micro-steps an update"
-    )
+    largest = f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}"
+    takes = f"{needed(best, seq_len, world_size) / GIB:.1f} GiB"
+    return [*lines, f"{largest}, {takes}, {accumulation(best, world_size)} micro-steps an update"]
