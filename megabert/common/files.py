@@ -186,17 +186,7 @@ def digest(tree: Mapping[str, Any], field: str, text: Any = canonical) -> str:
 
 def sealed(tree: Mapping[str, Any], field: str, text: Any = canonical) -> bytes:
     """The canonical text of `tree` with its digest in `field`."""
-    rest = {name: value for name, value in tree.items() if name != field}
-    if text is not canonical or not rest:
-        return canonical(rest | {field: digest(rest, field, text)})
-    # a large tree is written once, and the digest inserted as a line
-    body = canonical(rest)
-    line = f'\n {json.dumps(field)}: "{hashlib.sha256(body).hexdigest()}"'.encode()
-    later = [name for name in rest if name > field]
-    if not later:
-        return body[: -len("\n}\n")] + b"," + line + b"\n}\n"
-    place = body.index(f"\n {json.dumps(min(later))}: ".encode())
-    return body[:place] + line + b"," + body[place:]
+    return canonical({**tree, field: digest(tree, field, text)})
 
 
 def sha256_of(path: Path) -> str:

@@ -30,8 +30,8 @@ FIELD = 1 << 24
 JOINT = "\n\n"
 # rows of a Parquet or Arrow table in memory at once
 BATCH_ROWS = 256
-# of a saved dataset, and of a dictionary of them
-STATE, SPLITS = "state.json", "dataset_dict.json"
+# of a saved dataset
+STATE = "state.json"
 
 
 class BadTable(ValueError):
@@ -294,27 +294,17 @@ def _named(value: Any, names: Sequence[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
-def names_in(path: Path, data: bytes) -> list[str]:
-    """The names in the bytes of a saved dataset's state, or of a dictionary's list of splits. Raises BadTable."""
-    try:
-        record = json.loads(data)
-        names = record["splits"] if path.name == SPLITS else [entry["filename"] for entry in record["_data_files"]]
-        wrong = [name for name in names if name in ("", ".", "..") or os.path.basename(name) != name]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        raise BadTable(f"{path}: not the JSON object of a saved dataset") from None
-    if wrong:
-        raise BadTable(f"{path}: names {wrong[0]!r}, which is no file name")
-    return list(names)
-
-
 def files(path: Path) -> list[Path]:
     """The tables of a dataset that `datasets` saved, one split of it; of a file itself. Raises BadTable for another folder."""
     if not path.is_dir():
         return [path]
-    splits, state = path / SPLITS, path / STATE
-    if splits.is_file():
-        shown = ", ".join(str(path / name) for name in names_in(splits, splits.read_bytes()))
-        raise BadTable(f"{path}: holds several splits; name one of {shown}")
+    state = path / STATE
     if not state.is_file():
-        raise BadTable(f"{path}: is a folder, and no saved dataset (no {STATE}); name a file in it")
-    return [path / name for name in names_in(state, state.read_bytes())]
+        raise BadTable(
+            f"{path}: is a folder, and no saved dataset (no {STATE}); name a file or the folder of a split in it"
+        )
+    try:
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        return [path / os.path.basename(name) for name in names]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        raise BadTable(f"{state}: not the JSON object of a saved dataset") from None

@@ -1,7 +1,6 @@
 """Typed configuration of a run: schema and presets, overrides, and DeepSpeed's configuration."""
 
 from megabert.config.deepspeed import (
-    BATCH,
     accumulation,
     fit_micro_size,
     merge_deepspeed,
@@ -10,50 +9,16 @@ from megabert.config.deepspeed import (
     to_deepspeed,
 )
 from megabert.config.schema import (
-    BatchConfig,
     CheckpointConfig,
     Config,
     DataConfig,
-    DistillConfig,
     EvalConfig,
-    LogConfig,
     MaskingConfig,
     ModelConfig,
-    ObjectiveConfig,
     OpsConfig,
     OptimizerConfig,
     ScheduleConfig,
     SpikesConfig,
     WatchdogConfig,
-    ZeroConfig,
 )
 from megabert.config.sources import from_arguments, from_dict, load
-
-__all__ = [
-    "BATCH",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DistillConfig",
-    "EvalConfig",
-    "LogConfig",
-    "MaskingConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OpsConfig",
-    "OptimizerConfig",
-    "ScheduleConfig",
-    "SpikesConfig",
-    "WatchdogConfig",
-    "ZeroConfig",
-    "accumulation",
-    "fit_micro_size",
-    "from_arguments",
-    "from_dict",
-    "load",
-    "merge_deepspeed",
-    "read_deepspeed",
-    "shares",
-    "to_deepspeed",
-]

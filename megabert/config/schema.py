@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,11 +33,7 @@ class ModelConfig(Section):
     layers: int = Field(12, gt=0, description="number of encoder layers")
     hidden: int = Field(768, gt=0, description="width of the residual stream")
     heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
-    intermediate: int = Field(
-        0,
-        ge=0,
-        description="width of the feed-forward layer; 0 means 4 x hidden, gated 8/3 x hidden in steps of 64: as many weights",
-    )
+    intermediate: int = Field(0, ge=0, description="feed-forward width; 0: 4 x hidden, or gated as many weights")
     vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
     max_positions: int = Field(512, gt=0, description="tokens of a sequence at most; bert learns a position for each")
     norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
@@ -46,13 +43,8 @@ class ModelConfig(Section):
     init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
     nsp: bool = Field(True, description="train the next-sentence head")
     tied: bool = Field(True, description="the decoder's weights are the word embedding's")
-    zero_init: bool = Field(
-        False,
-        description="initialise the projections into the residual stream at zero, so that each layer starts as the identity",
-    )
-    frequency_bias: bool = Field(
-        False, description="initialise the decoder's bias at the log-frequencies of the dataset's tokens"
-    )
+    zero_init: bool = Field(False, description="zero projections into the residual stream: layers start as identities")
+    frequency_bias: bool = Field(False, description="initialise the decoder's bias at the tokens' log-frequencies")
     activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
 
     @property
@@ -80,12 +72,8 @@ class MaskingConfig(Section):
     strategy: Literal["token", "causal"] = Field(
         "token", description="causal: nothing is masked, each token predicts the next"
     )
-    rate: float = Field(
-        0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted; unused with causal"
-    )
-    final_rate: float = Field(
-        0.0, ge=0, lt=1, description="rate at the end of the run, reached in equal steps from `rate`; 0 keeps `rate`"
-    )
+    rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens predicted; unused with causal")
+    final_rate: float = Field(0.0, ge=0, lt=1, description="rate at the run's end, reached in equal steps; 0: `rate`")
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
     max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
@@ -108,23 +96,17 @@ class MaskingConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What updates train, by the share of the run's budget used before them. Evaluation is always masked LM."""
+    """What updates train, by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025). Evaluation is
+    always masked LM."""
 
-    causal_share: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of the budget trained causally, before masked LM (Gisserot-Boukhlef et al. 2025)",
-    )
+    causal_share: float = Field(0.0, ge=0, lt=1, description="share of the budget trained causally, before masked LM")
 
 
 class DataConfig(Section):
     """Where rows come from."""
 
     path: str = Field("", description="dataset folder written by data_prep (also --data)")
-    mix: dict[str, float] = Field(
-        {}, description='other dataset folders and their shares of all rows: {"data/books" = 0.3}'
-    )
+    mix: dict[str, float] = Field({}, description='other datasets and their shares of all rows: {"data/books" = 0.3}')
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
     masking: MaskingConfig = MaskingConfig()
@@ -149,10 +131,7 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, description="decoupled decay; LayerNorm and biases never decay")
     clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
-    split_qkv: bool = Field(
-        False,
-        description="LAMB: one trust ratio each for queries, keys and values, as in NVIDIA's recipe; false: one for all",
-    )
+    split_qkv: bool = Field(False, description="LAMB: a trust ratio each for queries, keys and values (NVIDIA's)")
 
 
 class ScheduleConfig(Section):
@@ -166,17 +145,13 @@ class ScheduleConfig(Section):
     )
     by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; budget counts minutes")
     total_steps: int = Field(100_000, gt=0, description="updates in the run; by tokens or minutes an upper limit")
-    warmup_steps: int = Field(
-        10_000, ge=0, description="updates of linear warm-up; by tokens and minutes see budget_warmup"
-    )
+    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up; else see budget_warmup")
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
     decay_share: float = Field(0.2, gt=0, le=1, description="share of the budget in which wsd decays, the last one")
     budget_minutes: float = Field(0.0, ge=0, description="training time by minutes, kept across resumes")
     budget_tokens: int = Field(0, ge=0, description="real tokens of the run by tokens, over all ranks")
-    budget_warmup: float = Field(
-        0.06, ge=0, lt=1, description="share of the budget spent in warm-up, by tokens and minutes"
-    )
+    budget_warmup: float = Field(0.06, ge=0, lt=1, description="share of a budget of tokens or minutes in warm-up")
 
     @property
     def unit(self) -> str:
@@ -216,16 +191,9 @@ class CheckpointConfig(Section):
 
     interval: int = Field(1000, gt=0, description="updates between checkpoints")
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
-    keep_every: int = Field(
-        0, ge=0, description="checkpoints whose step is a multiple of it are kept forever; 0 keeps none"
-    )
-    asynchronous: bool = Field(
-        True,
-        description="write and commit in the background, from copies in host memory: 12 bytes a parameter over all ranks",
-    )
-    on_error: Literal["stop", "continue"] = Field(
-        "stop", description="after a failed save: end the run, or warn and keep the one before"
-    )
+    keep_every: int = Field(0, ge=0, description="checkpoints at multiples of it are kept forever; 0 keeps none")
+    asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")
+    on_error: Literal["stop", "continue"] = Field("stop", description="after a failed save: end the run, or warn")
 
 
 class EvalConfig(Section):
@@ -259,15 +227,11 @@ class SpikesConfig(Section):
 
 
 class WatchdogConfig(Section):
-    timeout_seconds: float = Field(
-        600.0, ge=0, description="seconds without progress on a rank after which the job names it and ends; 0 off"
-    )
+    timeout_seconds: float = Field(600.0, ge=0, description="seconds without progress that end the job; 0: off")
 
 
 class LogConfig(Section):
-    interval: int = Field(
-        10, gt=0, description="updates between log lines; no metric is read from the device in between"
-    )
+    interval: int = Field(10, gt=0, description="updates between log lines, and between readings of the device")
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
     wandb: str = Field("", description="project of Weights & Biases that metrics are also sent to; empty: none")
 
@@ -276,19 +240,14 @@ class Config(Section):
     """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
-    deterministic: bool = Field(
-        False, description="updates repeat bit for bit on CUDA too, more slowly; on the CPU they always do"
-    )
+    deterministic: bool = Field(False, description="updates repeat bit for bit on CUDA too, but are slower")
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
         "auto",
         description="compute type; master weights are fp32; auto: bf16 where the device multiplies it, else fp16 on a GPU, fp32 "
         "on a CPU; fp8: bf16, and the products of the inner layers' linears in FP8",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
-    init_moments: bool = Field(
-        False,
-        description="also load the optimizer's moments of init_from, with bias correction restarted, as NVIDIA's phase 2",
-    )
+    init_moments: bool = Field(False, description="also load init_from's moments (as NVIDIA's phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
     model: ModelConfig = ModelConfig()
@@ -318,65 +277,48 @@ class Config(Section):
 
 def check(config: Config) -> None:
     """Raises ValueError naming the first two fields that contradict each other, and what to do."""
-    model, masking, schedule = config.model, config.data.masking, config.schedule
+    for wrong, message in _contradictions(config):
+        if wrong:
+            raise ValueError(message)
+
+
+def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
+    """Whether fields contradict each other, and how."""
+    model, masking, schedule, attention = config.model, config.data.masking, config.schedule, config.ops.attention
     causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
-    if model.hidden % model.heads:
-        raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
+    width = f"model.hidden / model.heads = {model.hidden // model.heads}"
+    yield model.hidden % model.heads > 0, f"model.heads={model.heads} does not divide model.hidden={model.hidden}"
     if model.modern:
-        for field, value in (("norm", "pre"), ("nsp", False)):
-            if getattr(model, field) != value:
-                shown = str(value).lower()
-                raise ValueError(
-                    f"model.kind=modern needs model.{field}={shown}; it is {str(getattr(model, field)).lower()}"
-                )
-        if model.hidden // model.heads % 2:
-            raise ValueError(
-                f"model.kind=modern turns pairs of columns: model.hidden / model.heads = {model.hidden // model.heads} is odd"
-            )
-    if masking.mask + masking.random > 1:
-        raise ValueError("data.masking.mask + data.masking.random exceed 1")
-    if config.causal_updates and model.nsp:
-        raise ValueError(
-            f"{causal}: [CLS] attends only to itself, so it cannot predict whether B follows A; set model.nsp=false"
-        )
-    if config.causal_updates and config.ops.attention in ("varlen", "cudnn"):
-        raise ValueError(
-            f"ops.attention={config.ops.attention} is not causal, which {causal} needs; "
-            "set ops.attention to auto, sdpa, native or fused_softmax"
-        )
+        yield model.norm != "pre", f"model.kind=modern needs model.norm=pre; it is {model.norm}"
+        yield model.nsp, "model.kind=modern needs model.nsp=false; it is true"
+        yield model.hidden // model.heads % 2 > 0, f"model.kind=modern turns pairs of columns: {width} is odd"
+    yield masking.mask + masking.random > 1, "data.masking.mask + data.masking.random exceed 1"
+    if config.causal_updates:
+        no_pair = "[CLS] attends only to itself, so it cannot predict whether B follows A; set model.nsp=false"
+        yield model.nsp, f"{causal}: {no_pair}"
+        others = "set ops.attention to auto, sdpa, native or fused_softmax"
+        not_causal = f"ops.attention={attention} is not causal, which {causal} needs; {others}"
+        yield attention in ("varlen", "cudnn"), not_causal
     if config.objective.causal_share:
-        if masking.causal:
-            raise ValueError(
-                "objective.causal_share is for runs that end with masked LM; set it to 0, or data.masking.strategy to "
-                "token"
-            )
-        if config.distill.teacher:
-            raise ValueError("objective.causal_share: distill.teacher needs one objective throughout; set it to 0")
+        ends = "objective.causal_share is for runs that end with masked LM"
+        yield masking.causal, f"{ends}; set it to 0, or data.masking.strategy to token"
+        one = "objective.causal_share: distill.teacher needs one objective throughout; set it to 0"
+        yield config.distill.teacher != "", one
     if config.precision == "fp8":
-        if model.layers < 3:
-            raise ValueError(
-                f"precision=fp8 keeps the first and the last layer in bf16: model.layers={model.layers} leaves none; use bf16"
-            )
-        for name, width in (("hidden", model.hidden), ("intermediate", model.ffn)):
-            if width % FP8_MULTIPLE:
-                raise ValueError(
-                    f"precision=fp8 needs multiples of {FP8_MULTIPLE}: model.{name} is {width}; change it or use bf16"
-                )
+        kept = "precision=fp8 keeps the first and the last layer in bf16"
+        yield model.layers < 3, f"{kept}: model.layers={model.layers} leaves none; use bf16"
+        needs = f"precision=fp8 needs multiples of {FP8_MULTIPLE}"
+        for name, size in (("hidden", model.hidden), ("intermediate", model.ffn)):
+            yield size % FP8_MULTIPLE > 0, f"{needs}: model.{name} is {size}; change it or use bf16"
     unit = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
-    if schedule.unit == "minutes" and not schedule.budget_minutes:
-        raise ValueError(f"{unit} needs schedule.budget_minutes above 0")
-    if schedule.unit == "tokens" and not schedule.budget_tokens:
-        raise ValueError(f"{unit} needs schedule.budget_tokens above 0")
-    if schedule.unit == "minutes" and config.deterministic:
-        raise ValueError(f"deterministic=true: {unit} depends on the clock, so no two runs are equal; choose another")
-    if config.optimizer.split_qkv and config.optimizer.name != "lamb":
-        raise ValueError(
-            f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
-        )
-    if schedule.unit == "steps" and schedule.warmup_steps > schedule.total_steps:
-        raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
-    if schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1:
-        raise ValueError(
-            f"schedule.decay_share={schedule.decay_share:g} and a warm-up of {schedule.warmup_share:.2g} of the budget exceed it; "
-            "lower one of them"
-        )
+    for name, budget in (("minutes", schedule.budget_minutes), ("tokens", schedule.budget_tokens)):
+        yield schedule.unit == name and not budget, f"{unit} needs schedule.budget_{name} above 0"
+    clock = f"deterministic=true: {unit} depends on the clock, so no two runs are equal; choose another"
+    yield schedule.unit == "minutes" and config.deterministic, clock
+    no_ratios = f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
+    yield config.optimizer.split_qkv and config.optimizer.name != "lamb", no_ratios
+    too_long = "schedule.warmup_steps exceeds schedule.total_steps; lower it"
+    yield schedule.unit == "steps" and schedule.warmup_steps > schedule.total_steps, too_long
+    shares = f"schedule.decay_share={schedule.decay_share:g} and a warm-up of {schedule.warmup_share:.2g} of the budget"
+    too_much = schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1
+    yield too_much, f"{shares} exceed it; lower one of them"

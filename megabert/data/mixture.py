@@ -171,12 +171,12 @@ def _members(dataset: AnyDataset) -> tuple[Dataset, ...]:
 
 def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:
     """Folder and manifest of each dataset of a mixture, as JSON values from which `from_json` opens it."""
-    return [(str(part.folder), part.manifest.to_json()) for part in _members(dataset)]
+    return [(str(part.folder), part.manifest.model_dump(by_alias=True)) for part in _members(dataset)]
 
 
 def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float]) -> AnyDataset:
-    """The dataset or mixture that another process of this machine has opened and checked; nothing is read."""
-    return _mixture([Dataset(folder, Manifest.from_json(manifest)) for folder, manifest in tree], mix)
+    """The dataset or mixture of another process, which has compared its files; nothing is read."""
+    return _mixture([Dataset(folder, Manifest.model_validate(manifest)) for folder, manifest in tree], mix)
 
 
 def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:

@@ -22,7 +22,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,14 @@ CONTINUATION = "##"
 MAX_BYTES = 256 << 20
 # characters; BERT makes a longer word [UNK]
 MAX_WORD = 100
-# texts handed to a thread at once
+# texts whose encodings are in memory at once
 CHUNK = 4096
 
 # Hugging Face's file beside a vocab.txt, and its fields by ours
 CONFIG = "tokenizer_config.json"
 CASING_FIELDS = {"lowercase": "do_lower_case", "strip_accents": "strip_accents", "ideographs": "tokenize_chinese_chars"}
 # tokenizer classes of Hugging Face that split text as BERT's does, with or without "Fast" at the end
-BERT_CLASSES = (
-    *("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend"),
-)
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 SPLIT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 UNSPECIFIED: Mapping[str, bool | None] = {}
 
@@ -184,8 +181,8 @@ class Tokenizer:
         """Why text may be normalised otherwise than the vocabulary needs; "" where there is no doubt."""
         return ""
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
         raise NotImplementedError
 
     def plain(self, text: str) -> str:
@@ -296,8 +293,8 @@ class _SentencePiece(Tokenizer):
     def plain(self, text: str) -> str:
         return text if self._normalises_nothing else plain(text)
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.processor.encode(list(texts), out_type=int, num_threads=1)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         return [self._without_space(ids) for ids in self.encode_texts(words)]
@@ -374,17 +371,9 @@ class _WordPiece(Tokenizer):
                 )
         return ""
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        texts = list(texts)
-        parts = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
-        threads = min(len(parts), threads if threads > 0 else os.cpu_count() or 1)
-        if threads <= 1:
-            return [ids for part in parts for ids in self._encode(part)]
-        with ThreadPoolExecutor(threads) as pool:  # the library works without the interpreter lock
-            return [ids for part in pool.map(self._encode, parts) for ids in part]
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self.processor.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        parts = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
+        return [e.ids for part in parts for e in self.processor.encode_batch_fast(part, add_special_tokens=False)]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         return [(e.ids, e.offsets) for e in self.processor.encode_batch(texts, add_special_tokens=False)]

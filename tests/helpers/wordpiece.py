@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import os
 import random
 import string
@@ -59,15 +58,4 @@ def odd_texts(count: int, seed: int = 0) -> list[str]:
             run = "".join(chr(rng.randrange(low, high)) for _ in range(rng.randint(1, 6)))
             parts.append(rng.choice([run, rng.choice(WORDS), rng.choice(WORDS).title(), " ", "\t\n"]))
         texts.append("".join(parts))
-    return texts
-
-
-def real_texts(size: int) -> list[str]:
-    """Lines of English Wikipedia, `size` characters or more; none where the data is not at hand."""
-    texts: list[str] = []
-    for path in sorted((DATA / "enwiki").glob("*/*.bz2")):
-        if sum(map(len, texts)) >= size:
-            break
-        with bz2.open(path, "rt", encoding="utf-8") as file:
-            texts += [line for line in file if line.strip()]
     return texts

