@@ -19,25 +19,17 @@ inline AttentionShape check_attention(const char* op, const Tensor& qkv, const s
                   " in dimension 2, not a multiple of 3 x ", heads, " heads");
   if (bias) check_columns(op, "bias", *bias, qkv);
   const AttentionShape shape{qkv.size(0), qkv.size(1), heads, qkv.size(2) / (3 * heads)};
-  check_device(op, "key_start", start, qkv);
-  check_device(op, "key_end", end, qkv);
-  check_dtype(op, "key_start", start, ScalarType::Int);
-  check_dtype(op, "key_end", end, ScalarType::Int);
-  check_shape(op, "key_start", start, {shape.batch, shape.tokens});
-  check_shape(op, "key_end", end, {shape.batch, shape.tokens});
+  check_tensor(op, "key_start", start, qkv, ScalarType::Int, {shape.batch, shape.tokens});
+  check_tensor(op, "key_end", end, qkv, ScalarType::Int, {shape.batch, shape.tokens});
   return shape;
 }
 
 inline void check_attention_backward(const char* op, const AttentionShape& shape, const Tensor& grad, const Tensor& qkv,
                                      const Tensor& context, const Tensor& lse) {
-  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"grad", grad}, {"context", context}}) {
-    check_device(op, name, t, qkv);
-    check_dtype(op, name, t, qkv.scalar_type());
-    check_shape(op, name, t, {shape.batch, shape.tokens, shape.heads * shape.size});
-  }
-  check_device(op, "lse", lse, qkv);
-  check_dtype(op, "lse", lse, ScalarType::Float);
-  check_shape(op, "lse", lse, {shape.batch, shape.heads, shape.tokens});
+  const int64_t width = shape.heads * shape.size;
+  check_tensor(op, "grad", grad, qkv, qkv.scalar_type(), {shape.batch, shape.tokens, width});
+  check_tensor(op, "context", context, qkv, qkv.scalar_type(), {shape.batch, shape.tokens, width});
+  check_tensor(op, "lse", lse, qkv, ScalarType::Float, {shape.batch, shape.heads, shape.tokens});
 }
 
 }  // namespace megabert

@@ -49,19 +49,15 @@ INLINE void store_units(uint32_t* out, const vf (&line)[2]) {
 }
 INLINE void store_units(float* out, const vf (&line)[1]) { store(out, line[0]); }
 
-static void pack_pairs(const bf16* x, int64_t ld, int64_t count, int64_t width, uint32_t* out, int64_t ldb) {
-  for (int64_t i = 0; i < count; i += 2) {
+template <class T>
+static void pack_pairs(const T* x, int64_t ld, int64_t count, int64_t width, typename Unit<T>::type* out, int64_t ldb) {
+  constexpr int pack = Unit<T>::pack;
+  for (int64_t i = 0; i < count; i += pack)
     for (int64_t j = 0; j < ldb; j += W) {
-      const vf even = load(x + i * ld + j, width - j);
-      const vf odd = i + 1 < count ? load(x + (i + 1) * ld + j, width - j) : vf{};
-      const vu unit = interleave(even, odd);
-      memcpy(out + i / 2 * ldb + j, &unit, sizeof unit);
+      vf line[pack];
+      for (int h = 0; h < pack; ++h) line[h] = i + h < count ? load(x + (i + h) * ld + j, width - j) : vf{};
+      store_units(out + i / pack * ldb + j, line);
     }
-  }
-}
-static void pack_pairs(const float* x, int64_t ld, int64_t count, int64_t width, float* out, int64_t ldb) {
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t j = 0; j < ldb; j += W) store(out + i * ldb + j, load(x + i * ld + j, width - j));
 }
 
 constexpr float kLog2e = 1.44269504f;
@@ -79,7 +75,7 @@ struct NextTask {
         head(head + 1 < part.last_head ? head + 1 : part.head),
         last_row(part.last_row) {}
   INLINE_MEMBER void slice(const T* p) const {
-    for (int64_t c = 0; c < a.size; c += 64 / static_cast<int64_t>(sizeof(T))) prefetch(p + c);
+    for (int64_t c = 0; c < a.size; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + c, 0, 2);
   }
   INLINE_MEMBER void fetch(int64_t token) const {
     if (row >= last_row) return;
@@ -314,12 +310,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
 
 template <class T>
 static void attention(const Attention<T>& a, const Heads& part) {
+  const auto task = a.sums ? attend_backward<T> : attend<T>;
   for (int64_t row = part.row; row < part.last_row; ++row)
-    for (int64_t head = part.head; head < part.last_head; ++head) attend(a, row, head, part);
-}
-
-template <class T>
-static void attention_backward(const Attention<T>& a, const Heads& part) {
-  for (int64_t row = part.row; row < part.last_row; ++row)
-    for (int64_t head = part.head; head < part.last_head; ++head) attend_backward(a, row, head, part);
+    for (int64_t head = part.head; head < part.last_head; ++head) task(a, row, head, part);
 }

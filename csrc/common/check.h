@@ -57,6 +57,14 @@ inline void check_device(const char* op, const char* name, const Tensor& t, cons
                   t.get_device_index(), ", not on ", like.get_device_index());
 }
 
+// Of the device of `like`, which is known to be the right one, and of this dtype and shape.
+inline void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& like, ScalarType dtype,
+                         std::initializer_list<int64_t> shape) {
+  check_device(op, name, t, like);
+  check_dtype(op, name, t, dtype);
+  check_shape(op, name, t, shape);
+}
+
 // Of the device, dtype and shape of `like`.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* like_name, const Tensor& like) {
   check_device(op, name, t, like);
@@ -68,9 +76,7 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
 
 // One value for each column of x, of its device and dtype.
 inline void check_columns(const char* op, const char* name, const Tensor& t, const Tensor& x) {
-  check_device(op, name, t, x);
-  check_dtype(op, name, t, x.scalar_type());
-  check_shape(op, name, t, {x.size(x.dim() - 1)});
+  check_tensor(op, name, t, x, x.scalar_type(), {x.size(x.dim() - 1)});
 }
 
 // Dropout without its seed, which is checked but read by whoever runs on the seed's device: one element, or two, of which the

@@ -6,36 +6,24 @@
 #include "common/check.h"
 #include "cpu/kernels.h"
 
-#define MEGABERT_DECLARE(isa)               \
-  namespace isa {                           \
-  extern const Kernels<bf16> table_bf16;    \
-  extern const Kernels<float> table_float;  \
-  }
-
 namespace megabert {
 
-MEGABERT_DECLARE(generic)
+namespace generic { extern const Tables kTables; }
 #if defined(__x86_64__)
-MEGABERT_DECLARE(avx2)
-MEGABERT_DECLARE(avx512)
-MEGABERT_DECLARE(avx512bf16)
+namespace avx2 { extern const Tables kTables; }
+namespace avx512 { extern const Tables kTables; }
+namespace avx512bf16 { extern const Tables kTables; }
 #endif
 
 namespace {
 
-struct Choice {
-  const char* name;
-  const Kernels<bf16>* of_bf16;
-  const Kernels<float>* of_float;
-};
-
 #define MEGABERT_OFFER(isa, runs)                                             \
   if (forced ? std::strcmp(forced, #isa) == 0 : (runs)) {                     \
     STD_TORCH_CHECK(runs, "MEGABERT_CPU_ISA=", #isa, ": this machine does not run it"); \
-    return {#isa, &isa::table_bf16, &isa::table_float};                       \
+    return isa::kTables;                                                      \
   }
 
-Choice choose() {
+const Tables& choose() {
   const char* forced = std::getenv("MEGABERT_CPU_ISA");
   if (forced && !*forced) forced = nullptr;
 #if defined(__x86_64__)
@@ -52,20 +40,11 @@ Choice choose() {
   STD_TORCH_CHECK(false, "MEGABERT_CPU_ISA=", forced, ": choose generic, avx2, avx512 or avx512bf16");
 }
 
-const Choice& chosen() {
-  static const Choice choice = choose();
-  return choice;
-}
-
 }  // namespace
 
-template <>
-const Kernels<bf16>& kernels<bf16>() {
-  return *chosen().of_bf16;
-}
-template <>
-const Kernels<float>& kernels<float>() {
-  return *chosen().of_float;
+const Tables& tables() {
+  static const Tables& chosen = choose();
+  return chosen;
 }
 
 }  // namespace megabert

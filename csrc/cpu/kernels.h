@@ -81,8 +81,8 @@ struct Kernels {
                                  int64_t begin, int64_t end);
   // sums: 3 x width fp32 (dbias, dweight, dshift) over the rows
   void (*dropout_add_layer_norm_backward)(const LayerNormBackward<T>& args, float* sums, int64_t begin, int64_t end);
+  // forward, and backward where args has sums
   void (*attention)(const Attention<T>& args, const Heads& part);
-  void (*attention_backward)(const Attention<T>& args, const Heads& part);
   // rows are those of scores [batch, heads, queries, keys]; probs may be null, and is exactly without dropout
   void (*softmax_mask)(const SoftmaxMask& args, const T* scores, T* out, T* probs, Dropout dropout, int64_t begin,
                        int64_t end);
@@ -97,14 +97,19 @@ struct Kernels {
   void (*reduce_blocks)(const float* partial, T* out, int64_t blocks, int64_t stride, int64_t begin, int64_t end);
 };
 
-template <class T>
-const Kernels<T>& kernels();
+struct Tables {
+  Kernels<bf16> of_bf16;
+  Kernels<float> of_float;
+};
 
-// Calls f with a value of the type of x's elements.
+// Those of the best instruction set that this machine runs.
+const Tables& tables();
+
+// Calls f with a value of the type of x's elements and its kernels.
 template <class Tensor, class F>
 void with_cpu_type(const Tensor& x, F f) {
-  if (x.scalar_type() == decltype(x.scalar_type())::BFloat16) f(bf16{});
-  else f(float{});
+  if (x.scalar_type() == decltype(x.scalar_type())::BFloat16) f(bf16{}, tables().of_bf16);
+  else f(float{}, tables().of_float);
 }
 
 }  // namespace megabert
@@ -138,17 +143,14 @@ constexpr Kernels<T> make_table() {
           dropout_add_layer_norm<T>,
           dropout_add_layer_norm_backward<T>,
           attention<T>,
-          attention_backward<T>,
           softmax_mask<T>,
           softmax_mask_backward<T>,
           mlm_loss<T>,
           reduce_blocks<T>};
 }
 
-extern const Kernels<bf16> table_bf16;
-extern const Kernels<float> table_float;
-const Kernels<bf16> table_bf16 = make_table<bf16>();
-const Kernels<float> table_float = make_table<float>();
+extern const Tables kTables;
+const Tables kTables = {make_table<bf16>(), make_table<float>()};
 
 }  // namespace MEGABERT_ISA
 }  // namespace megabert

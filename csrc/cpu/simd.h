@@ -50,27 +50,22 @@ INLINE vh narrow(vf x) {  // round to nearest even; NaN stays NaN
 }
 
 // Loads and stores of n <= W elements; missing lanes are zero. n == W is the fast way.
-INLINE vf load(const float* p, int64_t n = W) {
-  vf v{};
+template <class V, class E>
+INLINE V load_lanes(const E* p, int64_t n) {
+  V v{};
   if (n >= W) memcpy(&v, p, sizeof v);
-  else memcpy(&v, p, 4 * n);
+  else memcpy(&v, p, sizeof(E) * n);
   return v;
 }
-INLINE vf load(const bf16* p, int64_t n = W) {
-  vh v{};
-  if (n >= W) memcpy(&v, p, sizeof v);
-  else memcpy(&v, p, 2 * n);
-  return widen(v);
-}
-INLINE void store(float* p, vf v, int64_t n = W) {
+template <class V, class E>
+INLINE void store_lanes(E* p, V v, int64_t n) {
   if (n >= W) memcpy(p, &v, sizeof v);
-  else memcpy(p, &v, 4 * n);
+  else memcpy(p, &v, sizeof(E) * n);
 }
-INLINE void store(bf16* p, vf x, int64_t n = W) {
-  const vh v = narrow(x);
-  if (n >= W) memcpy(p, &v, sizeof v);
-  else memcpy(p, &v, 2 * n);
-}
+INLINE vf load(const float* p, int64_t n = W) { return load_lanes<vf>(p, n); }
+INLINE vf load(const bf16* p, int64_t n = W) { return widen(load_lanes<vh>(p, n)); }
+INLINE void store(float* p, vf v, int64_t n = W) { store_lanes(p, v, n); }
+INLINE void store(bf16* p, vf v, int64_t n = W) { store_lanes(p, narrow(v), n); }
 INLINE vf rounded(vf x, const float*) { return x; }  // as a store to that type and a load would give it back
 INLINE vf rounded(vf x, const bf16*) { return widen(narrow(x)); }
 
@@ -203,8 +198,6 @@ INLINE vf keep(vf x, const uint8_t* bits, int64_t column) {
   return as<vf>(as<vu>(x) & as<vu>(((splat_u(word) >> as<vu>(lanes())) & 1u) != 0u));
 #endif
 }
-
-INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Memory of one thread, kept between calls.
 struct Scratch {

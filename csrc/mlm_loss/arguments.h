@@ -14,17 +14,11 @@ inline void check_mlm_loss(const char* op, const Tensor& hidden, const Tensor& w
                            const Tensor& labels, int64_t vocab) {
   check_compute_dtype(op, "hidden", hidden);
   STD_TORCH_CHECK(hidden.dim() == 2, op, ": hidden has ", hidden.dim(), " dimensions, not 2");
-  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"weight", weight}, {"bias", bias}}) {
-    check_device(op, name, t, hidden);
-    check_dtype(op, name, t, hidden.scalar_type());
-  }
   STD_TORCH_CHECK(weight.dim() == 2, op, ": weight has ", weight.dim(), " dimensions, not 2");
   const int64_t entries = weight.size(0);
-  check_shape(op, "weight", weight, {entries, hidden.size(1)});
-  check_shape(op, "bias", bias, {entries});
-  check_device(op, "labels", labels, hidden);
-  check_dtype(op, "labels", labels, ScalarType::Long);
-  check_shape(op, "labels", labels, {hidden.size(0)});
+  check_tensor(op, "weight", weight, hidden, hidden.scalar_type(), {entries, hidden.size(1)});
+  check_tensor(op, "bias", bias, hidden, hidden.scalar_type(), {entries});
+  check_tensor(op, "labels", labels, hidden, ScalarType::Long, {hidden.size(0)});
   STD_TORCH_CHECK(0 < vocab && vocab <= entries, op, ": vocab_size is ", vocab, ", not in [1, ", entries, "]");
 }
 

@@ -1,6 +1,6 @@
 // One row of logits: a first pass finds the largest and the sum of exponentials (block by block, in cache), a second
-// overwrites the logits with their gradient. Ignored rows get zeros. Entries from `vocab` to
-// `stride` are padding: they are not part of the distribution and get zero gradients.
+// overwrites the logits with their gradient. Ignored rows get zeros, and so does the padding from `vocab` to `stride`, which is
+// not part of the distribution.
 
 template <class T>
 static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,

@@ -11,9 +11,8 @@ Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t h
   const Turn turn = check_rotate("rotate", qkv, cos, sin, heads);
   const Tensor xc = dense(qkv), cc = dense(cos), sc = dense(sin);
   const Tensor y = torch::stable::empty_like(xc);
-  with_cpu_type(xc, [&](auto type) {
+  with_cpu_type(xc, [&](auto type, const auto& kernel) {
     using T = decltype(type);
-    const Kernels<T>& kernel = kernels<T>();
     const T* from = data<T>(xc);
     T* to = out<T>(y);
     const float *c = data<float>(cc), *s = data<float>(sc);

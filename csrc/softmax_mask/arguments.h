@@ -8,16 +8,18 @@
 
 namespace megabert {
 
+// Stride of a dimension of t with `size` elements, 0 where t broadcasts in it.
+inline int64_t broadcast_stride(const char* op, const char* name, const Tensor& t, int64_t d, int64_t size) {
+  STD_TORCH_CHECK(t.size(d) == size || t.size(d) == 1, op, ": ", name, " has size ", t.size(d), " in dimension ", d,
+                  ", neither ", size, " nor 1");
+  return t.size(d) == 1 ? 0 : t.stride(d);
+}
+
 inline void check_bound(const char* op, const char* name, const Tensor& t, const Tensor& scores, int64_t (&stride)[2]) {
   check_device(op, name, t, scores);
   check_dtype(op, name, t, ScalarType::Int);
   STD_TORCH_CHECK(t.dim() == 2, op, ": ", name, " has ", t.dim(), " dimensions, not 2 (batch, query)");
-  const int64_t sizes[2] = {scores.size(0), scores.size(2)};
-  for (int d = 0; d < 2; ++d) {
-    STD_TORCH_CHECK(t.size(d) == sizes[d] || t.size(d) == 1, op, ": ", name, " has size ", t.size(d), " in dimension ",
-                    d, ", neither ", sizes[d], " nor 1");
-    stride[d] = t.size(d) == 1 ? 0 : t.stride(d);
-  }
+  for (int d = 0; d < 2; ++d) stride[d] = broadcast_stride(op, name, t, d, scores.size(2 * d));
 }
 
 inline SoftmaxMask softmax_mask_arguments(const char* op, const Tensor& scores, const std::optional<Tensor>& start,
@@ -39,18 +41,11 @@ inline SoftmaxMask softmax_mask_arguments(const char* op, const Tensor& scores, 
   if (mask) {
     check_device(op, "mask", *mask, scores);
     const ScalarType type = mask->scalar_type();
-    a.kind = type == ScalarType::Bool                ? MaskKind::allowed
-             : type == scores.scalar_type()          ? MaskKind::added
-             : type == ScalarType::Float             ? MaskKind::added_float
-                                                     : MaskKind::none;
-    STD_TORCH_CHECK(a.kind != MaskKind::none, op, ": mask has dtype ", torch::headeronly::toString(type),
-                    ", not Bool, Float or that of scores");
+    STD_TORCH_CHECK(type == ScalarType::Bool || type == scores.scalar_type(), op, ": mask has dtype ",
+                    torch::headeronly::toString(type), ", not Bool or that of scores");
+    a.kind = type == ScalarType::Bool ? MaskKind::allowed : MaskKind::added;
     STD_TORCH_CHECK(mask->dim() == 4, op, ": mask has ", mask->dim(), " dimensions, not 4 (batch, head, query, key)");
-    for (int64_t d = 0; d < 4; ++d) {
-      STD_TORCH_CHECK(mask->size(d) == scores.size(d) || mask->size(d) == 1, op, ": mask has size ", mask->size(d),
-                      " in dimension ", d, ", neither ", scores.size(d), " nor 1");
-      a.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
-    }
+    for (int64_t d = 0; d < 4; ++d) a.mask_stride[d] = broadcast_stride(op, "mask", *mask, d, scores.size(d));
     a.mask = mask->const_data_ptr();
   }
   return a;

@@ -30,20 +30,18 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   check_range(op, "key_end", a.end, a.end_stride, scores);
   const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(scores));
   const Tensor sc = dense(scores);
-  Tensor out = torch::stable::empty_like(sc);
+  Tensor result = torch::stable::empty_like(sc);
   Tensor probs = dropout.threshold ? torch::stable::empty_like(sc) : torch::stable::new_empty(sc, {0});
-  with_cpu_type(sc, [&](auto type) {
+  with_cpu_type(sc, [&](auto type, const auto& kernel) {
     using T = decltype(type);
-    const Kernels<T>& kernel = kernels<T>();
-    const T* x = static_cast<const T*>(sc.const_data_ptr());
-    T* y = static_cast<T*>(out.mutable_data_ptr());
-    T* weights = dropout.threshold ? static_cast<T*>(probs.mutable_data_ptr()) : nullptr;
+    const T* x = data<T>(sc);
+    T *y = out<T>(result), *weights = dropout.threshold ? out<T>(probs) : nullptr;
     const int64_t rows = a.keys ? sc.numel() / a.keys : 0;
     torch::stable::parallel_for(0, rows, grain(a.keys), [&](int64_t first, int64_t last) {
       kernel.softmax_mask(a, x, y, weights, dropout, first, last);
     });
   });
-  return {out, probs};
+  return {result, probs};
 }
 
 Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tensor& seed, int64_t stream, double scale,
@@ -53,11 +51,10 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
   const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(probs));
   const Tensor gc = dense(grad), pc = dense(probs);
   Tensor dscores = torch::stable::empty_like(pc);
-  with_cpu_type(pc, [&](auto type) {
+  with_cpu_type(pc, [&](auto type, const auto& kernel) {
     using T = decltype(type);
-    const Kernels<T>& kernel = kernels<T>();
-    const T *g = static_cast<const T*>(gc.const_data_ptr()), *weights = static_cast<const T*>(pc.const_data_ptr());
-    T* d = static_cast<T*>(dscores.mutable_data_ptr());
+    const T *g = data<T>(gc), *weights = data<T>(pc);
+    T* d = out<T>(dscores);
     const int64_t keys = pc.size(3), rows = keys ? pc.numel() / keys : 0;
     torch::stable::parallel_for(0, rows, grain(keys), [&](int64_t first, int64_t last) {
       kernel.softmax_mask_backward(g, weights, d, keys, static_cast<float>(scale), dropout, first, last);

@@ -13,9 +13,7 @@ template <class T>
 __device__ inline float mask_value(const SoftmaxMask& a, int64_t at, int64_t key) {
   const int64_t index = at + key * a.mask_stride[3];
   if (a.kind == MaskKind::allowed) return static_cast<const uint8_t*>(a.mask)[index] ? 0.0f : -INFINITY;
-  const float value = a.kind == MaskKind::added ? to_float(static_cast<const T*>(a.mask)[index])
-                                                : static_cast<const float*>(a.mask)[index];
-  return value * kLog2e;
+  return to_float(static_cast<const T*>(a.mask)[index]) * kLog2e;
 }
 
 // Threads x 8 * Groups >= keys. blockDim = (Threads, rows of a block); more than a warp: one row.

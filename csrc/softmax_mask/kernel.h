@@ -13,15 +13,9 @@ INLINE vf mask_values(const SoftmaxMask& a, int64_t at, int64_t key, int64_t n) 
     return bytes ? vf{} : splat(-INFINITY);
   }
   vf line{};
-  if (a.kind == MaskKind::added) {
-    const T* p = static_cast<const T*>(a.mask) + first;
-    if (step == 1) line = load(p, n);
-    else for (int64_t i = 0; i < count; ++i) line[i] = load(p + i * step, 1)[0];
-  } else {
-    const float* p = static_cast<const float*>(a.mask) + first;
-    if (step == 1) line = load(p, n);
-    else for (int64_t i = 0; i < count; ++i) line[i] = p[i * step];
-  }
+  const T* p = static_cast<const T*>(a.mask) + first;
+  if (step == 1) line = load(p, n);
+  else for (int64_t i = 0; i < count; ++i) line[i] = load(p + i * step, 1)[0];
   return line * 1.44269504f;
 }
 

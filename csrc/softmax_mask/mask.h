@@ -6,7 +6,7 @@
 
 namespace megabert {
 
-enum class MaskKind : int32_t { none, allowed, added, added_float };  // bool; the scores' own type; fp32
+enum class MaskKind : int32_t { none, allowed, added };  // bool; the scores' own type
 
 struct SoftmaxMask {
   int64_t heads, queries, keys;

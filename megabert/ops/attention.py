@@ -70,12 +70,10 @@ def attend(
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
         lengths, scale = (inputs[0], inputs[0], width, width), size**-0.5
         if backend == "varlen":
-            out = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale)[0]
+            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale)
         else:
-            out = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)[
-                0
-            ]
-        return out.reshape(batch, width, heads * size)
+            found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
+        return found[0].reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
     if backend == "fused_softmax":
         start, end = inputs

@@ -27,18 +27,14 @@ def bias_geglu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
 
 
 def _register() -> None:
-    @torch.library.register_fake("megabert::bias_gelu")
-    def _(x: Tensor, bias: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    @torch.library.register_fake("megabert::bias_geglu")
-    def _(x: Tensor, bias: Tensor) -> Tensor:
-        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
-    def register_gradient(op: str) -> None:
+    def register(op: str, inputs: int) -> None:
+        @torch.library.register_fake(f"megabert::{op}")
+        def _(x: Tensor, bias: Tensor) -> Tensor:
+            return x.new_empty(*x.shape[:-1], x.shape[-1] // inputs)
+
         @torch.library.register_fake(f"megabert::{op}_backward")
         def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
             return x.new_empty(x.shape), bias.new_empty(bias.shape)
@@ -48,8 +44,8 @@ def _register() -> None:
 
         torch.library.register_autograd(f"megabert::{op}", backward, setup_context=setup_context)
 
-    register_gradient("bias_gelu")
-    register_gradient("bias_geglu")
+    register("bias_gelu", inputs=1)
+    register("bias_geglu", inputs=2)
 
 
 if not MISSING:

@@ -14,30 +14,24 @@ from megabert.ops.backend import MISSING
 
 
 def fused_softmax_mask(
-    scores: Tensor, *, key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
-    mask: Tensor | None = None, scale: float = 1.0, p: float = 0.0, seed: Tensor | None = None, stream: int = 0,
+    scores: Tensor, *, key_start: Tensor | None = None, key_end: Tensor | None = None, mask: Tensor | None = None,
+    scale: float = 1.0, p: float = 0.0, seed: Tensor | None = None, stream: int = 0,
 ) -> Tensor:  # fmt: skip
     """dropout(softmax(scale * scores + mask)) over the keys. scores [B, H, Q, K] -> [B, H, Q, K].
 
-    A query may attend to keys [key_start, key_end): int32 [B or 1, Q or 1] each; `lengths` int32 [B] is the same as a
-    key_end of [B, 1]. mask: bool (true: attend) or added to the scores (their dtype or fp32), broadcastable to them in
+    A query may attend to keys [key_start, key_end): int32 [B or 1, Q or 1] each. mask: bool (true: attend) or added to the scores (their dtype), broadcastable to them in
     any of four dimensions; it gets no gradient. With p > 0, `seed` int64 [1] or [2] and `stream` number the dropout mask.
 
-    Raises ValueError for lengths beside key_end, for dropout without a seed and for a mask that wants a gradient. Bounds
-    outside [0, K] are a RuntimeError on the CPU and make their rows NaN on CUDA.
+    Raises ValueError for dropout without a seed and for a mask that wants a gradient. Bounds outside [0, K] are a
+    RuntimeError on the CPU and make their rows NaN on CUDA.
     """
-    if lengths is not None:
-        if key_end is not None:
-            raise ValueError("fused_softmax_mask: lengths and key_end are the same thing; give one of them")
-        key_end = lengths[:, None]
     if mask is not None and mask.requires_grad:
         raise ValueError("fused_softmax_mask: mask gets no gradient here; detach it, or add it to the scores")
     if seed is None:
         if p:
             raise ValueError(f"fused_softmax_mask: p={p} needs a seed")
         seed = torch.zeros(1, dtype=torch.int64, device=scores.device)
-    op = torch.ops.megabert.softmax_mask
-    return op(scores, key_start, key_end, mask, seed, stream, scale, p)[0]
+    return torch.ops.megabert.softmax_mask(scores, key_start, key_end, mask, seed, stream, scale, p)[0]
 
 
 def _register() -> None:

@@ -11,14 +11,11 @@ from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 
 
-def test_texts_have_so_many_tokens(tmp_path) -> None:
+def test_texts_have_the_lengths_asked_for(tmp_path) -> None:
     wordpiece.write(tmp_path / "vocab.txt")
     texts = bench.texts_of_tokens(tmp_path / "vocab.txt", [5, 3, 16])
     ids = Tokenizer.load(tmp_path / "vocab.txt").encode_texts(texts)
     assert [2 + len(text) for text in ids] == [5, 3, 16]
-
-
-def test_mixed_lengths_are_drawn_once() -> None:
     mixed = bench.lengths_of("mixed", 20_000)
     assert mixed == bench.lengths_of("mixed", 20_000) and min(mixed) >= 8 and max(mixed) == 512
     assert 20_000 <= sum(mixed) < 20_512 and sorted(mixed)[len(mixed) // 2] == pytest.approx(55, abs=15)

@@ -34,30 +34,30 @@ def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
     assert (hung["state"], hung["reason"]) == ("failed", "no end after 1 s") and hung["seconds"] < 20
 
 
-@pytest.fixture
-def small_pack(tmp_path: Path) -> Path:
-    """Without wheels, for this environment."""
-    (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
-    pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY, wheels=False)
-    return tmp_path / "pack"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-def test_a_small_run_on_the_cpu(small_pack: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--device", "cpu", "--small", "--pack", str(small_pack)]
+def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
+    """By a pack without wheels, for this environment."""
+    (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
+    pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY, wheels=False)
+    command = [
+        sys.executable,
+        "benchmarks/gpu_suite.py",
+        "--device",
+        "cpu",
+        "--small",
+        "--pack",
+        str(tmp_path / "pack"),
+    ]
     chosen = ["kernels/products", "kernels/attention", "steps/ours 128x128, profile", "tests"]
     command += ["--json", str(tmp_path / "gpu.json"), "--only", *chosen]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    assert {key: result["state"] for key, result in report["results"].items()} == dict.fromkeys(chosen, "done")
-    products = report["results"]["kernels/products"]["value"]["results"]
+    results = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    assert {key: result["state"] for key, result in results.items()} == dict.fromkeys(chosen, "done")
+    products = results["kernels/products"]["value"]["results"]
     assert len(products) == 6 and all(rate > 0 for linear in products for rate in linear["tflops"].values())
-    assert report["results"]["steps/ours 128x128, profile"]["value"]["results"][0]["kernels"][0]["ms"] > 0
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--pack", str(tmp_path)]
-    missing = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert missing.returncode == 2 and "is no finished pack; --make-pack makes one" in missing.stderr
+    assert results["steps/ours 128x128, profile"]["value"]["results"][0]["kernels"][0]["ms"] > 0
 
 
 def write_pack(folder: Path, **record: str) -> Path:
@@ -75,9 +75,6 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(ValueError, match="built from other native sources"):
         pack.place_library(write_pack(tmp_path / "other", native_sources="0" * 64), "cpu")
     assert not (tmp_path / "tree.so").exists()
-
-
-def test_the_digest_of_native_sources_is_that_of_a_build(monkeypatch) -> None:
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     assert runpy.run_path(str(ROOT / "setup.py"))["native_digest"]() == pack.native_digest()
 
@@ -96,8 +93,11 @@ def test_wheels_are_those_that_the_machine_lacks(tmp_path: Path) -> None:
     assert pack.unpack_wheels(folder, tmp_path / "other").startswith("wheels not used: they are of Python 3.9")
 
 
-def test_a_folder_that_is_no_pack_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match="is there and is no pack"):
         pack.make(tmp_path, ["pydoc"], 2000)
     assert (tmp_path / "thesis.tex").exists()
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--pack", str(tmp_path)]
+    missing = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert missing.returncode == 2 and "is no finished pack; --make-pack makes one" in missing.stderr

@@ -49,9 +49,7 @@ ROWS = [
     pytest.param([[0]], 37, 2, 24, 0.1, "arbitrary", id="any range"),
     pytest.param([[90, 70]], 161, 1, 64, 0.1, "causal", id="two blocks"),
     pytest.param([[100, 128, 128], [17, 299]], 360, 2, 64, 0.1, "whole", id="three blocks", marks=slow),
-    pytest.param([[0], [0]], 300, 2, 40, 0.3, "arbitrary", id="any range of three blocks", marks=slow),
     pytest.param([[1023], [500, 0, 400]], 1023, 1, 64, 0.0, "causal", id="1023", marks=slow),
-    pytest.param([[512], [150, 362]], 512, 2, 64, 0.1, "whole", id="512", marks=slow),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megabert import ops
 from tests.ops import reference
 from tests.ops.oracle import needs_library
 
@@ -21,16 +22,18 @@ def test_philox_gives_the_published_values() -> None:
         assert tuple(map(int, reference.philox(tuple(torch.tensor([c]) for c in counter), key))) == words
 
 
-def native_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> torch.Tensor:
+def native_mask(seed: int, stream: int, rows: int, columns: int, p: float, dtype=torch.float32) -> torch.Tensor:
     """The factor that the native operation multiplies with."""
-    return torch.ops.megabert.dropout(torch.ones(rows, columns), torch.tensor([seed]), stream, p)
+    return ops.dropout(torch.ones(rows, columns, dtype=dtype), p, torch.tensor([seed]), stream, "native")
 
 
 @needs_library
-def test_native_mask_is_the_oracles() -> None:
-    for rows, columns, p, stream in [(1, 1, 0.5, 0), (3, 1023, 0.1, 7), (257, 64, 0.9, 2**31), (5, 100, 1e-9, 1)]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_mask_is_the_oracles(dtype: torch.dtype) -> None:
+    shapes = [(1, 1, 0.5, 0), (3, 1023, 0.1, 7), (257, 64, 0.9, 2**31), (5, 100, 1e-9, 1), (4, 9, 0.0, 1)]
+    for rows, columns, p, stream in shapes:
         expected = reference.keep_mask(SEED, stream, rows, columns, p)
-        torch.testing.assert_close(native_mask(SEED, stream, rows, columns, p), expected.float(), rtol=1e-7, atol=0)
+        assert native_mask(SEED, stream, rows, columns, p, dtype).equal(expected.to(dtype))
 
 
 @needs_library

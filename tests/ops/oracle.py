@@ -14,10 +14,11 @@ from megabert.ops import MISSING
 needs_library = pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
 # A few roundings of each type, for where torch happens to be exact.
 FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-CPU = [pytest.param("cpu", dtype, id=f"cpu-{dtype}"[10:]) for dtype in (torch.float32, torch.bfloat16)]
 # Where native code runs, and in which types.
 ON = pytest.mark.parametrize(
-    ("device", "dtype"), [*CPU, *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in FLOOR)]
+    ("device", "dtype"),
+    [("cpu", torch.float32), ("cpu", torch.bfloat16), *(pytest.param("cuda", t, marks=pytest.mark.gpu) for t in FLOOR)],
+    ids=str,
 )
 Function = Callable[..., Sequence[Tensor]]
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megabert import ops
 from tests.ops import reference
 from tests.ops.oracle import compare, normal, results
-from tests.ops.test_attention import CASES, bounds
 
 pytestmark = pytest.mark.gpu
 SEED, STREAM = 0xFEED5, 3
-
-
-def seed() -> Tensor:
-    return torch.tensor([SEED], device="cuda")
 
 
 def test_mlm_loss_of_several_chunks() -> None:
@@ -30,9 +24,8 @@ def test_mlm_loss_of_several_chunks() -> None:
     grads = [torch.tensor(0.37)]
     ours = results(lambda h, w, b: [ops.mlm_loss(h, w, b, labels, vocab, "native")[0]], inputs, grads)
     plain = results(lambda h, w, b: [ops.mlm_loss(h, w, b, labels, vocab, "torch")[0]], inputs, grads)
-    exact = results(
-        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, vocab)[0]], [t.double() for t in inputs], grads
-    )
+    inputs = [t.double() for t in inputs]
+    exact = results(lambda h, w, b: [reference.mlm_loss(h, w, b, labels, vocab)[0]], inputs, grads)
     compare(ours, plain, exact, torch.bfloat16)
 
 
@@ -43,40 +36,22 @@ def test_attention_of_512_tokens_repeats_bit_for_bit(backend: str, monkeypatch: 
     qkv, grad = (normal(8, 512, n * 256, seed=s).bfloat16().cuda() for n, s in ((3, 1), (1, 2)))
     start, end = (torch.full((8, 512), n, dtype=torch.int32, device="cuda") for n in (0, 512))
     inputs, p = ops.attention_inputs(backend, start, end, end[:, :1]), 0.1 if backend == "native" else 0.0
-    found = []
+    seed, leaf = torch.tensor([SEED], device="cuda"), qkv.requires_grad_()
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in range(20):
-            leaf = qkv.clone().requires_grad_()
-            ops.attend(leaf, 4, inputs, p, seed(), STREAM, backend).backward(grad)
-            assert leaf.grad is not None
-            found.append(leaf.grad)
+        outputs = [ops.attend(leaf, 4, inputs, p, seed, STREAM, backend) for _ in range(20)]
+        found = [torch.autograd.grad(out, leaf, grad)[0] for out in outputs]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(again.equal(found[0]) for again in found)
 
 
-def test_attention_with_wrong_bounds_is_nan_and_touches_nothing() -> None:
-    start, end = (t.cuda() for t in bounds(*CASES["three blocks of keys"][0], width=161)[:2])
-    start[0, 3], end[0, 4], start[1, 96:128], end[1, 96:128] = -1, 162, -(2**31), 2**31 - 1
-    wrong = torch.zeros(2, 161, dtype=torch.bool, device="cuda")
-    wrong[0, 3:5] = wrong[1, 96:128] = True
-    qkv = normal(2, 161, 3 * 2 * 64, seed=1).to("cuda", torch.bfloat16).requires_grad_()
-    bias = torch.zeros_like(qkv[0, 0]).requires_grad_()
-    out = ops.attend(qkv, 2, [start, end], 0.1, seed(), STREAM, "native", bias)
-    grad, of_bias = torch.autograd.grad(out, [qkv, bias], torch.ones_like(out))
-    torch.cuda.synchronize()
-    for found in (out, grad[..., :128]):
-        assert found.isnan().all(-1).equal(wrong) and found.isnan().any(-1).equal(wrong)
-    assert grad[..., 128:].isfinite().all()
-    assert of_bias[:128].isnan().all() and of_bias[128:].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_dropout_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     x = normal(300, 1027, seed=1).to(dtype)
-    here = torch.ops.megabert.dropout(x, torch.tensor([SEED]), STREAM, 0.3)
-    there = torch.ops.megabert.dropout(x.cuda(), seed(), STREAM, 0.3)
+    seed = torch.tensor([SEED])
+    here = torch.ops.megabert.dropout(x, seed, STREAM, 0.3)
+    there = torch.ops.megabert.dropout(x.cuda(), seed.cuda(), STREAM, 0.3)
     assert (here == 0).equal((there == 0).cpu())
 
 
@@ -100,6 +75,6 @@ def test_mixed_devices_and_head_sizes_are_named() -> None:
         mixed = [a.cuda() if i == moved else a for i, a in enumerate(arguments)]
         with pytest.raises(RuntimeError, match=r"(bias|x) is not on (the CPU|a CUDA device)"):
             torch.ops.megabert.bias_gelu(*mixed)
-    bound = torch.zeros(1, 4, dtype=torch.int32, device="cuda")
+    bound, seed = torch.zeros(1, 4, dtype=torch.int32, device="cuda"), torch.tensor([SEED], device="cuda")
     with pytest.raises(RuntimeError, match="heads have size 128, not a multiple of 8 up to 64"):
-        torch.ops.megabert.attention(torch.ones(1, 4, 384).bfloat16().cuda(), None, bound, bound, seed(), 0, 1, 0.0)
+        torch.ops.megabert.attention(torch.ones(1, 4, 384).bfloat16().cuda(), None, bound, bound, seed, 0, 1, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -38,12 +39,9 @@ def test_gelu_keeps_relative_accuracy_in_the_tail() -> None:
     exact = reference.bias_gelu(x.double(), torch.zeros(1, dtype=torch.float64))
     found = ops.bias_gelu(x[:, None], torch.zeros(1), "native")[:, 0].double()
     assert ((found - exact).abs() <= 1e-5 * exact.abs() + 1e-37).all()
-
-
-def test_gelu_of_extremes() -> None:
-    x = torch.tensor([[float("inf"), 3e38, 40.0, -40.0, -3e38, float("nan")]])
-    found = ops.bias_gelu(x, torch.zeros(6), "native")[0]
-    assert found[:3].tolist() == x[0, :3].tolist() and found[3:5].abs().max() == 0 and found[5].isnan()
+    x = torch.tensor([float("inf"), 3e38, 40.0, -40.0, -3e38, float("nan")])
+    found = ops.bias_gelu(x[None], torch.zeros(6), "native")[0]
+    assert found[:3].equal(x[:3]) and found[3:5].abs().max() == 0 and found[5].isnan()
 
 
 def through_complex_numbers(qkv: Tensor, heads: int, size: int) -> Tensor:
@@ -111,29 +109,15 @@ def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dt
     )  # fmt: skip
 
 
-@ON
-def test_dropout(dtype: torch.dtype, device: str) -> None:
-    shape, seed = (7, 1023), torch.tensor([SEED], device=device)
-    keep = keep_factor(shape, 0.3)
-    check(
-        lambda x: [ops.dropout(x, 0.3, seed, STREAM, "native")], lambda x: [x * keep.to(x.dtype)], lambda x: [x * keep],
-        [normal(*shape, seed=1)], [normal(*shape, seed=2)], dtype, device=device,
-    )  # fmt: skip
-    x = normal(*shape, seed=1).to(dtype)
-    assert ops.dropout(x, 0.0, seed, STREAM, "native").equal(x)
-
-
 @pytest.mark.parametrize(("post", "used"), [(False, 0), (True, 0), (True, 1)])
 def test_only_the_norm_is_used(post: bool, used: int) -> None:
     """A gradient that does not exist must not be needed: of z, of the norm's first or second use."""
     leaves = [t.float().requires_grad_() for t in norm_inputs((4, 24))]
     outputs = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native", post=post)
-    outputs[used].sum().backward()
     exact = [t.double().requires_grad_() for t in norm_inputs((4, 24))]
-    reference.dropout_add_layer_norm(*exact, EPS, keep_factor((4, 24), 0.1))[0].sum().backward()
-    for a, b in zip(leaves, exact, strict=True):
-        assert a.grad is not None and b.grad is not None
-        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
+    wanted = reference.dropout_add_layer_norm(*exact, EPS, keep_factor((4, 24), 0.1))[0]
+    grads = [torch.autograd.grad(y.sum(), x) for y, x in ((outputs[used].double(), leaves), (wanted, exact))]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def test_empty_batches_have_zero_gradients() -> None:
@@ -142,8 +126,7 @@ def test_empty_batches_have_zero_gradients() -> None:
     gelu = ops.bias_gelu(turned, v, "native")
     y, _ = ops.dropout_add_layer_norm(gelu, v, x, v, v, 0.1, EPS, torch.tensor([1]), 0, "native")
     ops.bias_geglu(y, w, "native").sum().backward()
-    for leaf in (v, w):
-        assert leaf.grad is not None and leaf.grad.abs().max() == 0
+    assert not v.grad.any() and not w.grad.any()
 
 
 def test_a_layer_compiles_in_one_graph() -> None:
@@ -152,19 +135,16 @@ def test_a_layer_compiles_in_one_graph() -> None:
         first, second = ops.dropout_add_layer_norm(y, v, z, v + 1, v * 2, 0.1, EPS, seed, STREAM, "native", post=True)
         return (first.square() * second).sum()
 
-    x, v, seed = normal(8, 32, seed=1).float(), normal(32, seed=2).float(), torch.tensor([SEED])
-    grads = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        leaf = x.clone().requires_grad_()
-        function(leaf, v, seed).backward()
-        grads.append(leaf.grad)
-    assert grads[0] is not None and grads[0].equal(grads[1])
+    x, v, seed = normal(8, 32, seed=1).float().requires_grad_(), normal(32, seed=2).float(), torch.tensor([SEED])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    eager, traced = (torch.autograd.grad(f(x, v, seed), x)[0] for f in (layer, compiled))
+    assert eager.equal(traced)
 
 
 # -- dropout masks that follow the row, whichever micro-batch it is in ------------------------------------------------
 
 ROWS, TOKENS, WIDTH, HEADS, KEY, P = 6, 5, 16, 2, 77, 0.3
-Operation = Callable[[Tensor, Tensor], Tensor]
+Operation = Callable[..., Tensor]
 
 
 def norm_of(backend: str) -> Operation:
@@ -182,13 +162,9 @@ def attention_of(backend: str) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "dropout native": lambda x, seed: ops.dropout(x, P, seed, 5, "native"),
-    "dropout torch": lambda x, seed: ops.dropout(x, P, seed, 5, "torch"),
+    **{f"dropout {kind}": partial(ops.dropout, p=P, stream=5, backend=kind) for kind in ("native", "torch")},
     **{f"norm {kind}": norm_of(kind) for kind in ("native", "torch")},
     **{f"attention {kind}": attention_of(kind) for kind in ("native", "fused_softmax", "sdpa")},
-    "softmax": lambda x, seed: ops.fused_softmax_mask(
-        x[:, None, :, :TOKENS].expand(-1, 3, -1, -1), p=P, seed=seed, stream=5
-    ),
 }
 
 
@@ -198,7 +174,7 @@ def test_a_rows_mask_follows_the_row(name: str) -> None:
     x, operation = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True), OPERATIONS[name]
 
     def run(first: int, last: int, *seed: int) -> tuple[Tensor, Tensor]:
-        y = operation(x[first:last], torch.tensor(seed))
+        y = operation(x[first:last], seed=torch.tensor(seed))
         return y.detach(), torch.autograd.grad(y.square().sum(), x)[0][first:last]
 
     whole, gradient = run(0, ROWS, KEY, 0)

@@ -36,9 +36,8 @@ def ranges(x: Tensor, queries: int, keys: int) -> list[Tensor]:
 
 
 def labels(x: Tensor) -> Tensor:
-    found = torch.arange(len(x)) % 6
-    found[1::4] = -100
-    return found
+    place = torch.arange(len(x))
+    return torch.where(place % 4 == 1, -100, place % 6)
 
 
 CASES = {
@@ -89,16 +88,23 @@ def test_gradients_are_finite_differences(name: str) -> None:
         assert torch.autograd.gradcheck(CASES[name].call, leaves, eps=1e-2, atol=2e-3, rtol=2e-2)
 
 
+def found(name: str, leaves: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Results and gradients."""
+    results = CASES[name].call(*leaves)
+    results = list(results) if isinstance(results, tuple) else [results]
+    return results, torch.autograd.grad([o.float().square().sum() for o in results if o.requires_grad], leaves)
+
+
 class Calls(TorchDispatchMode):
     """The calls of native operations, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+        self.made: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megabert":
-            self.found.append((func, args))
+            self.made.append((func, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -107,40 +113,32 @@ def test_torch_knows_the_operation(name: str) -> None:
     """Schemas, shapes for tracing and gradients by torch.library.opcheck, of the forward and of the backward operation."""
     leaves = [t.float().requires_grad_() for t in inputs(CASES[name].small)]
     with Calls() as calls:
-        torch.autograd.backward([out for out in _tensors(CASES[name].call(*leaves)) if out.requires_grad], None)
-    called = {func._schema.name.partition("::")[2] for func, _ in calls.found}
+        found(name, leaves)
+    called = {func._schema.name.partition("::")[2] for func, _ in calls.made}
     assert called == {name, f"{name}_backward"} & REGISTERED
     addresses = {leaf.data_ptr() for leaf in leaves}
-    for func, args in calls.found:
+    for func, args in calls.made:
         backward = func._schema.name.endswith("_backward")
-        copies = [
-            a.detach().clone().requires_grad_(not backward and a.data_ptr() in addresses)
-            if isinstance(a, Tensor)
-            else a
-            for a in args
-        ]
+        copies = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+        for copy, a in zip(copies, args, strict=True):
+            if not backward and isinstance(a, Tensor) and a.data_ptr() in addresses:
+                copy.requires_grad_()
         checks = ("test_schema", "test_faketensor") if backward else torch.library._OPCHECK_DEFAULT_UTILS
         torch.library.opcheck(func, tuple(copies), test_utils=checks)
 
 
-def _tensors(found: Any) -> list[Tensor]:
-    return [t.sum() for t in (found if isinstance(found, tuple) else (found,))]
-
-
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("two_threads")
 def test_threads_and_strides_change_no_bit(name: str) -> None:
-    before, results = torch.get_num_threads(), []
+    runs = []
     for threads, strided in ((1, False), (2, False), (2, True)):
         torch.set_num_threads(threads)
         leaves = [t.bfloat16() for t in inputs(CASES[name].large)]
         leaves = [(torch.stack([t, t], -1)[..., 1] if strided else t).requires_grad_() for t in leaves]
-        found = CASES[name].call(*leaves)
-        outputs = list(found) if isinstance(found, tuple) else [found]
-        gradients = torch.autograd.grad([o.float().square().sum() for o in outputs], leaves)
-        results.append([*outputs, *gradients])
-    torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(a.equal(b) for a, b in zip(results[0], other, strict=True))
+        results, gradients = found(name, leaves)
+        runs.append([*results, *gradients])
+    for other in runs[1:]:
+        assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True))
 
 
 INTS = torch.zeros(2, 3, dtype=torch.int32)
@@ -169,7 +167,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("attention", {"qkv": torch.ones(1, 4, 24).double()}, "qkv has dtype"),
     ("attention", {"heads": 5}, "not a multiple of 3 x 5 heads"),
     ("attention", {"key_end": torch.full((1, 4), 5).int()}, r"outside \[0, 4\]"),
-    ("attention", {"key_start": torch.full((1, 4), -1).int()}, r"outside \[0, 4\]"),
     ("attention", {"key_end": torch.ones(1, 3).int()}, "key_end has size 3"),
     ("dropout_add_layer_norm", {"x": torch.ones(2, 8).half()}, "x has dtype"),
     ("dropout_add_layer_norm", {"bias": torch.ones(7)}, "bias has size 7 in dimension 0, not 8"),
@@ -180,17 +177,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("bias_geglu_backward", {"grad": torch.ones(2, 4)}, "grad is not half of x in its last dimension"),
     ("rotate", {"qkv": torch.ones(2, 13)}, "qkv has 13 columns"),
     ("rotate", {"sin": torch.ones(3, 1)}, "sin has 3 elements, not 1 a token"),
-    ("rotate", {"cos": torch.ones(2, 1).double()}, "cos has dtype Double"),
     ("mlm_loss", {"labels": torch.tensor([0, 20])}, r"labels\[1\] is 20"),
-    ("mlm_loss", {"labels": torch.tensor([-1, 0])}, r"labels\[0\] is -1"),
     ("mlm_loss", {"weight": torch.ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
     ("mlm_loss", {"vocab_size": 33}, "vocab_size is 33"),
-    ("softmax_mask", {"scores": torch.ones(2, 3, 4)}, "scores has 3 dimensions"),
     ("softmax_mask", {"key_end": INTS + 5}, r"key_end\[0, 0\] is 5, outside \[0, 4\]"),
     ("softmax_mask", {"key_end": INTS[:, :1] - 1}, r"key_end\[0, 0\] is -1, outside \[0, 4\]"),
     ("softmax_mask", {"key_start": torch.zeros(3, 3).int()}, "key_start has size 3 in dimension 0"),
     ("softmax_mask", {"mask": torch.ones(2, 2, 3, 4).int()}, "mask has dtype"),
-    ("softmax_mask", {"mask": torch.ones(3, 4)}, "mask has 2 dimensions"),
 ]
 
 

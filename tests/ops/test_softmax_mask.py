@@ -17,8 +17,7 @@ SEED, STREAM, SCALE = 0xFEED5, 3, 0.4
 SHAPE = (2, 3, 5, 37)  # batch, heads, queries, keys
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+generator = torch.Generator().manual_seed
 
 
 def bounds(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -41,17 +40,16 @@ def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[dict[st
     batch, heads, queries, keys = shape
     start, end = bounds(shape)
     everything, nothing = torch.ones((), dtype=torch.bool), torch.zeros(())
-    lengths = torch.arange(batch, dtype=torch.int32) * (keys - 1) + 1
-    first = torch.zeros(batch, 1, dtype=torch.int32)
+    lengths = torch.arange(batch, dtype=torch.int32)[:, None] * (keys - 1) + 1
     allowed = torch.rand(batch, 1, queries, keys, generator=generator(3)) < 0.6
     allowed[0, :, -1] = False
     added = normal(1, heads, 1, keys, seed=4).to(dtype)
     strided = normal(batch, heads, keys, queries, seed=5).to(dtype).transpose(-1, -2)
-    one_for_all = normal(batch, heads, queries, 1, seed=6).float()
+    one_for_all = normal(batch, heads, queries, 1, seed=6).to(dtype)
     return {
         "none": ({}, everything, nothing),
         "bounds": ({"key_start": start, "key_end": end}, inside(start, end, keys), nothing),
-        "lengths": ({"lengths": lengths}, inside(first, lengths[:, None], keys), nothing),
+        "lengths": ({"key_end": lengths}, inside(torch.zeros_like(lengths), lengths, keys), nothing),
         "bool": ({"mask": allowed}, allowed, nothing),
         "added": ({"mask": added}, everything, added),
         "strided": ({"mask": strided}, everything, strided),
@@ -101,12 +99,11 @@ def test_sizes_against_fp64(shape: tuple[int, int, int, int], dtype: torch.dtype
 
 def test_rows_without_a_key_are_zeros_with_zero_gradients() -> None:
     scores = torch.full((2, 2, 3, 9), 5.0).requires_grad_()
-    lengths = torch.tensor([0, 4], dtype=torch.int32)
-    out = ops.fused_softmax_mask(scores, lengths=lengths)
+    out = ops.fused_softmax_mask(scores, key_end=torch.tensor([[0], [4]], dtype=torch.int32))
     assert (out[0] == 0).all() and (out[1, ..., 4:] == 0).all()
     torch.testing.assert_close(out[1, ..., :4], torch.full((2, 3, 4), 0.25))
     (out * torch.arange(9.0)).sum().backward()
-    assert scores.grad is not None and (scores.grad[0] == 0).all() and scores.grad[1, ..., :4].abs().min() > 0
+    assert not scores.grad[0].any() and scores.grad[1, ..., :4].abs().min() > 0
 
 
 def test_nan_is_seen_and_stays_in_its_row() -> None:
@@ -114,8 +111,6 @@ def test_nan_is_seen_and_stays_in_its_row() -> None:
     scores[0, 0, 1, 7] = float("nan")
     out = ops.fused_softmax_mask(scores)
     assert out[0, 0, 1].isnan().all() and not out[0, 0, [0, 2]].isnan().any()
-    all_nan = ops.fused_softmax_mask(torch.full((1, 1, 1, 5), float("nan")))
-    assert all_nan.isnan().all()
 
 
 def test_no_tensor_of_the_masks_full_size_is_made() -> None:
@@ -133,14 +128,11 @@ def test_no_tensor_of_the_masks_full_size_is_made() -> None:
 def test_empty(shape: tuple[int, ...]) -> None:
     scores = torch.zeros(shape, requires_grad=True)
     out = ops.fused_softmax_mask(scores, p=0.1, seed=torch.tensor([1]))
-    out.sum().backward()
-    assert out.shape == shape and scores.grad is not None and scores.grad.shape == shape
+    assert out.shape == torch.autograd.grad(out.sum(), scores)[0].shape == shape
 
 
 def test_arguments_that_contradict_are_named() -> None:
-    scores, ends = torch.ones(1, 1, 2, 2), torch.ones(1, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="give one of them"):
-        ops.fused_softmax_mask(scores, key_end=ends, lengths=ends[:, 0])
+    scores = torch.ones(1, 1, 2, 2)
     with pytest.raises(ValueError, match="needs a seed"):
         ops.fused_softmax_mask(scores, p=0.1)
     with pytest.raises(ValueError, match="mask gets no gradient"):

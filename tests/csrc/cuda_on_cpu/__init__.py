@@ -37,8 +37,6 @@ def build() -> ctypes.CDLL:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            for old in folder.glob("*.so"):
-                old.unlink()
             part = library.with_suffix(".part")
             command = [compiler() or "c++", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", f"-I{ROOT / 'csrc'}"]
             command += [str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
@@ -101,16 +99,12 @@ class Kernels:
     def call(self, name: str, *arguments: Any) -> str:
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
-        passed: list[Any] = []
-        for a in arguments:
-            if a is None or isinstance(a, Guarded):
-                passed.append(ctypes.c_void_p(a.address if a else None))
-            elif isinstance(a, ctypes.Structure):
-                passed.append(ctypes.byref(a))
-            elif isinstance(a, bool):
-                passed.append(ctypes.c_bool(a))
-            elif isinstance(a, float):
-                passed.append(ctypes.c_double(a))
-            else:
-                passed.append(ctypes.c_int64(a))
-        return function(*passed).decode()
+        return function(*map(self._passed, arguments)).decode()
+
+    @staticmethod
+    def _passed(a: Any) -> Any:
+        if isinstance(a, ctypes.Structure):
+            return ctypes.byref(a)
+        if a is None or isinstance(a, Guarded):
+            return ctypes.c_void_p(a and a.address)
+        return {bool: ctypes.c_bool, float: ctypes.c_double, int: ctypes.c_int64}[type(a)](a)
