@@ -24,11 +24,8 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, minutes: flo
 
     Warm-up is linear and reaches `peak` at update `warmup_steps` (never 0, so no update is wasted); decay runs from
     there to `total_steps`. By minutes of training (Izsak et al. 2021, section 3.2) or tokens, warm-up is a share of these.
-
-    Raises ValueError for a negative step, time or number of tokens.
     """
-    if step < 0 or minutes < 0 or tokens < 0:
-        raise ValueError(f"step={step}, minutes={minutes} and tokens={tokens} must not be negative")
+    assert step >= 0 and minutes >= 0 and tokens >= 0
     if schedule.unit != "steps":
         used, warmup = share_used(schedule, step, minutes, tokens), schedule.budget_warmup
         if used < warmup:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 
 from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.distributed.ranks import World
+from megabert.distributed.watchdog import entered
+from tests.checkpoint.test_faults import names
 from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-
-COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all_single", "barrier"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "send", "isend"),
-)
 
 
 def test_a_save_in_flight_is_invisible_and_a_snapshot(tmp_path, monkeypatch):
@@ -69,9 +63,11 @@ def overlapped(world: World, folder: str) -> list[Any]:
 
     if world.rank == 1:
         store.write_slices = at_moments(slow)
-    with collectives() as called:
-        checkpoints.save(engine, state(2, cfg))
+    before_save = entered()
+    checkpoints.save(engine, state(2, cfg))
+    quiet = entered() == before_save
     tiny.train(engine, range(2, 5))
+    quiet &= entered() != before_save
     waiting, unseen = world.agree_any(checkpoints.status == store.WRITING), checkpoints.latest()
     gate.set()
     saved = checkpoints.finish()
@@ -79,33 +75,45 @@ def overlapped(world: World, folder: str) -> list[Any]:
     weights = load_weights(saved)[0]
     whole = all(torch.equal(weights[n], w) for n, w in before.items())
     sizes = [(saved / f"weights-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
-    return [waiting, unseen, saved.name, whole, called, max(sizes) < 1.1 * min(sizes)]
-
-
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """Names of the collectives that the block calls."""
-    called: list[str] = []
-    real = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return real[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(torch.distributed, name, counted(name))
-    try:
-        yield called
-    finally:
-        for name, function in real.items():
-            setattr(torch.distributed, name, function)
+    return [waiting, unseen, saved.name, whole, quiet, max(sizes) < 1.1 * min(sizes)]
 
 
 @pytest.mark.dist
 def test_training_continues_while_a_slow_rank_writes(tmp_path):
     """A save takes no collective, and each rank writes its half."""
-    expected = [True, None, "step-00000002", True, [], True]
+    expected = [True, None, "step-00000002", True, True, True]
     assert run_ranks(2, overlapped, str(tmp_path)) == [expected] * 2
+
+
+def advance(checkpoints: Checkpoints, until: Any) -> None:
+    """Updates of a run, each of which advances the save in flight."""
+    deadline = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < deadline
+        checkpoints.advance(checkpoints.status)
+        time.sleep(0.002)
+
+
+def test_training_waits_for_no_commit_or_removal(tmp_path, monkeypatch):
+    """The commit and the removal of what is too old are held up."""
+    gates = {"commit": threading.Event(), "remove": threading.Event()}
+    commit, rmtree = Checkpoints.commit, store.shutil.rmtree
+    monkeypatch.setattr(Checkpoints, "commit", lambda *args: gates["commit"].wait(30) and commit(*args))
+    monkeypatch.setattr(store.shutil, "rmtree", lambda *args, **options: gates["remove"].wait(30) and rmtree(*args))
+    checkpoints = Checkpoints(tmp_path, ALONE, settings(1, asynchronous=True))
+    for step in (1, 2, 3):
+        checkpoints.save(FakeEngine(step), state(step, tiny.config()))
+        advance(checkpoints, lambda: checkpoints.status == store.COMMITTING)
+        assert [n for n in names(tmp_path) if n == f"step-{step:08d}"] == []
+        checkpoints.advance(store.WRITTEN)  # reduced before the commit began
+        assert checkpoints.pending
+        gates["commit"].set()
+        advance(checkpoints, lambda: not checkpoints.pending)
+        gates["commit"].clear()
+        assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
+    assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # no update waited
+    gates["remove"].set()
+    deadline = time.monotonic() + 30
+    while names(tmp_path) != ["pointer.json", "step-00000003"]:
+        assert time.monotonic() < deadline, names(tmp_path)
+        time.sleep(0.005)

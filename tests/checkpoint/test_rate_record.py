@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megabert.checkpoint.rate_record import RateRecord
-from megabert.config import Config
 from tests.helpers import tiny
 
-MINUTES = {"schedule__by": "minutes", "schedule__budget_minutes": 5.0}
 
+def test_rates_of_other_settings_or_runs_are_not_taken(world, tmp_path) -> None:
+    def record(writes: bool = True, fresh: bool = False, **changes: Any) -> RateRecord:
+        cfg = tiny.config(schedule__by="minutes", schedule__budget_minutes=5.0, **changes)
+        return RateRecord(tmp_path, cfg, world, 0, writes=writes, fresh=fresh)
 
-def config(**overrides: Any) -> Config:
-    return tiny.config(**(MINUTES | overrides))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "known"),
-    [({}, (1.5, 0.25)), ({"model__dropout": 0.1, "zero__stage": 2}, (1.5, 0.25)), ({"optimizer__lr": 0.001}, None)],
-)
-def test_rates_of_other_settings_are_not_taken(overrides: dict[str, Any], known: Any, world, tmp_path) -> None:
-    RateRecord(tmp_path, config(), world, 0, writes=True).add(0, 0, 1.5, 0.25)
-    found = RateRecord(tmp_path, config(**overrides), world, 0, writes=True)
-    assert found.known(0, 0) == known
-
-
-def test_a_run_without_a_checkpoint_has_no_rates(world, tmp_path) -> None:
-    RateRecord(tmp_path, config(), world, 0, writes=True).add(0, 0, 1.5, 0.25)
-    assert RateRecord(tmp_path, config(), world, 0, writes=False, fresh=True).known(0, 0) == (1.5, 0.25)  # --replay
-    assert RateRecord(tmp_path, config(), world, 0, writes=True, fresh=True).known(0, 0) is None
+    record().add(0, 0, 1.5, 0.25)
+    for changes in ({}, {"model__dropout": 0.1, "zero__stage": 2}):
+        assert record(**changes).known(0, 0) == (1.5, 0.25)
+    assert record(optimizer__lr=0.001).known(0, 0) is None
+    record().add(0, 0, 1.5, 0.25)
+    assert record(writes=False, fresh=True).known(0, 0) == (1.5, 0.25)  # --replay
+    assert record(fresh=True).known(0, 0) is None  # a run without a checkpoint

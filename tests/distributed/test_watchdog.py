@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -152,48 +150,31 @@ def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
     assert dog._find() is None
 
 
-def test_a_process_gone_from_this_host_is_dead(tmp_path) -> None:
-    dog = watchdog(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dog._peers[1].namespace, dog._peers[1].pid = module.pid_namespace(), child.pid
-    beat(dog, 1, 1)
-    look(dog, 3)
-    assert module.is_alive(child.pid) and dog._find() is None
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it waits to be reaped
-    look(dog, 1)
-    assert not module.is_alive(child.pid) and dog._find() is None
-    look(dog, 1)
+def hangs(tmp_path: Path, beats: int, first: dict[str, Any], second: dict[str, Any]) -> Any:
+    """The verdict of rank 0 at the time out, after so many heartbeats of ranks 1 and 2."""
+    dog = watchdog(tmp_path, timeout=8)
+    for number in range(beats):
+        beat(dog, 1, number, **first)
+        beat(dog, 2, second.get("beat", number), **second)
+        dog._idle = 8.0
+        look(dog, 1)
     verdict = dog._find()
-    child.wait()
-    assert verdict is not None and f"pid {child.pid}) died; at step 5" in verdict.text
+    assert verdict is not None and verdict.hang
+    return verdict
 
 
 def test_the_time_out_names_the_silent_rank(tmp_path) -> None:
-    dog = watchdog(tmp_path, timeout=8)
-    dog._idle = 8.0
-    for number in range(int(SILENT_SECONDS) + 1):
-        beat(dog, 1, number)
-        beat(dog, 2, 0)
-        look(dog, 1)
-    verdict = dog._find()
-    assert verdict is not None and verdict.hang and verdict.kill == [2]
-    assert "rank 2" in verdict.text and "stopped or lost" in verdict.text and "rank 1" not in verdict.text
+    verdict = hangs(tmp_path, int(SILENT_SECONDS) + 1, {}, {"beat": 0})
+    assert verdict.kill == [2] and "rank 1" not in verdict.text
+    assert "rank 2" in verdict.text and "stopped or lost" in verdict.text
 
 
 def test_the_time_out_names_the_rank_that_entered_less(tmp_path, monkeypatch) -> None:
     """As under NCCL: the others wait for the device, which their stacks do not show."""
-    dog = watchdog(tmp_path, timeout=8)
     monkeypatch.setattr(module, "main_thread", lambda: ("b.py:2 in g", False))
     monkeypatch.setattr(module, "entered", lambda: {"0": 12})
-    for number in range(3):
-        beat(dog, 1, number, entered={"0": 11}, waiting=True, doing="reader.py:7 in read")
-        beat(dog, 2, number, waiting=False)
-        dog._idle = 8.0
-        look(dog, 1)
-    verdict = dog._find()
-    assert verdict is not None and verdict.hang and verdict.kill == []
-    assert verdict.text == (
+    verdict = hangs(tmp_path, 3, {"entered": {"0": 11}, "doing": "reader.py:7 in read"}, {"waiting": False})
+    assert verdict.kill == [] and verdict.text == (
         "rank 1 (host host1, pid 101) hangs: nothing finished in 8 s, has not entered collective 12 of group 0 that 2 of "
         "3 ranks are in; at step 5, reader.py:7 in read"
     )

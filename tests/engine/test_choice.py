@@ -81,35 +81,37 @@ def test_named_backends_are_not_measured(stand: dict[str, Any], tmp_path: Path) 
     assert choice.choose_backends(config(), MANIFEST, cpu, tmp_path).ops == config().ops
 
 
+OTHER_SHAPE = ("batch.micro_size=1", "batch.global_size=4")
+
+
 def test_results_are_cached_by_shapes(stand: dict[str, Any], tmp_path: Path) -> None:
     first = chosen(tmp_path / "one")
     count = len(stand["started"])
     assert chosen(tmp_path / "two") == first and len(stand["started"]) == count
-    chosen(tmp_path / "three", "batch.micro_size=1", "batch.global_size=4")
+    chosen(tmp_path / "three", *OTHER_SHAPE)
     assert len(stand["started"]) == 2 * count
     choice.cache_file({"device": "stand"}).write_text("{")
     assert chosen(tmp_path / "four") == first and len(stand["started"]) == 3 * count
 
 
 def test_a_crashed_candidate_is_never_started_again(stand: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
-    stand["given"]["attention=native"] = choice.BrokenCandidate("crashed with signal 11")
     with caplog.at_level("INFO", logger="megabert"):
-        assert chosen(tmp_path / "one")["attention"] == "cudnn"
-    stand["given"]["attention=native"] = 0.1
-    with caplog.at_level("INFO", logger="megabert"):
-        assert chosen(tmp_path / "two", "batch.micro_size=1", "batch.global_size=4")["attention"] == "cudnn"
+        for run, result, shape in (
+            ("one", choice.BrokenCandidate("crashed with signal 11"), ()),
+            ("two", 0.1, OTHER_SHAPE),
+        ):
+            stand["given"]["attention=native"] = result
+            assert chosen(tmp_path / run, *shape)["attention"] == "cudnn"
     assert "not native: crashed with signal 11; remove " in caplog.text
 
 
 def test_a_resumed_run_keeps_its_backends(stand: dict[str, Any], tmp_path: Path) -> None:
-    first = chosen(tmp_path / "run")
+    first, record = chosen(tmp_path), tmp_path / choice.RECORD
     stand["given"] = TIMES | {"attention=varlen": 0.1}
-    for file in (tmp_path / "cache").rglob("*.json"):
-        file.unlink()
-    assert chosen(tmp_path / "run") == first
-    record = json.loads((tmp_path / "run" / choice.RECORD).read_bytes())
-    (tmp_path / "run" / choice.RECORD).write_text(json.dumps(record | {"place": {"device": "another"}}))
-    assert chosen(tmp_path / "run")["attention"] == "varlen"
+    choice.cache_file({"device": "stand"}).unlink()
+    assert chosen(tmp_path) == first
+    record.write_text(json.dumps(json.loads(record.read_bytes()) | {"place": {"device": "another"}}))
+    assert chosen(tmp_path)["attention"] == "varlen"
 
 
 def test_without_a_usable_candidate_plain_torch_runs(stand: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:

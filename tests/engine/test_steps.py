@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 from megabert.engine import gradients
-from megabert.engine.gradients import FlatGradients, bucket_bounds
+from megabert.engine.gradients import bucket_bounds
 from megabert.engine.update_result import OwnTime
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
@@ -30,28 +29,6 @@ def test_buckets_cover_a_flat_tensor_once(monkeypatch):
     assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
     assert [owner for _, _, owner in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
-
-
-def test_gradients_are_summed_in_fp32():
-    torch.manual_seed(4)
-    layers = nn.ModuleList(nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(2))
-    parameters = list(layers.parameters())
-    flat = torch.full((sum(p.numel() for p in parameters) + 1,), torch.nan)  # as after a bad update
-    flat[-1] = 0
-    sums = FlatGradients([(flat, parameters)], parameters, 1)
-    inputs = torch.randn(4, 5, 3, dtype=torch.bfloat16)
-    sums.begin()
-    for number, x in enumerate(inputs):
-        if number == 3:
-            sums.last()
-        layers[0](x).square().sum().backward()
-    sums.finish()
-    expected = torch.zeros(3 * 2 + 2)
-    for x in inputs:
-        gradients_of_x = torch.autograd.grad(layers[0](x).square().sum(), list(layers[0].parameters()))
-        expected += torch.cat([g.float().view(-1) for g in gradients_of_x])
-    assert torch.equal(flat, torch.cat([expected, torch.zeros(9)]))
-    assert all(p.grad is None for p in parameters)
 
 
 def sums_over_ranks(world: Any) -> dict[str, Any]:
