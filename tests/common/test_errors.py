@@ -60,12 +60,8 @@ def test_a_command_ends_with_one_line_and_its_code(error: BaseException, code: i
 
 
 def test_a_defect_keeps_its_traceback() -> None:
-    @command
-    def main(argv: list[str] | None = None) -> int:
-        raise KeyError("a defect")
-
     with pytest.raises(KeyError):
-        main([])
+        command(lambda argv: {}["a defect"])([])
 
 
 def test_an_unknown_message_level_is_a_user_error(monkeypatch, capsys) -> None:

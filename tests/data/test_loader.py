@@ -362,11 +362,9 @@ def by_hand(pairs) -> int:
 def test_the_digest_is_the_documented_sum():
     draw = np.random.default_rng(0)
     rows, epochs = draw.integers(0, 10**9, 1000), draw.integers(0, 5, 1000)
-    want = by_hand(zip(rows.tolist(), epochs.tolist(), strict=True))
-    assert row_digest(rows, epochs) == want
     order = draw.permutation(1000)
-    assert row_digest(rows[order], epochs[order]) == want
-    assert row_digest(np.append(rows, -1), np.append(epochs, 0)) == want  # a filler is no row
+    want = by_hand(zip(rows.tolist(), epochs.tolist(), strict=True))
+    assert row_digest(np.append(rows[order], -1), np.append(epochs[order], 0)) == want  # -1: a filler is no row
     assert row_digest(rows, epochs + 1) != want and row_digest(rows[1:], epochs[1:]) != want
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from megabert import config as configuration
 from megabert.config import Config, MaskingConfig
-from megabert.data.masking import held_out_masking, largest_capacity, mask, masking_at, stream_keys
+from megabert.data.masking import held_out_masking, largest_capacity, mask, masking_at
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
-from tests.helpers.streams import key
 
 ROWS, LENGTH = 8200, 128  # 1,049,600 tokens
 
@@ -118,12 +117,6 @@ def test_awkward_rows():
     assert masked((ids[:0], bounds[:0], np.arange(0))).ids.shape == (0, 8)
 
 
-def test_the_random_numbers_are_pinned():
-    """Masks of a published run can be drawn again only if these never change; computed with plain Python integers."""
-    rows = np.array([0, 1, 123456789012])
-    assert stream_keys(42, 3, rows).tolist() == [key(42, 3, r) for r in rows.tolist()]
-
-
 def test_causal_predicts_every_next_id():
     """Against a plain walk over each row: [SEP]s are predicted, [CLS] and padding never are."""
     ids, bounds, row_ids = make_rows(40, 48, 4)
@@ -148,24 +141,17 @@ def config(*overrides: str) -> Config:
     return configuration.load("", ["model.nsp=false", *overrides])
 
 
-def test_by_default_masking_is_constant() -> None:
+def test_only_the_first_share_of_the_budget_is_causal() -> None:
     cfg = config("data.masking.rate=0.2")
-    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {MaskingConfig(rate=0.2)}
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.2) and largest_capacity(cfg, 128) == 27
+    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {held_out_masking(cfg)} == {cfg.data.masking}
+    assert largest_capacity(cfg, 128) == 27
     whole = config("data.masking.strategy=causal")
     assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == MaskingConfig(strategy="causal")
     assert largest_capacity(whole, 128) == 128
-
-
-def test_the_first_share_of_the_budget_is_causal() -> None:
     cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
-    for share in (0.0, 0.2, nextafter(0.4, 0)):
-        assert (
-            masking_at(cfg, share, 128) == MaskingConfig(strategy="causal")
-            and masking_at(cfg, share, 128).objective == "causal"
-        )
-    for share in (0.4, 1.0):
-        assert masking_at(cfg, share, 128) == MaskingConfig() and masking_at(cfg, share, 128).objective == "masked"
+    found = [masking_at(cfg, share, 128) for share in (0.0, 0.2, nextafter(0.4, 0), 0.4, 1.0)]
+    assert found == [MaskingConfig(strategy="causal")] * 3 + [MaskingConfig()] * 2
+    assert [masking.objective for masking in found] == ["causal"] * 3 + ["masked"] * 2
     assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
 
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from megabert.data import mixture
-from megabert.data.loader import Loader
 from megabert.data.mixture import WINDOW, open_mixture, token_counts
 from megabert.data.shards import DamagedRow, Dataset
-from tests.helpers.rows import VOCAB, make_dataset, make_rows, vocabulary
+from tests.helpers.rows import VOCAB, make_dataset, make_rows
 
 SEED = 3
 PREDICTED = np.arange(VOCAB) >= 5
@@ -73,23 +72,6 @@ def test_statistics_weigh_the_trained_rows(tmp_path):
     assert mixed.statistics["sequences"] / 104 == pytest.approx(0.75 * 4 + 0.25 * 8)
     with pytest.raises(ValueError, match="is missing"):
         open_mixture(a, {})
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_loaders_cut_a_mixture_like_a_dataset(folders, world):
-    def rows(world, micro, start):
-        options = {"global_batch": 24, "micro_batch": micro, "seed": SEED, "world": world, "start_step": start}
-        dataset = open_mixture(folders[0], {folders[1]: 0.3})
-        loaders = [Loader(dataset, vocabulary(), rank=rank, **options) for rank in range(world)]
-        updates = [next(loader) for loader in loaders]
-        return {
-            (int(row), int(batch.epochs[i])): batch.input_ids[i].tolist()
-            for update in updates
-            for batch in update.batches
-            for i, row in enumerate(batch.row_ids)
-        }
-
-    assert rows(world, 3, 5) == rows(1, 24, 5)
 
 
 def test_a_mixture_is_identified_by_parts_and_shares(folders):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import tarfile
 import time
@@ -18,7 +17,7 @@ import webdataset
 
 from megabert.common.files import compact, sealed
 from megabert.data import shards
-from megabert.data.shards import DamagedRow, Dataset, Manifest, verify, write_manifest, write_shard
+from megabert.data.shards import DamagedRow, Dataset, Manifest, verify, write_manifest
 from megabert.data.shards.layout import shard_bytes
 from tests.helpers.rows import make_dataset, make_rows, manifest
 
@@ -219,21 +218,6 @@ def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
     found = [check.problems() for check in checks]
     monkeypatch.undo()
     assert found == [[f"{check.path}: cannot be read (Input/output error)"] for check in checks]
-
-
-def test_a_failed_write_leaves_nothing(tmp_path, arrays, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    make_dataset(tmp_path, 8)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    tree = json.loads(before["manifest.json"]) | {"options": {"new": 1}}
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError):
-        write_shard(tmp_path / "shard-000001.tar", 0, *arrays)
-    with pytest.raises(OSError):
-        write_manifest(tmp_path, tree)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_a_manifest_of_15000_shards_loads_fast(tmp_path):
