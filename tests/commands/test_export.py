@@ -16,19 +16,18 @@ from safetensors import safe_open
 from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
-from megabert.hf import mapping, model_card
+from megabert.hf import model_card
+from tests.commands.test_convert import one_line
 from tests.helpers import runs
 
 HEADS = ("cls.", "bert.pooler.", "pooler.")
 
 
-@pytest.fixture(params=[(kind, "post") for kind in runs.KINDS] + [("unigram", "pre")], ids="-".join)
-def exported(request, tmp_path: Path) -> tuple[Path, Path]:
-    """A run folder and its export."""
-    kind, norm = request.param
-    run = runs.make(tmp_path / "run", kind, norm=norm)
-    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    return run, tmp_path / "hf"
+def export_of(run: Path) -> Path:
+    """The folder of a run's export, by the command."""
+    folder = run.with_name("hf")
+    assert export.main(["--model", str(run), "--output", str(folder)]) == 0
+    return folder
 
 
 def load_peer(kind: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
@@ -37,107 +36,80 @@ def load_peer(kind: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
     caplog.clear()
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()) and not caplog.records, info
+    assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
     return model.eval()
 
 
-def test_every_auto_class_loads_it(exported, caplog) -> None:
-    """Nothing is missing anywhere. What is left over are heads that the class has no place for, as with transformers'
-    own BertForPreTraining folders; the class that is written has a place for all and says nothing."""
-    run, folder = exported
-    for kind in (transformers.AutoModel, transformers.AutoModelForMaskedLM):
-        _, info = kind.from_pretrained(folder, output_loading_info=True)
+@pytest.mark.parametrize(("kind", "norm"), [*((kind, "post") for kind in runs.KINDS), ("unigram", "pre")])
+@torch.no_grad()
+def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path, caplog) -> None:
+    """What is left over are heads that a class has no place for, as with transformers' own BertForPreTraining folders."""
+    run = runs.make(tmp_path / "run", kind, norm=norm)
+    folder = export_of(run)
+    for auto in (transformers.AutoModel, transformers.AutoModelForMaskedLM):
+        _, info = auto.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"] and not info["mismatched_keys"] and not info["error_msgs"]
         assert all(name.startswith(HEADS) for name in info["unexpected_keys"])
-    model = load_peer(transformers.AutoModelForPreTraining, folder, caplog)
-    assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
-    weights, _ = load_weights(run)
-    back = mapping.from_huggingface(model.state_dict(), hf.load(run).config.model)
-    assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
-
-
-@torch.no_grad()
-def test_it_computes_the_same(exported) -> None:
-    run, folder = exported
+    peer = load_peer(transformers.AutoModelForPreTraining, folder, caplog)
     pretrained = hf.load(run)
     ours = pretrained.model(torch.device("cpu"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    peer = transformers.AutoModelForPreTraining.from_pretrained(folder).eval()
-    made = tokenizer("the quick fox [MASK]", "she sells shells", return_tensors="pt")
+    made = transformers.AutoTokenizer.from_pretrained(folder)(
+        "the quick fox [MASK]", "she sells shells", return_tensors="pt"
+    )
     want = peer(**made)
-    ids = made["input_ids"].int()
-    length = ids.shape[1]
-    hidden = ours.encode(
-        ids,
-        made["token_type_ids"].int(),
-        torch.arange(length, dtype=torch.int32)[None],
-        torch.zeros_like(ids),
-        torch.full_like(ids, length),
-        torch.tensor([[length]], dtype=torch.int32),
-    )[0]
+    ids, segments = made["input_ids"].int(), made["token_type_ids"].int()
+    place, length = torch.arange(ids.shape[1], dtype=torch.int32)[None], torch.full_like(ids, ids.shape[1])
+    hidden = ours.encode(ids, segments, place, torch.zeros_like(ids), length, length[:, :1])[0]
     assert (ours.mlm_logits(hidden) - want.prediction_logits[0]).abs().max() <= 1e-5
     assert (ours.nsp_logits(hidden[:1]) - want.seq_relationship_logits).abs().max() <= 1e-5
-    assert made["token_type_ids"].sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
+    assert segments.sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
-def test_tied_weights_are_written_once(exported) -> None:
-    run, folder = exported
-    names = {path.name for path in folder.iterdir()}
-    original = next(name for name in hf.TOKENIZER_FILES if (run / name).is_file())
-    assert names == {
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-        *("special_tokens_map.json", "README.md", original),
-    }
-    assert (folder / original).read_bytes() == (run / original).read_bytes()
+def test_files_of_an_export(tmp_path: Path) -> None:
+    """Tied weights are written once."""
+    run = runs.make(tmp_path / "run")
+    folder = export_of(run)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in folder.iterdir()} == names | {"README.md", "tokenizer.model"}
+    assert (folder / "tokenizer.model").read_bytes() == (run / "tokenizer.model").read_bytes()
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert not any("decoder" in name for name in file.keys())  # noqa: SIM118
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_model_without_nsp_is_a_masked_lm(tmp_path: Path, capsys, caplog) -> None:
-    run = runs.make(tmp_path / "run", nsp=False)
-    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    assert "no next-sentence head" in capsys.readouterr().out
-    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
-    assert isinstance(peer, transformers.BertForMaskedLM)
-
-
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"nsp": False}, "BertForMaskedLM"),
+        ({"nsp": False, "tied": False, "norm": "pre"}, "MegatronBertForMaskedLM"),
+        ({"nsp": False, "kind": "modern", "norm": "pre"}, "ModernBertForMaskedLM"),
+    ],
+)
 @torch.no_grad()
-def test_a_modern_model_is_a_modernbert(tmp_path: Path, caplog) -> None:
-    """With a tokenizer that gives it no segments."""
-    run = runs.make(tmp_path / "run", kind="unigram", fields={"kind": "modern", "norm": "pre", "nsp": False})
-    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
-    assert type(peer) is transformers.ModernBertForMaskedLM
-    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(runs.TEXT[0], return_tensors="pt")
-    assert set(inputs) == {"input_ids", "attention_mask"}
+def test_without_next_sentences_it_is_a_masked_lm(fields: Any, kind: str, tmp_path: Path, capsys, caplog) -> None:
+    """Read again it is the run; a modern model's tokenizer gives it no segments."""
+    run, modern = runs.make(tmp_path / "run", fields=fields), "kind" in fields
+    folder = export_of(run)
+    assert ("no next-sentence head" in capsys.readouterr().out) is not modern
+    peer = load_peer(transformers.AutoModelForMaskedLM, folder, caplog)
+    assert type(peer).__name__ == kind
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)("the quick fox", return_tensors="pt")
+    assert set(inputs) == {"input_ids", "attention_mask"} | (set() if modern else {"token_type_ids"})
     assert torch.isfinite(peer(**inputs).logits).all()
-    again, weights = hf.load(tmp_path / "hf"), load_weights(run)[0]
-    assert again.weights.keys() == weights.keys()
-    assert all(again.weights[name].equal(weights[name]) for name in weights)
-    assert again.initialised == () and again.config.model.modern
-
-
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_an_untied_decoder_loads_by_itself(norm: Any, tmp_path: Path, caplog) -> None:
-    run = runs.make(tmp_path / "run", norm=norm, nsp=False, tied=False)
-    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
-    weights, _ = load_weights(run)
-    assert peer.cls.predictions.decoder.weight.equal(weights["embeddings.word.decoder"][: peer.config.vocab_size])
-    again = hf.load(tmp_path / "hf")
-    assert not again.config.model.tied and again.initialised == ("pooler", "next-sentence head")
+    again, weights = hf.load(folder), load_weights(run)[0]
+    assert again.initialised == (() if modern else ("pooler", "next-sentence head"))
+    assert again.config.model.tied is fields.get("tied", True) and again.config.model.modern is modern
     assert all(again.weights[name].equal(weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
 def test_a_causal_run_computes_the_same_as_decoder(norm: str, tmp_path: Path, capsys, caplog) -> None:
-    run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
-    assert export.main(["--model", str(run), "--output", str(folder)]) == 0
+    run = runs.make(tmp_path / "run", causal=True, norm=norm)
+    folder = export_of(run)
     assert "is_decoder=true" in capsys.readouterr().out
     peer = load_peer(transformers.AutoModelForCausalLM, folder, caplog)
-    assert type(peer).__name__ == mapping.CAUSAL[norm]
     pretrained = hf.load(run)
     ours, tokenizer = pretrained.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
     made = tokenizer("the quick fox", "she sells shells", return_tensors="pt")
@@ -212,12 +184,6 @@ def test_the_card_gives_the_recipe_and_the_teacher(tmp_path: Path) -> None:
     assert "Distilled from `big`: soft targets at temperature 2 (weight 3), " in text and "/a/b" not in text
 
 
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
-    return captured.err
-
-
 def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
     run, large = runs.make(tmp_path / "run"), runs.make(tmp_path / "large", vocab_size=300)
     (tmp_path / "empty").mkdir()
@@ -243,12 +209,14 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
 
 
 def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
-    run, output = runs.make(tmp_path / "run"), tmp_path / "hf"
-    command = ["--model", str(run), "--output", str(output)]
-    assert export.main(command) == 0
-    (output / "extra").write_text("1")
-    capsys.readouterr()
+    run = runs.make(tmp_path / "run")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/extra").write_text("1")
+    command = ["--model", str(run), "--output", str(tmp_path / "hf")]
     assert export.main(command) == 2
-    assert "is not empty" in one_line(capsys) and (output / "extra").is_file()
+    assert "is not empty" in one_line(capsys) and (tmp_path / "hf/extra").is_file()
+    (tmp_path / "hf/extra").unlink()
+    export_of(run)
+    (tmp_path / "hf/extra").write_text("1")
     assert export.main([*command, "--overwrite"]) == 0
-    assert not (output / "extra").exists() and (output / "config.json").is_file()
+    assert not (tmp_path / "hf/extra").exists() and (tmp_path / "hf/config.json").is_file()
