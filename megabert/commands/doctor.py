@@ -114,17 +114,16 @@ def devices() -> list[Finding]:
     """CUDA devices as torch sees them. Needs torch."""
     import torch
 
-    cuda = torch.version.cuda
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    if not found and shutil.which("nvidia-smi"):
+    cuda, count = torch.version.cuda, torch.cuda.device_count()
+    if not count and shutil.which("nvidia-smi"):
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch with CUDA"
         return [finding("devices", "cuda", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)]
-    return [
-        finding(
-            "devices", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, CUDA {cuda}"
-        )
-        for i, p in enumerate(found)
-    ] or [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
+    lines = []
+    for i in range(count):
+        p = torch.cuda.get_device_properties(i)
+        value = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, CUDA {cuda}"
+        lines.append(finding("devices", f"cuda:{i}", value))
+    return lines or [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
 
 
 def backends() -> list[Finding]:
@@ -137,12 +136,12 @@ def backends() -> list[Finding]:
     if ops.MISSING:
         lines = [finding("operations", "native library", ops.MISSING, "make venv builds it; it needs a C++ compiler")]
     else:
-        counts = {}
-        for key in ("CPU", "CUDA"):
-            names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-            counts[key] = sum(name.startswith("megabert::") for name in names)
-        value = f"{ops.LIBRARY.name}: {counts['CPU']} operations for the CPU, {counts['CUDA']} for CUDA"
-        lacks = device == "cuda" and not counts["CUDA"]
+        counts = [
+            sum(name.startswith("megabert::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key))
+            for key in ("CPU", "CUDA")
+        ]
+        value = f"{ops.LIBRARY.name}: {counts[0]} operations for the CPU, {counts[1]} for CUDA"
+        lacks = device == "cuda" and not counts[1]
         fix = "put nvcc on PATH and run make venv again" if lacks else ""
         lines = [finding("operations", "native library", value, fix)]
     for name in ops.BACKENDS:

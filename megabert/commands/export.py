@@ -18,7 +18,6 @@ from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
-    from megabert.finetune.save import Finetuned
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -57,25 +56,25 @@ def export(
     return pretrained
 
 
-def export_finetuned(
-    source: str | Path, output: str | Path, overwrite: bool = False, as_onnx: bool = False, int8: bool = False
-) -> tuple[Finetuned, float | None]:
-    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files (`int8`: in 8 bits too) where they are
-    asked for; the model, and the largest difference of a logit in onnxruntime.
+def export_finetuned(args: argparse.Namespace) -> None:
+    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
 
     Raises ValueError naming what cannot be exported; nothing is written then.
     """
     from megabert.common.files import appearing
     from megabert.finetune import huggingface, onnx
 
-    finetuned = huggingface.load(source)
-    if as_onnx or int8:
+    finetuned = huggingface.load(args.model)
+    described, as_onnx = finetuned.described, args.onnx or args.int8
+    if as_onnx:
         onnx.require()
-    with appearing(output, CONFIG, overwrite) as folder:
+    with appearing(args.output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
-        (folder / "README.md").write_text(huggingface.card(finetuned, Path(output).resolve().name))
-        difference = onnx.write(finetuned.described, folder, int8) if as_onnx or int8 else None
-    return finetuned, difference
+        (folder / "README.md").write_text(huggingface.card(finetuned, Path(args.output).resolve().name))
+        difference = onnx.write(described, folder, args.int8) if as_onnx else None
+    log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
+    if difference is not None:
+        log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
 
 
 @command
@@ -98,14 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         for option in ("tokenizer", "sentence_transformers"):
             if getattr(args, option):
                 raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
-        return _finetuned(args)
+        export_finetuned(args)
+        return OK
     for option, given in (("--onnx", args.onnx), ("--int8", args.int8)):
         if given:
             raise ValueError(f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})")
-    return _pretrained(args)
-
-
-def _pretrained(args: argparse.Namespace) -> int:
     from megabert.hf import mapping
 
     pool = args.sentence_transformers
@@ -118,17 +114,6 @@ def _pretrained(args: argparse.Namespace) -> int:
         log.info("the run is causal: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM")
     elif not (model.nsp or model.modern or pool):
         log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
-    return OK
-
-
-def _finetuned(args: argparse.Namespace) -> int:
-    from megabert.finetune import huggingface, onnx
-
-    finetuned, difference = export_finetuned(args.model, args.output, args.overwrite, args.onnx, args.int8)
-    described = finetuned.described
-    log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
-    if difference is not None:
-        log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
     return OK
 
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from megabert import hf
 from megabert.common import tables
 from megabert.common.files import appearing_file
+from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.hf import Pretrained
@@ -222,22 +223,21 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
 WRITERS = {".parquet": _write_parquet, ".npy": _write_npy}
 
 
-class ExtractionResult(NamedTuple):
-    texts: int
-    truncated: int
-    max_length: int
-
-
-def extract(
-    source: str, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any
-) -> ExtractionResult:
+def extract(source: str, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
     """Write the vectors of the texts in `input`; `options` are Extractor's.
 
     Raises ValueError or OSError naming the mistake, before anything is computed where it can be known; `output` is there
     only when all is written.
     """
     path, target = Path(input), Path(output)
-    _check_output(target, options.get("pool", "mean"))
+    if target.suffix not in WRITERS:
+        raise ValueError(f"{target}: must end in {', '.join(WRITERS)}")
+    if target.suffix == ".npy" and options.get("pool") == "none":
+        raise ValueError(f"{target}: .npy holds one vector a text; for --pool none write .parquet")
+    if os.path.lexists(target):
+        raise ValueError(f"{target}: is there already; name another file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: no such folder")
     total = sum(1 for _ in read_texts(path, column))
     if not total:
         raise ValueError(f"{path}: has no text in it")
@@ -245,15 +245,6 @@ def extract(
     texts = tqdm(read_texts(path, column), total=total, unit=" texts", disable=None, leave=False)
     with appearing_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
         WRITERS[target.suffix](file, windows, total, extractor)
-    return ExtractionResult(total, extractor.truncated, extractor.max_length)
-
-
-def _check_output(path: Path, pool: str) -> None:
-    if path.suffix not in WRITERS:
-        raise ValueError(f"{path}: must end in {', '.join(WRITERS)}")
-    if path.suffix == ".npy" and pool == "none":
-        raise ValueError(f"{path}: .npy holds one vector a text; for --pool none write .parquet")
-    if os.path.lexists(path):
-        raise ValueError(f"{path}: is there already; name another file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent}: no such folder")
+    log.info(f"{target}: vectors of {total:,} texts")
+    if extractor.truncated:
+        log.warning(f"{extractor.truncated:,} of them are longer than {extractor.max_length} tokens and lost their end")

@@ -13,13 +13,8 @@ import sys
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
-from megabert.common.logs import log
 
-LAYERS = "last, N (0 is the embeddings), or N,N,… concatenated"
-POOLS = (
-    "one vector a text: the mean or the max over all of its tokens, or cls: that of [CLS] (of [SEP] in a causal model); "
-    "none: a vector a token, [CLS] and [SEP] too"
-)
+POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
 BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (default: 1024)"
 
@@ -34,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     vectors = "file to write: .parquet, or .npy for one vector a text; must not exist"
     add("--output", required=True, metavar="FILE", help=vectors)
     add("--text", default="", metavar="COLUMN", help="column of the text")
-    add("--layers", default="last", help=LAYERS)
+    add("--layers", default="last", help="last, N (0 is the embeddings), or N,N,… concatenated")
     add("--pool", default="mean", choices=("mean", "max", "cls", "none"), help=POOLS)
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
@@ -46,11 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.common.environment import keep_freed_memory
 
     keep_freed_memory()
-    output = args["output"]
-    result = extract(args.pop("model"), args.pop("input"), args.pop("output"), args.pop("text"), **args)
-    log.info(f"{output}: vectors of {result.texts:,} texts")
-    if result.truncated:
-        log.warning(f"{result.truncated:,} of them are longer than {result.max_length} tokens and lost their end")
+    extract(args.pop("model"), args.pop("input"), args.pop("output"), args.pop("text"), **args)
     return OK
 
 

@@ -80,15 +80,9 @@ class Filler:
         return shown if shown.isprintable() and shown else ascii(shown)
 
 
-def table(filled: Filled) -> str:
-    """Ranks down, masks across, columns aligned."""
-    widths = [max(len(word) for word, _ in words) for words in filled]
-    heads = [f"{MASK} {m}".ljust(width + 8) for m, width in enumerate(widths, 1)]
-    lines = ["    " + "  ".join(heads).rstrip()] if len(filled) > 1 else []
-    for rank, row in enumerate(zip(*filled, strict=True), 1):
-        cells = (f"{word.ljust(width)}  {p:>6.1%}" for (word, p), width in zip(row, widths, strict=True))
-        lines.append(f"{rank:>2}  " + "  ".join(cells))
-    return "\n".join(lines)
+def lines(filled: Filled) -> str:
+    """A line a mask: its words and their probabilities."""
+    return "\n".join(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words) for words in filled)
 
 
 @command
@@ -105,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--top {args.top}: must be 1 or more")
     from megabert import hf
 
-    print(table(Filler(hf.load(args.model, args.tokenizer)).fill(args.text, args.top)))
+    print(lines(Filler(hf.load(args.model, args.tokenizer)).fill(args.text, args.top)))
     return OK
 
 

@@ -28,6 +28,8 @@ OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html
 # how a report begins: another file is not overwritten
 MARKER = b"<!doctype html><!-- megabert report -->"
 MOST_EVENTS = 200
+# of events in the chart of the loss
+SIGNS = {"restart": "↻", "objective": "◆", "spike": "▲", "non-finite": "▲"}
 # of a chart, in units of its SVG
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
 # stretches of a curve of which the first, lowest, highest and last point are drawn
@@ -264,18 +266,12 @@ def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
         "lines": lines,
         "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
         "y_ticks": [(up(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in up.ticks()],
-        "marks": marks(run, across, steps) if chart.title == "Loss" else [],
+        "marks": [
+            (across(event.step), SIGNS[event.kind], f"{event.kind} at {event.step:,}: {event.text}")
+            for event in run.events[:MOST_EVENTS]
+            if chart.title == "Loss" and event.kind in SIGNS and min(steps) <= event.step <= max(steps)
+        ],
     }
-
-
-def marks(run: ReportedRun, across: ChartScale, steps: Sequence[float]) -> list[tuple[float, str, str]]:
-    """Events that the chart of the loss shows: where, as which sign, what."""
-    signs = {"restart": "↻", "objective": "◆", "spike": "▲", "non-finite": "▲"}
-    return [
-        (across(event.step), signs[event.kind], f"{event.kind} at {event.step:,}: {event.text}")
-        for event in run.events[:MOST_EVENTS]
-        if event.kind in signs and min(steps) <= event.step <= max(steps)
-    ]
 
 
 def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:

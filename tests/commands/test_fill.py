@@ -36,12 +36,9 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
             assert [word.removeprefix("##") for word, _ in words] == tokens
 
 
-def test_the_table_is_aligned() -> None:
+def test_every_mask_is_a_line() -> None:
     words = [[("fox", 0.5), ("strasse", 0.25)], [("##es", 0.999), ("a", 0.0004)]]
-    assert fill.table(words[:1]) == " 1  fox       50.0%\n 2  strasse   25.0%"
-    assert fill.table(words) == (
-        "    [MASK] 1         [MASK] 2\n 1  fox       50.0%  ##es   99.9%\n 2  strasse   25.0%  a       0.0%"
-    )
+    assert fill.lines(words) == "[MASK]  fox 50.0%  strasse 25.0%\n[MASK]  ##es 99.9%  a 0.0%"
 
 
 def test_a_causal_run_fills_from_the_left(tmp_path: Path, capsys) -> None:
@@ -59,6 +56,19 @@ def test_a_causal_run_fills_from_the_left(tmp_path: Path, capsys) -> None:
     assert "the run is causal and fills in one [MASK], not 2" in capsys.readouterr().err
 
 
+def test_the_likeliest_words_are_printed(tmp_path: Path, capsys) -> None:
+    run = runs.make(tmp_path / "run", "uncased")
+    for model in (run, run / "checkpoints/step-00000000"):
+        assert fill.main(["--model", str(model), "--top", "3", "the [MASK]"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("[MASK]  ") and shown.count("%") == 3 and shown.count("\n") == 1
+    # more than the vocabulary has
+    found = hf.load(run)
+    (words,) = fill.Filler(found).fill("[MASK]", top=10**6)
+    assert len(words) == found.tokenizer.vocab_size and sum(p for _, p in words) == pytest.approx(1, abs=1e-4)
+    assert {"[PAD]", "##es", "the"} <= {word for word, _ in words}
+
+
 def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     run_lock.take(run, ALONE)
@@ -68,7 +78,7 @@ def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
     before = sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*"))
     command = [sys.executable, "-m", "megabert.commands.fill", "--model", str(run), "the [MASK]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 5 and not done.stderr
+    assert done.returncode == 0 and done.stdout.count("%") == 5 and not done.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*")) == before
 
 

@@ -8,16 +8,11 @@ Nothing is run. With --gpus seconds an update and days at each number of GPUs ar
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK, code_of, command
-
-if TYPE_CHECKING:
-    from megabert.config import Config
 
 
 @command
@@ -43,30 +38,24 @@ def main(argv: list[str] | None = None) -> int:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     from megabert import config as configuration
-    from megabert.commands.plan import workload
+    from megabert.commands.plan import forecast, step_time, workload
 
     config = configuration.from_arguments(args)
-    if args.gpus:
-        print(forecast_text(args, config))
-    else:
+    if not args.gpus:
         extra = configuration.read_deepspeed(args.deepspeed_config)
         print(workload.report(config, args.world_size, args.memory_gib, extra))
-    return OK
-
-
-def forecast_text(args: argparse.Namespace, config: Config) -> str:
-    """The forecast's tables. Raises ValueError naming the option or key that it cannot take."""
-    from megabert.commands.plan import forecast, step_time
-
-    job = forecast.job_of(config)
-    device = step_time.device(args.gpus)
+        return OK
+    if args.gpus not in step_time.DEVICES:
+        raise ValueError(f"--gpus {args.gpus}: not in the device table; choose one of {', '.join(step_time.DEVICES)}")
+    job, device = forecast.job_of(config), step_time.DEVICES[args.gpus]
     fabric = step_time.Fabric.of(args.nodes_of, args.network or "")
     points = forecast.forecast(job, args.over or [fabric.node], device, fabric)
-    network = f", network {args.network}" if args.network else ""
-    return (
-        f"projection, not measured: {args.gpus}, nodes of {fabric.node}{network}: {job.rows:,} rows of {job.seq_len} tokens "
-        f"an update, ZeRO-{config.zero.stage}\n\n{forecast.table(job, points, device)}"
+    print(
+        f"projection, not measured: {args.gpus}, nodes of {fabric.node}{f', network {args.network}' * bool(args.network)}: "
+        f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}\n"
     )
+    print(forecast.table(job, points, device))
+    return OK
 
 
 if __name__ == "__main__":

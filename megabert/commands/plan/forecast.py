@@ -19,7 +19,7 @@ from megabert.commands.plan.step_time import (
     System,
     step_seconds,
 )
-from megabert.commands.plan.workload import gradient_bytes, manifest_of, matrices, with_vocabulary, work
+from megabert.commands.plan.workload import Work, gradient_bytes, manifest_of, matrices, with_vocabulary, work
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
 
@@ -46,17 +46,15 @@ class ForecastJob:
 
     config: Config
     counts: MicroBatch
-    rows: int
-    seq_len: int
-    tokens: float
+    update: Work
     operations: float
 
     def share(self, size: int) -> GpuShare:
         """One GPU's part of `size`: of the largest, where they are not equal."""
         config = fit_micro_size(self.config, size)
         micro, steps = config.batch.micro_size, accumulation(config, size)
-        loading = micro * steps * self.seq_len / (LOADER * max(1, config.data.workers))
-        return GpuShare(self.counts.times(micro / self.rows), steps, loading)
+        loading = micro * steps * self.update.seq_len / (LOADER * max(1, config.data.workers))
+        return GpuShare(self.counts.times(micro / self.update.rows), steps, loading)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def job_of(config: Config) -> ForecastJob:
     every_pair = config.ops.attention in ("sdpa", "fused_softmax")
     pairs = float(update.rows * update.seq_len**2) if every_pair else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    return ForecastJob(config, counts, update.rows, update.seq_len, update.tokens, update.flops(config))
+    return ForecastJob(config, counts, update, update.flops(config))
 
 
 def software_of(config: Config) -> Software:
@@ -125,7 +123,7 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
         schedule = job.config.schedule
         seconds = schedule.budget_minutes * 60
         if schedule.unit == "tokens":
-            seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.tokens)
+            seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.update.tokens)
         elif schedule.unit == "steps":
             seconds = step.seconds * schedule.total_steps
         micro_size = fit_micro_size(job.config, size).batch.micro_size
@@ -141,7 +139,12 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
         seconds = point.step.seconds
         mfu, efficiency = job.operations / (seconds * point.size * device.peak), first / (point.size * seconds)
         cells = [f"{point.size:,}", f"{point.micro_size} x {point.micro_steps}", f"{seconds:.4g}"]
-        cells += [f"{job.rows / seconds:,.0f}", f"{job.tokens / seconds:,.0f}", f"{mfu:.1%}", f"{efficiency:.1%}"]
+        cells += [
+            f"{job.update.rows / seconds:,.0f}",
+            f"{job.update.tokens / seconds:,.0f}",
+            f"{mfu:.1%}",
+            f"{efficiency:.1%}",
+        ]
         lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]

@@ -107,13 +107,6 @@ class Fabric:
         return cls(node, int(match[1]) * float(match[2]) * GB / 8)
 
 
-def device(name: str) -> Device:
-    """Raises ValueError for a name that is not in the table."""
-    if name.lower() not in DEVICES:
-        raise ValueError(f"--gpus {name}: not in the device table; choose one of {', '.join(DEVICES)}")
-    return DEVICES[name.lower()]
-
-
 # ---- collectives
 
 
