@@ -20,6 +20,10 @@ def test_read_positions_and_targets_are_the_items(kind: str) -> None:
     want = np.concatenate([item.ids[item.positions] for item in items])
     assert flat[batch.read].tolist() == want.tolist()
     assert batch.tokens == sum(len(item.ids) for item in items) and batch.items == 20
+    wide = collate(items, ItemLayout(kind, 512)).packed.input_ids
+    assert flat.shape[0] % 16 == 0 and wide.shape == (-(-batch.tokens // batches.WIDTH), batches.WIDTH)  # hardly a pad
+    empty = collate([], layout(kind))
+    assert empty.items == len(empty.read) == len(empty.targets) == 0 and empty.packed.input_ids.shape == (1, 16)
     targets = np.concatenate([item.targets for item in items])
     assert batch.targets.flatten().tolist() == targets.tolist()
     assert str(batch.targets.dtype) == ("torch.float32" if kind == "score" else "torch.int64")
@@ -50,14 +54,6 @@ def test_causal_model_is_read_at_last_token() -> None:
     assert all((r[1:] == item.positions[1:]).all() for r, item in zip(read, spans, strict=True))
 
 
-def test_rows_are_as_wide_as_allowed() -> None:
-    items = finetune_items.items("classify", 30)
-    assert collate(items, ItemLayout("classify", 16)).packed.input_ids.shape[1] == 16
-    wide = collate(items, ItemLayout("classify", 512)).packed.input_ids
-    assert wide.shape[1] == batches.WIDTH
-    assert len(wide) == -(-sum(len(item.ids) for item in items) // batches.WIDTH)  # hardly a pad
-
-
 @pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (2, 2), (3, 1)])
 def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int) -> None:
     items = finetune_items.items("classify", 29)
@@ -84,10 +80,3 @@ def test_updates_resume_at_any_step() -> None:
         again = next(later)
         assert again.step == before.step
         assert again.batches[0].packed.input_ids.equal(before.batches[0].packed.input_ids)
-
-
-def test_batch_without_items_reads_nothing() -> None:
-    for kind in ("classify", "score", "tag", "span"):
-        batch = collate([], layout(kind))
-        assert batch.items == 0 and len(batch.read) == 0 and len(batch.targets) == 0
-        assert batch.packed.input_ids.shape == (1, 16)

@@ -1,4 +1,4 @@
-"""The command line of fine-tuning: mistakes in one line, options that describe a task."""
+"""The command line of fine-tuning: mistakes in one line, options that describe a task, the runs that it asks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
 from megabert.finetune.__main__ import main, parse, read, task_of
-from megabert.finetune.settings import Settings
+from megabert.finetune.settings import Settings, runs_of
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
 
@@ -25,8 +25,6 @@ def base(tmp_path_factory) -> Path:
         finetune_problem.write_texts(folder / f"{name}.tsv", 24, seed)
         finetune_problem.write_tags(folder / f"{name}.conll", 24, seed)
     (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
-    (folder / "other").mkdir()
-    (folder / "other" / "notes.txt").write_text("mine")
     return folder
 
 
@@ -50,15 +48,13 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"kind": "", "text": "", "label": "", "task": "sentiment"}, "no task 'sentiment'"),
         ({"task": "sst2"}, "name one --task"),
         ({"model": "absent"}, "no such folder"),
-        ({"model": "other"}, "no run folder"),
         ({"train": ""}, "--train is missing"),
-        ({"train": "absent.tsv"}, "absent.tsv"),
         ({"dev": "unseen.tsv"}, "unseen.tsv"),
         ({"label": "stars"}, "stars"),
         ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
         ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
-        ({"id": "number"}, "number"),
         ({"batch": "0"}, "--batch 0"),
+        ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
         ({"predict": "dev.tsv", "limit": "3"}, "--limit: is for training"),
     ],
 )
@@ -87,13 +83,29 @@ def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     assert {name: len(part) for name, part in found.examples.items()} == {"train": 4, "dev": 4}
 
 
-def test_folder_with_other_content_is_left(base, capsys) -> None:
-    assert main(arguments(base, base / "other")) == USER_ERROR
-    assert "notes.txt" in capsys.readouterr().err
-    assert [path.name for path in (base / "other").iterdir()] == ["notes.txt"]
-
-
 def test_predict_needs_a_fine_tuned_model(base, tmp_path, capsys) -> None:
     given = ["--model", str(base / "run"), "--predict", str(base / "dev.tsv")]
     assert main([*given, "--output", str(tmp_path / "x")]) == USER_ERROR
     assert "not a fine-tuned model" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def runs(*argv: str) -> dict[str, Settings]:
+    return runs_of(parse(["--model", "", "--output", "", *argv]), 32, 8)
+
+
+def test_runs_are_every_rate_and_seed() -> None:
+    found = runs("--lr", "2e-5", "3e-5", "--seeds", "2", "--epochs", "4")
+    assert list(found) == ["lr2e-05-seed1", "lr2e-05-seed2", "lr3e-05-seed1", "lr3e-05-seed2"]
+    assert found["lr3e-05-seed2"] == Settings(epochs=4, lr=3e-5, seed=2, max_length=32, stride=8)
+    assert runs("--max-length", "16") == {"seed1": Settings(max_length=16, stride=8)}
+    assert list(runs("--seeds", "7", "9")) == ["seed7", "seed9"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--seeds 0", "--seeds 1 1", "--seeds -1", "--lr 0", "--lr 1e-05 1e-05", "--batch 0", "--dropout 1", "--max-length 7",
+     "--limit -1", "--log-interval 0"],
+)  # fmt: skip
+def test_option_out_of_range_is_named(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}"):
+        runs(*option.split())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from megabert.finetune.batches import collate
 from megabert.finetune.run import configure
 from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
-from tests.conftest import ROOT
 from tests.helpers import finetune_problem, finetuned
 from tests.helpers.ranks import run_ranks
 
@@ -42,7 +39,7 @@ def save_untrained(base: Path, task: Task, file: Path) -> Path:
     return base
 
 
-def test_saved_model_is_loaded(folder: Path) -> None:
+def test_saved_model_is_loaded_and_replaced(folder: Path, tmp_path: Path) -> None:
     found = save.load(folder, CPU)  # the folder above `best` will do
     assert found.results["step"] == 3 and found.described.labels == ("even", "odd")
     assert found.described.task == tasks.custom("classify", text=["text"], label="label")
@@ -52,6 +49,10 @@ def test_saved_model_is_loaded(folder: Path) -> None:
     weights = found.module.encoder.state_dict()
     assert torch.equal(weights["layers.2.qkv.weight"], start.weights["layers.2.qkv.weight"])
     assert not found.module.training
+    for step in (1, 2):
+        save.save(tmp_path / "m", found.described, found.module.state_dict(), found.tokenizer, {"step": step})
+    assert save.load(tmp_path / "m", CPU).results == {"step": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 def test_backends_are_this_devices(folder: Path, tmp_path: Path) -> None:
@@ -65,14 +66,6 @@ def test_backends_are_this_devices(folder: Path, tmp_path: Path) -> None:
     start = pretrained.load(folder / "run")
     named = start.config.model_copy(update={"ops": OpsConfig(attention="varlen")})
     assert configure(named, Settings(max_length=32), 50, 1).ops == OpsConfig()
-
-
-def test_saving_again_replaces_the_folder(folder: Path, tmp_path: Path) -> None:
-    found = save.load(folder, CPU)
-    for step in (1, 2):
-        save.save(tmp_path / "m", found.described, found.module.state_dict(), found.tokenizer, {"step": step})
-    assert save.load(tmp_path / "m", CPU).results == {"step": 2}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 @pytest.mark.parametrize(
@@ -172,23 +165,21 @@ def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: P
         assert json.loads(beside[0].read_text()) == pytest.approx(json.loads(beside[1].read_text()), abs=1e-5)
 
 
+def peaks_of_predictions(world: World, model: str, folder: str) -> list[int]:
+    """Most bytes of memory after the small file's predictions, and after the large one's."""
+    found = []
+    for name in ("small", "large"):
+        prediction.predict_file(model, f"{folder}/{name}.tsv", f"{folder}/{name}.out")
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return found
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path) -> None:
     """Ten times the texts, 12 MB of them, take less than 8 MB more."""
-    program = (
-        "import resource, sys\nfrom megabert.finetune.__main__ import main\n"
-        "for name in ('small', 'large'):\n"
-        "    argv = ['--model', sys.argv[1], '--predict', f'{name}.tsv', '--output', f'{name}.out']\n"
-        "    assert main(argv) == 0\n"
-        "    print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
     line = " ".join(f"w{n % 9}" for n in range(30))
     for name, texts in (("small", 13_000), ("large", 130_000)):
         (tmp_path / f"{name}.tsv").write_text("text\n" + f"{line}\n" * texts)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    before, after = (int(found.split()[1]) * 1024 for found in done.stdout.split("\n") if "peak" in found)
+    before, after = run_ranks(1, peaks_of_predictions, str(folder), str(tmp_path))[0]
     assert (tmp_path / "large.tsv").stat().st_size > 11e6 and after - before < 8e6
     assert len((tmp_path / "large.out").read_text().splitlines()) == 130_001

@@ -1,4 +1,4 @@
-"""Runs: resumed bit for bit, seeds, ranks; several runs in one folder and their summary."""
+"""Runs: resumed bit for bit, ranks, from scratch; several runs in one folder and their summary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from megabert import hf as pretrained
-from megabert.common.errors import BadTraining
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, run, save, tasks
+from megabert.finetune import datasets, prediction, run, save, tasks
 from megabert.finetune.run import Data, FineTuning
 from megabert.finetune.scores import SUFFIXES
 from megabert.finetune.settings import Settings
@@ -27,14 +26,17 @@ from tests.helpers.ranks import run_ranks
 
 TASKS = {
     "classify": tasks.custom("classify", text=["text"], label="label"),
+    "multilabel": tasks.custom("multilabel", text=["text"], label="label"),
     "tag": tasks.custom("tag", metrics=["f1", "accuracy"]),
     "span": tasks.preset("squad1.1"),
 }
 WRITERS = {
     "classify": finetune_problem.write_texts,
+    "multilabel": finetune_problem.write_label_sets,
     "tag": finetune_problem.write_tags,
     "span": finetune_problem.write_questions,
 }
+LABELS = {"classify": ("even", "odd"), "multilabel": ("even", "high"), "tag": ("B-A", "B-B", "O"), "span": ()}
 SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
 
 
@@ -43,20 +45,25 @@ def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     finetune_problem.write_run(folder / "run")
     for kind, write in WRITERS.items():
-        write(folder / f"{kind}.train", 60, 1)
+        write(folder / f"{kind}.train", 400 if kind == "multilabel" else 60, 1)
         write(folder / f"{kind}.dev", 30, 2)
     return folder
 
 
-def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTINGS) -> Data:
+@pytest.fixture
+def start(base) -> Pretrained:
+    return pretrained.load(base / "run")
+
+
+def data_of(base: Path, kind: str, start: Pretrained) -> Data:
     task = TASKS[kind]
     examples = {name: datasets.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
-    return run.encode_splits(task, examples, start.tokenizer, settings)
+    return run.encode_splits(task, examples, start.tokenizer, SETTINGS)
 
 
 def fine_tune(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
     start = pretrained.load(base / "run")
-    data = data_of(base, kind, start, settings)
+    data = data_of(base, kind, start)
     return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
 
 
@@ -69,38 +76,44 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "best" / save.WEIGHTS)
 
 
+def lines(folder: Path, has: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if has in line]
+
+
 def change(**values: Any) -> Settings:
     return replace(SETTINGS, **values)
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) -> None:
-    settings = change(epochs=4 if kind == "tag" else 2)
+def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, start) -> None:
+    # Of these, what is predicted is a function of one word.
+    learned = {"tag": change(epochs=4), "multilabel": change(epochs=8, batch=16, dropout=0.0)}
+    settings = learned.get(kind, SETTINGS)
     result = fine_tune(base, kind, tmp_path, world, settings)
-    per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).items["train"]) // 8)
-    assert result["steps"] == settings.epochs * per_epoch
+    per_epoch = -(-len(data_of(base, kind, start).items["train"]) // settings.batch)
+    assert result["steps"] == settings.epochs * per_epoch == lines(tmp_path, "train/loss")[-1]["step"]
     assert json.loads((tmp_path / "result.json").read_text()) == result
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     main = TASKS[kind].metrics[0]
-    dev = [line[f"dev/{main}"] for line in lines if f"dev/{main}" in line]
+    dev = [line[f"dev/{main}"] for line in lines(tmp_path, f"dev/{main}")]
     assert len(dev) == settings.epochs
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
-    assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / f"predictions-dev.{SUFFIXES.get(kind, 'tsv')}").stat().st_size > 100
     found = save.load(tmp_path, world.device)
-    assert (
-        found.results["dev"] == result["scores"]["dev"]
-        and found.described.labels == ({"classify": ("even", "odd"), "tag": ("B-A", "B-B", "O"), "span": ()}[kind])
-    )
+    assert found.results["dev"] == result["scores"]["dev"] and found.described.labels == LABELS[kind]
+    suffix = SUFFIXES.get(kind, "tsv")
+    prediction.predict_file(tmp_path, base / f"{kind}.dev", tmp_path / f"again.{suffix}")
+    again, predicted = ((tmp_path / f"{name}.{suffix}").read_text() for name in ("again", "predictions-dev"))
     if kind == "tag":
-        assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
+        predicted = "\n".join(" ".join(line.split()[::2]) for line in predicted.split("\n"))  # without the true tags
+    assert again == predicted and len(again) > 100
+    if kind in learned:
+        assert result["scores"]["dev"][main] > {"tag": 0.8, "multilabel": 0.85}[kind]
 
 
-def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch) -> None:
+def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch, start) -> None:
     """The best rate first; a finished run is freed before the next one."""
-    start, settings = pretrained.load(base / "run"), change(epochs=1, batch=60)
-    data = data_of(base, "classify", start)
+    settings, data = change(epochs=1, batch=60), data_of(base, "classify", start)
     modules: list[weakref.ref[Any]] = []
 
     def created(*given: Any) -> FineTuning:
@@ -127,69 +140,33 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkey
 
 
 def test_stopped_run_ends_with_the_same_weights(base, tmp_path, world) -> None:
-    settings = change(epochs=4, dropout=0.1)
-    whole = fine_tune(base, "classify", tmp_path / "whole", world, settings)
+    settings, folders = change(epochs=4, dropout=0.1), (tmp_path / "whole", tmp_path / "parts")
+    whole = fine_tune(base, "classify", folders[0], world, settings)
     for ask in (1, 4, 12, 6):  # before the first update, inside a window, after an evaluation, inside a window
-        stopped = fine_tune(base, "classify", tmp_path / "parts", world, settings, StopAt(ask))
-        assert stopped is None
-    parts = fine_tune(base, "classify", tmp_path / "parts", world, settings)
+        assert fine_tune(base, "classify", folders[1], world, settings, StopAt(ask)) is None
+    parts = fine_tune(base, "classify", folders[1], world, settings)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    one, other = map(weights, folders)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-    def figures(folder: Path) -> list[dict[str, Any]]:
-        """Each is the mean over its window, whatever happened in between."""
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [{k: v for k, v in line.items() if k.startswith("train/")} for line in lines if "train/loss" in line]
-
-    assert len(figures(tmp_path / "parts")) > 3 and figures(tmp_path / "parts") == figures(tmp_path / "whole")
-
-    def dev_lines(folder: Path) -> list[dict[str, Any]]:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) | {"time/train_seconds": 0} for line in lines if "dev/" in line]
-
-    assert dev_lines(tmp_path / "whole") == dev_lines(tmp_path / "parts")
+    # Each figure is the mean over its window, whatever happened in between.
+    figures = [
+        [{k: v for k, v in line.items() if k.startswith("train/")} for line in lines(folder, "train/loss")]
+        + [{k: v for k, v in line.items() if k != "time/train_seconds"} for line in lines(folder, "dev/accuracy")]
+        for folder in folders
+    ]
+    assert len(figures[0]) > 7 and figures[0] == figures[1]
 
 
-def test_seed_decides_the_weights(base, tmp_path, world) -> None:
-    found = []
-    for number, seed in enumerate((1, 1, 2)):
-        fine_tune(base, "classify", tmp_path / str(number), world, change(epochs=1, seed=seed, dropout=0.1))
-        found.append(weights(tmp_path / str(number)))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert not torch.equal(found[0]["head.output.weight"], found[2]["head.output.weight"])
-
-
-def test_from_scratch_starts_with_random_weights(base, tmp_path, world) -> None:
-    start = pretrained.load(base / "run")
+def test_seed_and_from_scratch_decide_first_weights(base, tmp_path, world, start) -> None:
     data = data_of(base, "classify", start)
-    name = "embeddings.position"
-    kept = FineTuning(tmp_path / "a", "a", data, start, SETTINGS, world, 5)
-    assert torch.equal(kept.module.encoder.state_dict()[name], start.weights[name])
-    new = FineTuning(tmp_path / "b", "b", data, start, change(from_scratch=True), world, 5)
-    assert not torch.equal(new.module.encoder.state_dict()[name], start.weights[name])
-
-
-def test_nonfinite_loss_ends_the_run(base, tmp_path, world) -> None:
-    start = pretrained.load(base / "run")
-    start.weights["embeddings.norm_weight"][0] = float("nan")
-    data = data_of(base, "classify", start)
-    with pytest.raises(BadTraining, match="10 updates in a row"):
-        FineTuning(tmp_path, "name", data, start, change(batch=4), world, 5).train(StopAt(), unwatched(world))
-
-
-@pytest.mark.parametrize(
-    "settings, word",
-    [
-        (change(max_length=64), "--max-length 64: the model has 32 positions"),
-        (change(batch=9, micro_batch=2), "--micro-batch 2"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings, word, base) -> None:
-    start = pretrained.load(base / "run")
-    data = data_of(base, "classify", start)
-    with pytest.raises(ValueError, match=word):
-        run.describe(data, start, settings, 1)
+    kept, other, new = (
+        FineTuning(tmp_path / "a", "a", data, start, settings, world, 5).module.state_dict()
+        for settings in (SETTINGS, change(seed=2), change(from_scratch=True))
+    )
+    name, head = "embeddings.position", "head.output.weight"
+    assert torch.equal(kept[f"encoder.{name}"], start.weights[name])
+    assert not torch.equal(new[f"encoder.{name}"], start.weights[name])
+    assert not torch.equal(kept[head], other[head])
 
 
 def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> dict[str, Any]:
@@ -207,3 +184,53 @@ def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> No
     one, other = weights(alone), weights(tmp_path / "ranks")
     worst = max(float((one[name] - other[name]).abs().max()) for name in one)
     assert worst < 2e-4, worst
+
+
+# ---- the folder of several runs
+
+
+def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10.0) -> dict[str, Any]:
+    scores = {"dev": {"accuracy": accuracy, "f1": f1}, "test": {"accuracy": 0.5, "f1": 0.25}}
+    return {"settings": {"seed": seed, "lr": lr}, "scores": scores, "seconds": seconds}
+
+
+def test_point_is_mean_and_deviation_of_seeds() -> None:
+    runs = [result(1, 2e-5, 0.70, 0.9), result(2, 2e-5, 0.74, 0.7), result(1, 5e-5, 0.80, 0.1, 30.0)]
+    best, other = run.summarise(runs, "accuracy")
+    assert best["point"] == {"lr": 5e-5} and best["runs"] == 1 and best["seconds"] == 30
+    assert best["scores"]["dev"]["accuracy"] == {"mean": 0.80, "std": 0.0}
+    # 0.04 / sqrt(2)
+    assert other["scores"]["dev"]["accuracy"] == pytest.approx({"mean": 0.72, "std": 0.0282842712})
+    assert [row["point"]["lr"] for row in run.summarise(runs, "f1")] == [2e-5, 5e-5]
+    lines = run.table([best, other]).splitlines()
+    assert lines[0].split() == [
+        "lr",
+        "runs",
+        "dev",
+        "accuracy",
+        "dev",
+        "f1",
+        "test",
+        "accuracy",
+        "test",
+        "f1",
+        "seconds",
+    ]
+    assert lines[2].split()[:5] == ["2e-05", "2", "0.7200", "±", "0.0283"]
+
+
+def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
+    output, common = tmp_path / "out", {"task": "sst2", "epochs": 3}
+    for _ in range(2):
+        run.claim(output, common, world)
+    for changed, word in (({"epochs": 9}, "epochs=3, this command says 9"), ({"extra": 1}, "extra=None")):
+        with pytest.raises(ValueError, match=word):
+            run.claim(output, common | changed, world)
+    assert json.loads((output / run.COMMON).read_text()) == common
+    (output / run.COMMON).write_text("")
+    with pytest.raises(ValueError, match="damaged"):
+        run.claim(output, common, world)
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match=r"holds out and no settings\.json"):
+        run.claim(tmp_path, {}, world)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "thesis.tex"]

@@ -31,10 +31,7 @@ def sentences(tags) -> list[SentenceExample]:
 
 
 def questions(answers) -> list[QuestionExample]:
-    return [
-        QuestionExample(f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found))
-        for i, found in enumerate(answers)
-    ]
+    return [QuestionExample(f"q{i}", "", "Who?", "c", tuple((a, 0) for a in of)) for i, of in enumerate(answers)]
 
 
 def predicted(text: str, probability: float = 0.0) -> dict:
@@ -49,24 +46,11 @@ def test_two_classes_by_hand() -> None:
     figures = score(CLASSES, texts(truth), list(found), ("0", "1"))
     assert list(figures) == ["accuracy", "f1", "macro_f1", "matthews"]
     assert figures == pytest.approx({"accuracy": 0.6, "f1": 0.6, "macro_f1": 0.6, "matthews": 0.2})
-    turned = score(CLASSES, texts(truth), list(found), ("1", "0"))
-    assert turned == pytest.approx(figures)  # as symmetric as the counts
     uneven = "1100000000"
     f1 = {names: score(CLASSES, texts(truth), list(uneven), names)["f1"] for names in (("0", "1"), ("1", "0"))}
     assert f1 == pytest.approx({("0", "1"): 2 * 2 / (5 + 2), ("1", "0"): 2 * 5 / (5 + 8)})
-
-
-def test_constant_predictions_score_zero() -> None:
-    """Nothing is divided by: the figure is 0, as scikit-learn has it."""
-    for found, accuracy, f1 in (("1111", 0.5, 2 / 3), ("0000", 0.5, 0.0)):
-        figures = score(CLASSES, texts("1100"), list(found), ("0", "1"))
-        assert figures == pytest.approx({"accuracy": accuracy, "f1": f1, "macro_f1": 1 / 3, "matthews": 0.0})
-    assert score(CLASSES, texts("00"), list("00"), ("0", "1")) == pytest.approx(
-        {"accuracy": 1.0, "f1": 0.0, "macro_f1": 1.0, "matthews": 0.0}
-    )
-
-
-def test_unlabelled_example_cannot_be_scored() -> None:
+    zero = score(CLASSES, texts("1100"), list("0000"), ("0", "1"))
+    assert zero == pytest.approx({"accuracy": 0.5, "f1": 0.0, "macro_f1": 1 / 3, "matthews": 0.0})
     with pytest.raises(ValueError, match=r"t\.tsv, line 2: has no label to score against"):
         score(CLASSES, texts([None]), ["1"], ("0", "1"))
 
@@ -89,9 +73,6 @@ def test_correlations_with_ties() -> None:
     assert figures["pearson"] == pytest.approx(float(a @ b / math.sqrt((a @ a) * (b @ b))))
     # by hand: ranks 1 2.5 2.5 4 5 against 1 4 4 4 2
     assert figures["spearman"] == pytest.approx(2 / math.sqrt(9.5 * 8))
-
-
-def test_constant_scores_have_no_correlation() -> None:
     for truth, found in (([1.0, 2.0, 3.0], [2.0] * 3), ([2.0] * 3, [1.0, 2.0, 3.0]), ([1.0], [1.0])):
         assert score(SCORE, texts(truth), found) == {"pearson": 0.0, "spearman": 0.0}
 
@@ -129,13 +110,8 @@ def test_entities_equal_conlleval(prefixes) -> None:
         assert figures["f1"] == pytest.approx(2 * both / (len(gold) + len(ours)) if both else 0.0)
         words = [a == b for t, p in zip(truth, found, strict=True) for a, b in zip(t, p, strict=True)]
         assert figures["accuracy"] == pytest.approx(np.mean(words))
-
-
-def test_no_entities_score_zero() -> None:
     none = {"f1": 0.0, "precision": 0.0, "recall": 0.0}
     assert score(TAG, sentences([["O", "O"]]), [["O", "O"]]) == none | {"accuracy": 1.0}
-    assert score(TAG, sentences([["O", "O"]]), [["B-A", "I-A"]]) == none | {"accuracy": 0.0}
-    assert score(TAG, sentences([["B-A", "I-A"]]), [["O", "O"]]) == none | {"accuracy": 0.0}
 
 
 # ---- SQuAD's rules
@@ -147,10 +123,7 @@ def test_answers_are_normalized_as_squad_does() -> None:
         "a.b the-end": "ab theend",  # punctuation goes before articles are looked for
         "U.S.A.": "usa",
         "an “answer”": "“answer”",  # ASCII punctuation alone
-        "The": "",
         "theatre another A": "theatre another",
-        "...": "",
-        "1,000.5": "10005",
     }.items():
         assert normalized(text) == want, text
 
@@ -158,14 +131,7 @@ def test_answers_are_normalized_as_squad_does() -> None:
 def test_overlap_counts_words() -> None:
     assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(2 * (2 / 2) * (2 / 3) / (1 + 2 / 3))
     assert overlap("no no no", "no no", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
-    assert overlap("cat", "dog", False) == overlap("cat", "dog", True) == 0.0
-    for one, other, by_1, by_2 in (
-        ("", "", 0, 1),
-        ("the", "", 0, 1),
-        ("the", "!", 0, 1),
-        ("", "cat", 0, 0),
-        ("cat", "a", 0, 0),
-    ):
+    for one, other, by_1, by_2 in (("cat", "dog", 0, 0), ("", "", 0, 1), ("the", "!", 0, 1), ("", "cat", 0, 0)):
         assert (overlap(one, other, False), overlap(one, other, True)) == (by_1, by_2), (one, other)
 
 
@@ -174,15 +140,10 @@ def test_squad_takes_the_best_answer() -> None:
     figures = score(SQUAD, asked, [predicted("broncos"), predicted("in 1999"), predicted("")])
     # 1 and 1; 0 and 2/3; the third equals "the" once normalised, but shares no word with it
     assert figures == pytest.approx({"f1": (1 + 2 / 3 + 0) / 3, "em": 2 / 3})
-
-
-def test_squad_2_without_answers() -> None:
-    task = SQUAD2
     asked = questions([[], [], ["the"], ["Rome", "the"], ["Rome"]])
     given = [predicted(""), predicted("Rome"), predicted(""), predicted(""), predicted("")]
     # correct; wrong; its answer is empty once normalised, so none is correct; "the" is dropped; wrong
-    assert score(task, asked, given) == {"em": 2 / 5, "f1": 2 / 5}
-    assert score(task, asked[3:4], [predicted("in Rome")]) == pytest.approx({"em": 0.0, "f1": 2 / 3})
+    assert score(SQUAD2, asked, given) == {"em": 2 / 5, "f1": 2 / 5}
 
 
 # ---- logits to predictions
@@ -244,11 +205,7 @@ def test_no_answer_wins_where_allowed() -> None:
     assert found["text"] == ""
     assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(-2)))
     assert answer(SQUAD2, span_logits(null=6, t3=(3, 3)))["text"] == "Bob"  # a tie
-    assert answer(SQUAD2, span_logits(null=-2000, t3=(3, 3)))["no_answer_probability"] < 1e-300
     assert answer(SQUAD2, span_logits(null=2000, t3=(3, 3)))["no_answer_probability"] == 1.0
-
-
-def test_best_window_answers() -> None:
     sure, unsure = span_logits(null=1, t5=(4, 4)), span_logits(null=9, t1=(2, 2))
     for windows in ((sure, unsure), (unsure, sure)):
         found = answer(SQUAD2, *windows)

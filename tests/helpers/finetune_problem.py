@@ -48,6 +48,14 @@ def write_texts(path: Path, count: int, seed: int) -> Path:
     return path
 
 
+def write_label_sets(path: Path, count: int, seed: int) -> Path:
+    """Texts of a word, and their labels with commas between: whether its number is `even`, whether it is `high`."""
+    numbers = [int(words[0][1:]) for words in sentences(count, seed)]
+    rows = [",".join(["even"] * (n % 2 == 0) + ["high"] * (n >= 20)) + f"\tw{n}\n" for n in numbers]
+    path.write_text("label\ttext\n" + "".join(rows))
+    return path
+
+
 def write_tags(path: Path, count: int, seed: int) -> Path:
     """Words from w30 on are entities of one word, of kind A or B by parity."""
     blocks = []
