@@ -173,7 +173,7 @@ def test_the_rate_falls_in_equal_steps() -> None:
 
 def test_a_rate_may_rise_and_slots_may_be_given() -> None:
     cfg = config("data.masking.rate=0.1", "data.masking.final_rate=0.2")
-    assert [masking_at(cfg, s, 100).rate for s in (0.0, 1.0)] == pytest.approx([0.1, 0.2])
-    assert {masking_at(cfg, s, 100).capacity(100) for s in (0.0, 1.0)} == {21}
+    found = [masking_at(cfg, share, 100) for share in (0.0, 1.0)]
+    assert [m.rate for m in found] == pytest.approx([0.1, 0.2]) and [m.capacity(100) for m in found] == [21, 21]
     cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.2", "data.masking.max_predictions=9")
     assert masking_at(cfg, 0.5, 128).capacity(128) == largest_capacity(cfg, 128) == 9

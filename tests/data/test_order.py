@@ -1,4 +1,4 @@
-"""The order that stays in few shards: the documented bijection, few files opened an update, batches as mixed as before."""
+"""The order that stays in few shards: the documented bijection, few files opened an update."""
 
 from __future__ import annotations
 
@@ -84,22 +84,3 @@ def test_an_update_of_a_rank_opens_few_files():
     print(f"{opens:.2f} opens a rank an update, {each.sum() / ranks / updates / workers:.2f} a process")
     assert opens <= 4
     assert ACTIVE_SHARDS - 8 <= widest <= ACTIVE_SHARDS, "a batch is of as many shards as are open"
-
-
-def test_rows_of_a_batch_are_as_mixed_as_by_chance():
-    """Documents lie anywhere, as a build leaves them: two rows of a batch are of one document as often as any two rows."""
-    shards, shard_rows, block, length = 80, 1024, 16, 8
-    rows = shards * shard_rows
-    document = np.random.default_rng(0).permutation(rows) // length
-    order = RowOrder(np.full(shards, shard_rows), block)
-    first, second = (order.row_ids(3, epoch, np.arange(rows)) for epoch in (0, 1))
-    for batch in (256, 1024):
-        batches = first.reshape(-1, batch)
-        found = np.sort(document[batches], 1)
-        pairs = sum(int((found[:, gap:] == found[:, :-gap]).sum()) for gap in range(1, length))
-        expected = rows * (batch - 1) / 2 * (length - 1) / (rows - 1)
-        assert abs(pairs - expected) < 4 * expected**0.5, (order, batch)
-        assert min(len(np.unique(its // block)) for its in batches) == batch // 16, "whole windows"
-        spread = [len(np.unique(its // shard_rows)) for its in batches]
-        assert np.mean(spread) > (13 if batch == 256 else 35), (order, spread)
-    assert (first == second).sum() < 12, "another order in each epoch"

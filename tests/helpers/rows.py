@@ -76,23 +76,7 @@ def make_dataset(
 
 
 def manifest(rows: int, seq_len: int, slots: int, block_rows: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "seq_len": seq_len,
-        "max_sequences": slots,
-        "rows": rows,
-        "block_rows": block_rows,
-        "dtype": "uint16",
-        "tokenizer": {
-            "kind": "sentencepiece",
-            "file": "tokenizer.model",
-            "sha256": hashlib.sha256(TOKENIZER).hexdigest(),
-            "vocab_size": VOCAB,
-            "special_ids": SPECIAL,
-        },
-        "statistics": {},
-        "options": {},
-        "shards": shards,
-        "held_out": None,
-        "order": 2,
-    }
+    tokenizer = {"kind": "sentencepiece", "file": "tokenizer.model", "sha256": hashlib.sha256(TOKENIZER).hexdigest()}
+    sizes = {"seq_len": seq_len, "max_sequences": slots, "rows": rows, "block_rows": block_rows, "dtype": "uint16"}
+    rest = {"statistics": {}, "options": {}, "shards": shards, "held_out": None, "order": 2}
+    return {"schema": 1, "tokenizer": tokenizer | {"vocab_size": VOCAB, "special_ids": SPECIAL}} | sizes | rest

@@ -78,7 +78,7 @@ class Dataset:
         self._order = RowOrder(np.array([shard.rows for shard in m.shards]), m.block_rows)
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
-        self._open = OPEN_SHARDS
+        self.most_open = OPEN_SHARDS
         # blocks of the last call of `read_ahead`
         self._ahead: set[int] = set()
         # section -> its map and the views over it
@@ -100,10 +100,6 @@ class Dataset:
     def identity(self) -> dict[str, Any]:
         """Its entries in a checkpoint."""
         return {"dataset": self.manifest.fingerprint}
-
-    def keep_open(self, shards: int) -> None:
-        """At most so many shards at once."""
-        self._open = shards
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
@@ -149,7 +145,7 @@ class Dataset:
         else:
             views = self._full.views(data, 0, blocks)
         self._maps[section] = data, views
-        while len(self._maps) > self._open:
+        while len(self._maps) > self.most_open:
             self._maps.popitem(last=False)
         return data, views
 
