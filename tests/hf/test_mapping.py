@@ -112,12 +112,6 @@ def test_logits_are_transformers_own(name: str, lengths: list[list[int]], choice
     assert pairs[0][1].std() > 0.1
 
 
-def test_a_checkpoint_loads_without_its_nsp_head() -> None:
-    peer = peer_of(runs.model(ModelConfig(**SHAPE)))
-    state = from_huggingface(peer.state_dict(), ModelConfig(**SHAPE, nsp=False))
-    assert not any("nsp" in name or "pooler" in name for name in state)
-
-
 def test_wrong_weights_are_named() -> None:
     built = runs.model(ModelConfig(**SHAPE))
     state = to_huggingface(built.state_dict(), built.cfg)
@@ -139,6 +133,8 @@ def test_configs_of_the_first_releases_are_read() -> None:
     want = ModelConfig(layers=2, hidden=128, heads=2, intermediate=512, vocab_size=30522)
     assert from_huggingface_config(tree, "config.json") == want
     assert not mapping.is_causal(tree, "config.json") and mapping.is_causal({"is_decoder": True}, "config.json")
+    with pytest.raises(ValueError, match=r"^config\.json: is_decoder must be true or false"):
+        mapping.is_causal({"is_decoder": "true"}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -165,22 +161,6 @@ def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_decoder_flag_must_be_a_bool() -> None:
-    with pytest.raises(ValueError, match=r"^config\.json: is_decoder must be true or false"):
-        mapping.is_causal({"is_decoder": "true"}, "config.json")
-
-
-@torch.no_grad()
-def test_a_modern_model_reads_positions_and_no_segments() -> None:
-    built = runs.model(ModelConfig(**MODERN))
-    batch = packed([[24]], 24)
-    batch["input_ids"][:] = 7
-    batch["input_ids"][0, 0] = 9
-    hidden = built.encode(**batch)[0]
-    assert (hidden[5] - hidden[6]).abs().max() > 1e-3, "the distance to the first token differs"
-    assert torch.equal(built.encode(**batch | {"segment_ids": 1 - batch["segment_ids"]})[0], hidden)
-
-
 def test_missing_heads_of_a_modern_folder_are_initialised(tmp_path: Path) -> None:
     built = runs.model(ModelConfig(**MODERN))
     peer_of(built).model.save_pretrained(tmp_path)
@@ -196,14 +176,11 @@ def test_missing_heads_of_a_modern_folder_are_initialised(tmp_path: Path) -> Non
         read.complete({}, model, "w")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_settings_a_modern_model_cannot_have_are_named() -> None:
+    for changed, message in (
         ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
         ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
         ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),
-    ],
-)
-def test_settings_a_modern_model_cannot_have_are_named(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config.from_dict({"model": MODERN | changed})
+    ):
+        with pytest.raises(ValueError, match=message):
+            config.from_dict({"model": MODERN | changed})
