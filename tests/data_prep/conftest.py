@@ -1,7 +1,6 @@
 """Real text that every Python has (pydoc's topics), a small tokenizer trained on it, and the real command."""
 
 import ast
-import os
 import random
 import subprocess
 import sys
@@ -13,18 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_command(*args, prefix=(), env=None, preexec_fn=None, timeout=120):
+def run_command(*args, prefix=(), preexec_fn=None):
     """`python -m data_prep ARGS` from the repository's root, output captured."""
     command = [*prefix, sys.executable, "-m", "data_prep", *map(str, args)]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-        preexec_fn=preexec_fn,
-        timeout=timeout,
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=preexec_fn, timeout=120)
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +28,14 @@ def topics():
     """About 80 documents of real English, 600 KB."""
     path = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
     tree = ast.parse(path.read_bytes())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            return list(ast.literal_eval(node.value).values())
-    raise AssertionError("pydoc_data.topics holds no dictionary")
+    return list(next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)).values())
 
 
 @pytest.fixture(scope="session")
 def corpus(topics, tmp_path_factory):
     """A folder of six WikiExtractor-like files, 12 MB together: documents of sentences drawn from the topics."""
     folder = tmp_path_factory.mktemp("corpus")
-    lines = [line.strip() for text in topics for line in text.split("\n\n") if len(line.strip()) > 30]
-    lines = [" ".join(line.split()) for line in lines]
+    lines = [" ".join(line.split()) for text in topics for line in text.split("\n\n") if len(line.strip()) > 30]
     rng = random.Random(7)
     number = 0
     for i in range(6):

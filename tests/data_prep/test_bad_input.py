@@ -1,14 +1,16 @@
 """Every mistake ends the real command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
-import bz2
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from tests.helpers.prep_reading import contents
 
 GOOD = "".join(
     "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)
@@ -42,49 +44,23 @@ def write(path, content):
     return path
 
 
-def test_empty_files_are_counted(build, tmp_path):
-    empty = write(tmp_path / "empty.txt", b"")
-    expect_error(build(empty), "no text", empty)
-    result = build(empty, write(tmp_path / "good.txt", GOOD))
-    assert result.returncode == 0 and "empty file 1" in result.stdout
-
-
-def test_invalid_utf8_stops_or_is_skipped(build, tmp_path):
+def test_bad_input_stops_or_is_counted(build, tmp_path):
+    empty, good = write(tmp_path / "empty.txt", b""), write(tmp_path / "good.txt", GOOD)
     bad = write(tmp_path / "bad.txt", "fine téxt".encode() * 10 + b"\xc3\x28" + b" more")
-    good = write(tmp_path / "good.txt", GOOD)
-    expect_error(build(bad, good), f"{bad}: byte 100: invalid UTF-8")
+    expect_error(build(empty), "no text", empty)
+    expect_error(build(empty, bad, good), f"{bad}: byte 100: invalid UTF-8")
     assert not list(tmp_path.rglob("manifest.json"))
-    result = build(bad, good, extra=("--on-error", "skip"))
-    assert result.returncode == 0 and "invalid UTF-8 1" in result.stdout
-
-
-def test_truncated_bz2_stops_or_keeps_what_came_before(build, tmp_path):
-    packed = bz2.compress(GOOD.encode(), 1)
-    cut = write(tmp_path / "wiki_00.bz2", packed[:-20])
-    expect_error(build(cut), f"{cut}: truncated: the bz2 stream ends early")
-    good = write(tmp_path / "good.txt", GOOD)
-    result = build(cut, good, extra=("--on-error", "skip", "--overwrite"))
-    assert result.returncode == 0 and "damaged or truncated file 1" in result.stdout
-
-
-def test_unreadable_files_are_named(build, tmp_path):
-    os.mkfifo(tmp_path / "pipe.txt")
-    expect_error(build(tmp_path / "pipe.txt"), tmp_path / "pipe.txt", "not a regular file")
-    locked = write(tmp_path / "locked.txt", GOOD)
-    locked.chmod(0)
-    if not os.access(locked, os.R_OK):
-        expect_error(build(locked), locked, "can't be read")
+    result = build(empty, bad, good, extra=("--on-error", "skip"))
+    assert result.returncode == 0 and "empty file 1" in result.stdout and "invalid UTF-8 1" in result.stdout
 
 
 def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", "build", "--input", str(corpus), "--output", out, "--tokenizer",
-         tokenizer_file, "--workers", "2", "--quiet"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )  # fmt: skip
+    command = [sys.executable, "-m", "data_prep", "build", "--input", corpus, "--output", out, "--tokenizer"]
+    command += [tokenizer_file, "--workers", "2", "--quiet"]
+    # A shell's background jobs ignore SIGINT.
+    options = {"cwd": Path(__file__).parents[2], "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
     deadline = time.monotonic() + 30
     while not list(out.glob(".work/read-*")) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -94,59 +70,41 @@ def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
     assert os.listdir(out) == [".work"]
 
 
-def test_a_corpus_smaller_than_a_row(build, tmp_path):
-    expect_error(build(write(tmp_path / "tiny.txt", "Just one line. And another.")), "less than one row of 128")
+def test_wrong_files_and_options_are_named(build, tmp_path):
+    tiny, good = write(tmp_path / "tiny.txt", "Just one line. And another."), write(tmp_path / "good.txt", GOOD)
+    expect_error(build(tiny), "less than one row of 128")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_wrong_tokenizer(build, tmp_path):
-    good = write(tmp_path / "good.txt", GOOD)
-    wrong = write(tmp_path / "wrong.model", b"not a model")
-    expect_error(build(good, tokenizer=wrong), wrong, "not a SentencePiece model")
+    expect_error(build(good, tokenizer=tiny), tiny, "not a SentencePiece model")
     expect_error(build(good, tokenizer=tmp_path / "none.model"), "none.model", "not found")
+    for extra in ("--seq-len 4", "--held-out 0.9", "--rows-per-shard 1000", "--workers 0"):
+        expect_error(build(good, extra=extra.split()), extra.split()[0])
 
 
 def test_too_large_vocabulary_names_the_largest(command, tmp_path):
     good = write(tmp_path / "good.txt", GOOD)
     for kind in ("unigram", "bpe"):
-        arguments = (
-            "build", "--input", good, "--output", tmp_path / kind, "--model-type", kind, "--quiet", "--workers", 1,
-        )  # fmt: skip
-        result = command(*arguments)
+        arguments = ("build", "--input", good, "--output", tmp_path / kind, "--model-type", kind, "--workers", 1)
+        result = command(*arguments, "--quiet")
         expect_error(result, "--vocab-size", "30000", "the largest that works is")
         largest = result.stderr.split("works is ")[1].split(",")[0]
-        result = command(*arguments, "--vocab-size", largest)
+        result = command(*arguments, "--vocab-size", largest, "--quiet")
         assert result.returncode == 0, result.stderr
 
 
 def test_an_output_that_holds_something_is_refused(build, tmp_path):
     good = write(tmp_path / "good.txt", GOOD)
+    (tmp_path / "out" / ".work").mkdir(parents=True)  # of an interrupted build
+    write(tmp_path / "out" / "shard-000007.tar", b"half")
     assert build(good).returncode == 0
-    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    before = contents(tmp_path / "out")
+    assert set(before) == {"build.json", "manifest.json", "report.json", "shard-000000.tar", "tokenizer.model"}
     expect_error(build(good, extra=("--seed", "9")), "another build", "seed was 0, is 9", "--overwrite")
-    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+    assert contents(tmp_path / "out") == before
     assert build(good, extra=("--overwrite", "--seed", "9")).returncode == 0
-    assert (tmp_path / "out" / "manifest.json").read_bytes() != before
+    assert contents(tmp_path / "out") != before
     write(tmp_path / "out" / "thesis.tex", b"years of work")
     expect_error(build(good, extra=("--overwrite",)), "thesis.tex")
     assert (tmp_path / "out" / "thesis.tex").read_bytes() == b"years of work"
-
-
-def test_leftovers_of_an_interrupted_build_are_replaced(build, tmp_path):
-    (tmp_path / "out" / ".work").mkdir(parents=True)
-    write(tmp_path / "out" / "shard-000007.tar", b"half")
-    assert build(write(tmp_path / "good.txt", GOOD)).returncode == 0
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        "build.json",
-        "manifest.json",
-        "report.json",
-        "shard-000000.tar",
-        "tokenizer.model",
-    ]
-
-
-def files(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +112,7 @@ def undisturbed(corpus, tokenizer_file, command, tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     arguments = ("build", "--input", corpus, "--output", out, "--tokenizer", tokenizer_file, "--quiet")
     assert command(*arguments).returncode == 0
-    return files(out)
+    return contents(out)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -169,17 +127,4 @@ def test_build_resumes_after_a_full_disk(workers, limit, build, corpus, undistur
     expect_error(result, tmp_path / "out", "disk is full", "resumes", status=4)
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))
     assert build(corpus, extra=("--workers", workers)).returncode == 0
-    assert files(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("extra", "name"),
-    [
-        (("--seq-len", "4"), "--seq-len"),
-        (("--held-out", "0.9"), "--held-out"),
-        (("--rows-per-shard", "1000"), "--rows-per-shard"),
-        (("--workers", "0"), "--workers"),
-    ],
-)
-def test_option_out_of_range_is_named(extra, name, build, tmp_path):
-    expect_error(build(write(tmp_path / "good.txt", GOOD), extra=extra), name)
+    assert contents(tmp_path / "out") == undisturbed

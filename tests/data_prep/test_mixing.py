@@ -16,10 +16,8 @@ from megabert.data.tokenizer import Tokenizer
 
 def test_named_inputs_and_weights():
     assert corpora(["a", "b"], []) == [Corpus("input", ("a", "b"), 1.0)]
-    assert corpora(["wiki=a", "b", "books=c=d"], ["books=2.5"]) == [
-        Corpus("wiki", ("a", "b"), 1.0),
-        Corpus("books", ("c=d",), 2.5),
-    ]
+    wiki, books = Corpus("wiki", ("a", "b"), 1.0), Corpus("books", ("c=d",), 2.5)
+    assert corpora(["wiki=a", "b", "books=c=d"], ["books=2.5"]) == [wiki, books]
     for weight, words in (("books=2", "no corpus of that name"), ("wiki=0", "above 0"), ("wiki", "NAME=W")):
         with pytest.raises(BadInput, match=words):
             corpora(["wiki=a"], [weight])

@@ -1,9 +1,27 @@
-"""What the readers make of files, in the order in which a build would see it."""
+"""What the readers make of files, in the order in which a build would see it; compressions; the bytes of a folder."""
+
+import bz2
+import gzip
+import lzma
+
+import zstandard
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import tasks
 from data_prep.readers.documents import read_documents
+
+PACK = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lambda data: lzma.compress(data, preset=0),
+    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+
+
+def contents(folder):
+    """Bytes of every file of a folder by its relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def plan(inputs, problems=None, **options):

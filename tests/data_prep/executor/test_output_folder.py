@@ -25,36 +25,36 @@ def test_unexpected_error_keeps_the_work(error, tmp_path):
         raise error("cannot reshape array of size 5 into shape (2,)")
     with opened(output, ACCOUNT, (128,), False) as work:
         assert (work / "read-0000000.tokens").read_bytes() == b"tokens"
-
-
-def test_a_mistake_in_the_options_leaves_nothing(tmp_path):
-    with pytest.raises(BadInput), opened(tmp_path / "out", ACCOUNT, (128,), False):
+    with pytest.raises(BadInput), opened(tmp_path / "mistake", ACCOUNT, (128,), False):
         raise BadInput("--vocab-size: too many")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "mistake").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+def finish(folder: Path, account: dict = ACCOUNT) -> None:
+    """What a build does last."""
+    output_folder.write_json(folder / output_folder.ACCOUNT, account)
+    (folder / MANIFEST).write_text("{}")
 
 
 @pytest.mark.parametrize("files", range(4))
 def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
-    """Whatever files went before the kill, in whatever order: nobody goes on with the rest."""
-
-    class Killed(BaseException):
-        pass
+    """Whatever files were removed before the kill, in whatever order: no build resumes with the rest."""
 
     def removed(folder: Path) -> None:
         for path in sorted((path for path in folder.rglob("*") if path.is_file()), reverse=True)[:files]:
             path.unlink()
         raise Killed
 
-    def build(work: Path) -> None:
-        for name in ("read.json", "same documents.json", "read-0000000.tokens"):
-            (work / name).write_text("{}")
-        output_folder.write_json(tmp_path / output_folder.ACCOUNT, ACCOUNT)
-        (tmp_path / MANIFEST).write_text("{}")
-
     with monkeypatch.context() as patched:
         patched.setattr(output_folder.shutil, "rmtree", removed)
         with pytest.raises(Killed), opened(tmp_path, ACCOUNT, (128,), False) as work:
-            build(work)
+            for name in ("read.json", "same documents.json", "read-0000000.tokens"):
+                (work / name).write_text("{}")
+            finish(tmp_path)
     assert (tmp_path / output_folder.WORK).exists()
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
@@ -68,8 +68,7 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(output_folder.shutil, "rmtree", kept)
     logs.setup()
     with opened(tmp_path, ACCOUNT, (128,), False):
-        output_folder.write_json(tmp_path / output_folder.ACCOUNT, ACCOUNT)
-        (tmp_path / MANIFEST).write_text("{}")
+        finish(tmp_path)
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
     said = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
@@ -83,10 +82,8 @@ def test_foreign_files_of_similar_names_are_kept(tmp_path):
     for name in names:
         (tmp_path / name).write_text("mine")
         for overwrite in (False, True):
-            with (
-                pytest.raises(BadInput, match=r"holds .*, which is not of a build"),
-                opened(tmp_path, ACCOUNT, (128,), overwrite),
-            ):
+            refused = pytest.raises(BadInput, match=r"holds .*, which is not of a build")
+            with refused, opened(tmp_path, ACCOUNT, (128,), overwrite):
                 raise AssertionError("the build began")
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
@@ -99,10 +96,8 @@ def test_sources_in_the_output_are_refused(tmp_path):
     for name in (output_folder.ACCOUNT, "tokenizer.model"):
         (output / name).write_text("{}")
     for source in (output / "tokenizer.model", tmp_path / "link" / "held_out" / "a.txt"):
-        with (
-            pytest.raises(BadInput, match=f"would replace {source}, which it reads"),
-            opened(output, ACCOUNT, (128,), True, [str(source)]),
-        ):
+        refused = pytest.raises(BadInput, match=f"would replace {source}, which it reads")
+        with refused, opened(output, ACCOUNT, (128,), True, [str(source)]):
             raise AssertionError("the build began")
     assert (output / "tokenizer.model").read_text() == "{}"
     with opened(output, ACCOUNT, (128,), True, [str(tmp_path / "beside.txt")]) as work:
@@ -111,9 +106,6 @@ def test_sources_in_the_output_are_refused(tmp_path):
 
 @pytest.mark.parametrize("call", ["shutil.rmtree", "pathlib.Path.unlink"])
 def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
     def killed(path: Path, **_: object) -> None:
         raise Killed
 
@@ -132,9 +124,8 @@ def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch)
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
     """A job that is requeued gives `--overwrite` again each time."""
     other = {**ACCOUNT, "options": {"seed": 1}}
-    with opened(tmp_path, other, (128,), False) as work:
-        output_folder.write_json(tmp_path / output_folder.ACCOUNT, other)
-        (tmp_path / MANIFEST).write_text("{}")
+    with opened(tmp_path, other, (128,), False):
+        finish(tmp_path, other)
     for begun in (False, True):
         with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), True) as work:
             assert (work / "read.json").exists() == begun and not (tmp_path / MANIFEST).exists()
@@ -151,9 +142,10 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", none)
     logs.setup()
-    with output_folder.joined(tmp_path / "out", ACCOUNT, (128,)) as work:
-        assert work is not None
-    with opened(tmp_path / "out", ACCOUNT, (128,), False) as work:
-        assert work is not None
-    said = capsys.readouterr().err
-    assert "no locks (Function not implemented); start no second build there" in said
+    for build in (
+        output_folder.joined(tmp_path / "out", ACCOUNT, (128,)),
+        opened(tmp_path / "out", ACCOUNT, (128,), False),
+    ):
+        with build as work:
+            assert work is not None
+    assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err

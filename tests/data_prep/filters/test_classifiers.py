@@ -13,54 +13,20 @@ from tests.helpers import fasttext_model
 
 pytest.importorskip("fasttext", reason="fasttext-predict is not installed")
 OLD = Path(__file__).resolve().parents[2] / "data" / "golden"
-WORDS = {
-    "en": [
-        "the",
-        "house",
-        "stands",
-        "on",
-        "a",
-        "hill",
-        "and",
-        "it",
-        "was",
-        "good",
-        "to",
-        "see",
-        "how",
-        "many",
-        "of",
-        "them",
-        "came",
-    ],
-    "de": [
-        "das",
-        "Haus",
-        "steht",
-        "auf",
-        "einem",
-        "Berg",
-        "und",
-        "es",
-        "war",
-        "gut",
-        "zu",
-        "sehen",
-        "wie",
-        "viele",
-        "kamen",
-    ],
+TEXTS = {
+    "en": "the house stands on a hill and it was good to see how many of them came",
+    "de": "das Haus steht auf einem Berg und es war gut zu sehen wie viele kamen",
 }
 
 
 def text(language, rng, words=40):
-    return " ".join(rng.choices(WORDS[language], k=words)) + "."
+    return " ".join(rng.choices(TEXTS[language].split(), k=words)) + "."
 
 
 @pytest.fixture
 def model(tmp_path):
     rng = random.Random(1)
-    return str(fasttext_model.write(tmp_path / "lid.bin", {name: [text(name, rng, 400)] for name in WORDS}))
+    return str(fasttext_model.write(tmp_path / "lid.bin", {name: [text(name, rng, 400)] for name in TEXTS}))
 
 
 def test_documents_are_kept_by_label_probability(model):
@@ -68,7 +34,7 @@ def test_documents_are_kept_by_label_probability(model):
     english, german = text("en", rng), text("de", rng)
     one, both = Classifier(model, ("en",), 0.65), Classifier(model, ("en", "de"), 0.65)
     assert one.keeps(english) and not one.keeps(german) and both.keeps(english) and both.keeps(german)
-    mixed = " ".join(WORDS["en"][:8] + WORDS["de"][:8])
+    mixed = TEXTS["en"][:38] + TEXTS["de"][:38]
     assert not Classifier(model, ("en",), 0.999).keeps(mixed) and Classifier(model, ("en",), 0.0).keeps(mixed)
     assert not one.keeps("") and not one.keeps("\n\n")  # tells nothing
     assert one.keeps(english.replace(" ", "\n")) and one.keeps(text("en", rng, 4000)[:10_000] + german * 900)
@@ -95,27 +61,11 @@ def test_build_drops_by_each_model(model, tmp_path):
     lines = [text("en" if i % 2 else "de", rng) for i in range(60)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     options = [
-        "--text-documents",
-        "line",
-        "--no-nsp",
-        "--seq-len",
-        "32",
-        "--held-out",
-        "0",
-        "--workers",
-        "1",
-        "--quiet",
-    ]
-    options += [
-        "--tokenizer",
-        f"{OLD}/dataset/tokenizer.model",
-        "--classifier",
-        f"{model}:en,de:0.1",
-        f"{model}:en:0.65",
-    ]
-    command = ["build", "--input", f"{tmp_path}/a.txt", "--output", str(tmp_path / "out"), *options]
+        "--text-documents", "line", "--no-nsp", "--seq-len", "32", "--held-out", "0", "--workers", "1", "--quiet",
+        "--tokenizer", f"{OLD}/dataset/tokenizer.model", "--classifier", f"{model}:en,de:0.1", f"{model}:en:0.65",
+    ]  # fmt: skip
     for _ in range(2):
-        assert main(command) == 0
+        assert main(["build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", *options]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["dropped"]["reasons"] == {"classifier lid.bin": 30}
     assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}

@@ -1,5 +1,6 @@
 """Which files an input names, and files that change or cannot be read."""
 
+import gzip
 import os
 import socket
 
@@ -19,9 +20,8 @@ def make(folder, *names):
         (folder / name).write_text(name)
 
 
-def names_of(folder, item, policy="stop"):
-    found = files.expand(str(item), Problems(policy))
-    return [os.path.relpath(path, folder) for path in found]
+def names_of(folder, item):
+    return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"))]
 
 
 def test_folders_are_walked_once_in_order(tmp_path):
@@ -30,14 +30,8 @@ def test_folders_are_walked_once_in_order(tmp_path):
     for name in ("loop", "b/up", "b/again"):
         (tmp_path / "in" / name).symlink_to(tmp_path / "in")
     assert names_of(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
-
-
-def test_two_loops_and_a_deep_glob_end(tmp_path):
-    make(tmp_path, "d/e/a.txt", "d/.h/b.txt", "d/c.md")
-    for name in ("one", "two"):
-        (tmp_path / "d" / name).symlink_to(tmp_path / "d")
-    assert names_of(tmp_path, tmp_path / "**" / "*.txt") == ["d/e/a.txt"]
-    assert names_of(tmp_path, tmp_path / "d*" / "**" / "*.txt") == ["d/e/a.txt"]
+    make(tmp_path, "in/b/c.md")
+    assert names_of(tmp_path, tmp_path / "i*" / "**" / "*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
 
 
 def test_broken_links_are_named_or_counted(tmp_path):
@@ -65,8 +59,7 @@ def test_pipes_devices_and_sockets_are_never_opened(tmp_path, monkeypatch):
         with pytest.raises(BadInput, match=rf"{name}: not a regular file"):
             plan([tmp_path / name])
     problems = Problems("skip")
-    assert plan([tmp_path], problems) == [] and problems.counts == {"unknown format": 3}
-    assert opened == []
+    assert plan([tmp_path], problems) == [] == opened and problems.counts == {"unknown format": 3}
 
 
 def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
@@ -95,13 +88,14 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
 @pytest.mark.parametrize("change", ["grow", "shrink", "replace", "vanish"])
 @pytest.mark.parametrize("kind", ["txt", "gz"])
 def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch):
-    import gzip
-
     path = tmp_path / f"f.{kind}"
-    content = b"".join(b"Line %d of a file.\n" % i for i in range(200_000))
     pack = gzip.compress if kind == "gz" else bytes
-    path.write_bytes(pack(content))
-    os.utime(path, ns=(1, 1))
+    content = pack(b"".join(b"Line %d of a file.\n" % i for i in range(200_000)))
+    message = r"changed while it was read \(\d+ bytes" if change != "vanish" else "can't be read: No such file"
+
+    def restore():
+        path.write_bytes(content)
+        os.utime(path, ns=(1, 1))
 
     def alter():
         if change == "grow":
@@ -110,32 +104,25 @@ def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch
         elif change == "shrink":
             os.truncate(path, path.stat().st_size // 2)
         elif change == "replace":
-            (tmp_path / "new").write_bytes(pack(content))
+            (tmp_path / "new").write_bytes(content)
             (tmp_path / "new").replace(path)
         else:
             path.unlink()
 
-    for when in ("before", "while"):
-        path.write_bytes(pack(content))
-        os.utime(path, ns=(1, 1))
+    def read(problems, when):
+        """Read the file, which changes before or after its sixth document."""
+        restore()
         (task,) = plan([path])
-        options, problems = ReadOptions(text_documents="line"), Problems("stop")
         if when == "before":
             alter()
-        documents = read_documents(task.ranges[0], options, problems)
-        with pytest.raises(
-            BadInput,
-            match=r"changed while it was read \(\d+ bytes" if change != "vanish" else "can't be read: No such file",
-        ):
-            for i, _ in enumerate(documents):
-                if i == 5 and when == "while":
-                    alter()
-        path.write_bytes(pack(content))
-        os.utime(path, ns=(1, 1))
-        documents = read_documents(task.ranges[0], options, skipping := Problems("skip"))
-        for i, _ in enumerate(documents):
-            if i == 5:
+        for i, _ in enumerate(read_documents(task.ranges[0], ReadOptions(text_documents="line"), problems)):
+            if i == 5 and when == "while":
                 alter()
+
+    for when in ("before", "while"):
+        with pytest.raises(BadInput, match=message):
+            read(Problems("stop"), when)
+        read(skipping := Problems("skip"), when)
         assert sum(skipping.counts.values()) == 1
 
 
@@ -145,11 +132,8 @@ def test_task_never_mixes_corpora(tmp_path):
                Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
     planned = group(list_ranges(corpora, ReadOptions(), Problems("stop")))
     read = [(task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.ranges]) for task in planned]
-    assert read == [
-        (0, 0, ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"]),
-        (1, 1, ["b/0.txt", "b/2.txt"]),
-        (2, 2, ["c/0.txt", "c/1.txt", "c/2.txt"]),
-    ]
+    one, two = ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"], ["b/0.txt", "b/2.txt"]
+    assert read == [(0, 0, one), (1, 1, two), (2, 2, [f"c/{i}.txt" for i in range(3)])]
 
 
 def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):

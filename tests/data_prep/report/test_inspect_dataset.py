@@ -18,40 +18,16 @@ from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 from tests.helpers.rows import make_dataset
 
-HELD = {"path": "held_out", "rows": 8}
-
 
 @pytest.fixture
 def shards_folder(tmp_path) -> Path:
     """Three shards of 64, 64 and 20 rows and a held-out dataset of one."""
     inner = make_dataset(tmp_path / "data" / "held_out", 8, seed=3)
     sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
-    shards_folder = make_dataset(tmp_path / "data", 148, held_out=HELD | {"manifest_sha256": sha256})
+    held_out = {"path": "held_out", "rows": 8, "manifest_sha256": sha256}
+    shards_folder = make_dataset(tmp_path / "data", 148, held_out=held_out)
     assert list(inspect_dataset.verify(shards_folder)) == []
     return shards_folder
-
-
-def test_every_flip_and_cut_is_named(shards_folder):
-    """300 flips of one bit and 100 cuts, spread over all files as they lie, shards' headers and padding among them."""
-    files = sorted(path for path in shards_folder.rglob("*") if path.is_file())
-    assert len(files) == 8
-    rng = np.random.default_rng(0)
-    for trial in range(400):
-        path = files[trial % len(files)]
-        whole = path.read_bytes()
-        at = int(rng.integers(len(whole)))
-        data = bytearray(whole)
-        if trial < 300:
-            data[at] ^= 1 << int(rng.integers(8))
-        else:
-            del data[at:]
-        path.write_bytes(data)
-        found = list(inspect_dataset.verify(shards_folder))
-        assert any(line.startswith(f"{path}: ") for line in found), (path, at, found)
-        others = [p for p in files if p != path and any(line.startswith(f"{p}: ") for line in found)]
-        assert not others, (path, at, found)
-        path.write_bytes(whole)
-    assert list(inspect_dataset.verify(shards_folder)) == []
 
 
 def test_processes_change_nothing_but_the_time(shards_folder):
@@ -63,11 +39,8 @@ def test_processes_change_nothing_but_the_time(shards_folder):
     (shards_folder / "shard-000009.tar").write_bytes(b"")
     one = list(inspect_dataset.verify(shards_folder))
     assert list(inspect_dataset.verify(shards_folder, workers=3)) == one
-    said = [
-        f"{shards_folder / 'shard-000009.tar'}: is not in the manifest",
-        f"{shards_folder / 'shard-000001.tar'}: is missing",
-    ]
-    assert all(line in one for line in said) and len(one) >= 8
+    assert f"{shards_folder / 'shard-000009.tar'}: is not in the manifest" in one and len(one) >= 8
+    assert f"{shards_folder / 'shard-000001.tar'}: is missing" in one
 
 
 def test_a_folder_of_datasets_is_verified_whole(shards_folder, tmp_path):
@@ -84,20 +57,11 @@ def test_a_folder_of_datasets_is_verified_whole(shards_folder, tmp_path):
     (top / "seq128" / "manifest.json").write_text("{")
     first, _ = inspect_dataset.verify(top)
     assert first.startswith(f"{top / 'seq128' / 'manifest.json'}: not valid JSON")
-
-
-def test_missing_manifest_is_reported(shards_folder, tmp_path):
-    (shards_folder / "manifest.json").unlink()
-    for top in (shards_folder, tmp_path):
-        assert any(
-            line.startswith(f"{shards_folder / 'manifest.json'}: not found") for line in inspect_dataset.verify(top)
-        )
-
-
-@pytest.mark.parametrize("name", ["", "nothing"])
-def test_no_dataset_is_one_line(tmp_path, name):
-    (line,) = inspect_dataset.verify(tmp_path / name)
-    assert line.startswith(f"{tmp_path / name / 'manifest.json'}: not found")
+    (top / "seq128" / "manifest.json").unlink()
+    for folder in (top, top / "seq128", top / "notes"):
+        errors = [*inspect_dataset.verify(folder)]
+        name = "notes" if folder.name == "notes" else "seq128"
+        assert any(line.startswith(f"{top / name / 'manifest.json'}: not found") for line in errors)
 
 
 A, B = "the cafe over the river", "words words sea fox"
@@ -120,10 +84,8 @@ def folder(tmp_path_factory):
         bounds[i, :2], isnext[i, 0] = [(len(pair), len(a) + 2), (len(c) + 2, len(c) + 2)], i % 2
     entry = {"kind": "wordpiece", "file": "vocab.txt", "sha256": tokenizer.sha256}
     entry |= {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids}
-    statistics = {"documents": 1234567}
-    return make_dataset(
-        folder, 24, seq_len=40, slots=3, arrays=(ids, bounds, isnext), tokenizer=entry, statistics=statistics
-    )
+    made = {"arrays": (ids, bounds, isnext), "tokenizer": entry, "statistics": {"documents": 1234567}}
+    return make_dataset(folder, 24, seq_len=40, slots=3, **made)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +98,7 @@ def sample(text):
     return {int(number): part for number, part in re.findall(r"\nrow (\d+)\n(.*?)(?=\n\n|\Z)", text, re.S)}
 
 
-def test_counts_and_decoded_rows(folder):
+def test_counts_and_decoded_rows(folder, monkeypatch):
     text = inspect(folder, rows=24)
     assert "24 of 40 tokens, up to 3 sequences each" in text and "(wordpiece)" in text
     assert re.search(r"documents +1,234,567\n", text) and "2.000 sequences a row, over 24 rows" in text
@@ -148,13 +110,16 @@ def test_counts_and_decoded_rows(folder):
         assert f"    A: [CLS] {A} [SEP]" in lines and f"    B: {B} [SEP]" in lines
         assert any(line.startswith("  sequence 1: ") and line.endswith(" tokens, no pair") for line in lines)
         assert f"    A: [CLS] sea {i}{' [UNK]' * (i % 2)} [SEP]" in lines
+    monkeypatch.setenv("COLUMNS", "60")
+    assert all(len(line) <= 60 for part in sample(inspect(folder, rows=5)).values() for line in part.splitlines())
+    assert inspect_dataset._printable("a\x1b[2Jb\u202e") == "a\ufffd[2Jb\ufffd"
 
 
 def test_masked_rows_are_the_trainers(folder):
     dataset = Dataset(folder)
     t = Tokenizer.load(dataset.tokenizer_path)
     vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values())
-    seen = {"mask": 0, "random": 0, "kept": 0}
+    seen = np.zeros(3, int)  # masks, random tokens, kept tokens
     for i, part in sample(inspect(folder, 24)).items():
         rows, at = dataset.read(np.array([i])), np.array([i])
         masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=MaskingConfig())
@@ -166,18 +131,8 @@ def test_masked_rows_are_the_trainers(folder):
         for text, which in (("*{}*", ~hidden & ~kept), ("={}=", kept)):
             for token in new[which].tolist():
                 assert text.format(t.tokens[token].strip()) in shown
-        for name, which in (("mask", hidden), ("random", ~hidden & ~kept), ("kept", kept)):
-            seen[name] += int(which.sum())
-    assert min(seen.values()) > 3
-
-
-def test_lines_of_rows_fit_the_screen(folder, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert all(len(line) <= 60 for part in sample(inspect(folder, rows=5)).values() for line in part.splitlines())
-
-
-def test_text_cannot_steer_the_terminal():
-    assert inspect_dataset._printable("a\x1b[2Jb\u202e") == "a\ufffd[2Jb\ufffd"
+        seen += [hidden.sum(), (~hidden & ~kept).sum(), kept.sum()]
+    assert seen.min() > 3
 
 
 def test_another_tokenizer_is_refused(folder, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from data_prep.common.errors import BadInput
 from data_prep.executor.work_files import ItemResult
 from data_prep.stages import sequences
-from data_prep.stages.sequences import SequenceSpans, _truncate, assemble, filled_rows, sentence_pairs
+from data_prep.stages.sequences import _truncate, filled_rows, sentence_pairs
 from data_prep.stages.shuffle import pack
 from data_prep.tokens.encoder import Encoded
 from megabert.common import logs
@@ -35,9 +35,7 @@ def test_a_and_b_agree_with_the_label():
     capacity = 125
     ranges = sentence_pairs(encoded, capacity, 0.1, np.random.default_rng(1))
     spans, labels = ranges.spans, ranges.labels
-    edges = np.cumsum(
-        np.add.reduceat(encoded.sentence_lengths, np.cumsum(encoded.document_sizes) - encoded.document_sizes)
-    )
+    edges = np.cumsum(encoded.document_tokens())
     document = np.searchsorted(edges, spans[:, [0, 2]], side="right")
     same_end = np.searchsorted(edges, spans[:, [1, 3]] - 1, side="right")
     assert (document == same_end).all(), "a part crosses a document's end"
@@ -46,22 +44,17 @@ def test_a_and_b_agree_with_the_label():
     follows = spans[labels == 0]
     gap = follows[:, 2] - follows[:, 1]
     whole = (follows[:, 1] - follows[:, 0] + follows[:, 3] - follows[:, 2]) < capacity  # nothing was truncated
-    assert whole.sum() > 50 and (gap[whole] == 0).all()
-    assert (gap >= 0).all()
+    assert whole.sum() > 50 and (gap[whole] == 0).all() and (gap >= 0).all()
     lengths = (spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2])
-    assert min(lengths[0].min(), lengths[1].min()) >= 1
-    assert (lengths[0] + lengths[1]).max() == capacity
+    assert min(lengths[0].min(), lengths[1].min()) >= 1 and (lengths[0] + lengths[1]).max() == capacity
 
 
 def test_every_sentence_is_used_once():
     # Sentences of one token never need truncation, so A and true-next B parts tile the corpus.
     encoded = documents([[1] * n for n in (3, 50, 400, 1, 77, 1000)])
     ranges = sentence_pairs(encoded, 60, 0.1, np.random.default_rng(2))
-    used = [spans[:2] for spans in ranges.spans] + [
-        s[2:] for s, label in zip(ranges.spans, ranges.labels, strict=True) if label == 0
-    ]
     counts = np.zeros(len(encoded.tokens), int)
-    for begin, end in used:
+    for begin, end in [*ranges.spans[:, :2], *ranges.spans[ranges.labels == 0, 2:]]:
         counts[begin:end] += 1
     assert (counts == 1).all()
 
@@ -69,16 +62,11 @@ def test_every_sentence_is_used_once():
 def test_half_is_random_a_tenth_short():
     rng = np.random.default_rng(3)
     encoded = documents([rng.integers(5, 12, 20_000).tolist() for _ in range(3)])
-    capacity = 125
-    ranges = sentence_pairs(encoded, capacity, 0.1, np.random.default_rng(4))
-    share = (ranges.labels == 1).mean()
-    assert 0.49 < share < 0.53
-    totals = (ranges.spans[:, 1] - ranges.spans[:, 0]) + (ranges.spans[:, 3] - ranges.spans[:, 2])
+    pairs, full = (sentence_pairs(encoded, 125, share, np.random.default_rng(4)) for share in (0.1, 0.0))
+    assert 0.49 < (pairs.labels == 1).mean() < 0.53
     # Uniform in [2, 125]: 10% of the targets, of them 47% below 60; no document ends in the way.
-    assert 0.035 < (totals < 60).mean() < 0.055
-    none = sentence_pairs(encoded, capacity, 0.0, np.random.default_rng(4))
-    totals = (none.spans[:, 1] - none.spans[:, 0]) + (none.spans[:, 3] - none.spans[:, 2])
-    assert (totals == capacity).mean() > 0.98
+    assert 0.035 < (np.diff(pairs.spans)[:, ::2].sum(1) < 60).mean() < 0.055
+    assert (np.diff(full.spans)[:, ::2].sum(1) == 125).mean() > 0.98
 
 
 def test_random_b_starts_uniformly():
@@ -138,22 +126,6 @@ def test_filled_rows_drop_nothing():
     assert inside.sum() > 50 and word_start[encoded.tokens[begin[inside]]].all()
     none = filled_rows(encoded, 126, 0.0, np.zeros_like(word_start), np.random.default_rng(8))
     assert fill(none, 128) > 0.98  # of text without spaces a word is as long as its sentence
-
-
-def test_assembled_sequences_have_special_tokens():
-    tokens = np.arange(10, 40).astype(np.uint16)
-    ranges = SequenceSpans(np.array([[0, 3, 20, 22], [5, 6, 0, 0]]), np.array([1, -1], np.int8))
-    flat, lengths, first = assemble(tokens, ranges, np.array([1, 0]), 2, 3)
-    assert flat.tolist() == [2, 15, 3, 2, 10, 11, 12, 3, 30, 31, 3]
-    assert lengths.tolist() == [3, 8] and first.tolist() == [3, 5]
-
-
-def test_packing_by_hand():
-    # Capacity 10: 7+3, 6+4, 5+5; two of 2 share a row.
-    row, slot, offset, rows = pack(np.array([5, 7, 4, 2, 6, 3, 5, 2]), 10, 4)
-    assert rows == 4
-    assert [sorted(np.flatnonzero(row == r).tolist()) for r in range(4)] == [[1, 5], [2, 4], [0, 6], [3, 7]]
-    assert offset[[1, 5, 4, 2, 0, 6]].tolist() == [0, 7, 0, 6, 0, 5] and slot[[1, 5]].tolist() == [0, 1]
 
 
 def naive_best_fit(lengths, capacity, slots):
@@ -219,29 +191,16 @@ def test_cuts_are_at_the_best_places(tokenizer):
     ends = np.cumsum(after.sentence_lengths)
     last = [tokenizer.tokens[i].strip() for i in before.tokens[ends[1 : after.document_sizes[0] - 1] - 1]]
     assert set(last) == {","}
-
-
-def test_without_clauses_words_stay_whole(tokenizer):
-    before = encoded(tokenizer, [["foxing rivers " * 200]])
-    after = sequences.split_long(before, 16, tokenizer)
-    begins = np.cumsum(after.sentence_lengths)[:-1]
+    before = encoded(tokenizer, [["foxing rivers " * 200]])  # no clauses: words stay whole
+    begins = np.cumsum(sequences.split_long(before, 16, tokenizer).sentence_lengths)[:-1]
     assert len(begins) > 30 and tokenizer.word_start[before.tokens[begins]].all()
-
-
-GOOD = {
-    "pairs": 2000,
-    "random next": 1000,
-    "tokens": 99_000,
-    "corpus tokens": 90_000,
-    "borrowed tokens": 10_000,
-    "truncated tokens": 9000,
-}
-GOOD |= {"sentences": 4000, "documents": 400}
 
 
 def drawn(**changes: int) -> ItemResult:
     done = ItemResult()
-    done.counts.update(GOOD | {name.replace("_", " "): value for name, value in changes.items()})
+    counts = {"pairs": 2000, "random next": 1000, "tokens": 99_000, "corpus tokens": 90_000}
+    counts |= {"borrowed tokens": 10_000, "truncated tokens": 9000, "sentences": 4000, "documents": 400}
+    done.counts.update(counts | {name.replace("_", " "): value for name, value in changes.items()})
     return done
 
 

@@ -32,9 +32,7 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
 
 
 def test_merged_runs_give_the_same_bytes(make, monkeypatch):
-    names = ("manifest.json", "shard-000000.tar", "held_out/manifest.json")
-    few = make("few")
-    merged = []
+    few, merged = make("few"), []
     original = shuffle.merge
     monkeypatch.setattr(work_files, "MAX_OPENS", 1)
     monkeypatch.setattr(work_files, "MERGED_RUNS", 2)
@@ -47,7 +45,7 @@ def test_merged_runs_give_the_same_bytes(make, monkeypatch):
     many = make("many")
     assert [index for index, _, _ in merged] == [0, 1]
     assert sum(runs for _, runs, _ in merged) == 6 and all(ranges > 3 for _, _, ranges in merged)
-    for name in names:
+    for name in ("manifest.json", "shard-000000.tar", "held_out/manifest.json"):
         assert (many / name).read_bytes() == (few / name).read_bytes()
 
 
@@ -60,44 +58,31 @@ def test_neighbouring_rows_are_strangers(make):
     tenths = np.array_split(share, 10)
     for part in tenths:
         assert abs(part.mean() - share.mean()) < 5 * share.std() / np.sqrt(len(part))
-    neighbours = np.corrcoef(share[:-1], share[1:])[0, 1]
-    assert abs(neighbours) < 5 / np.sqrt(len(share))
+    assert abs(np.corrcoef(share[:-1], share[1:])[0, 1]) < 5 / np.sqrt(len(share))
 
 
 def test_shards_cut_buckets_where_the_rows_say():
     part = RowSplit("train", 128, 2, 1, "uint16", "out")
     plans = plan_shards(part, [300, 0, 500, 248], 512)
     assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [(0, 0, 512), (1, 512, 512), (2, 1024, 24)]
-    assert [plan.slices for plan in plans] == [
-        ((0, 0, 300), (2, 0, 212)),
-        ((2, 212, 288), (3, 0, 224)),
-        ((3, 224, 24),),
-    ]
+    slices = [((0, 0, 300), (2, 0, 212)), ((2, 212, 288), (3, 0, 224)), ((3, 224, 24),)]
+    assert [plan.slices for plan in plans] == slices
 
 
-@pytest.mark.parametrize(
-    ("lengths", "slots"),
-    [
-        ({128: 1000}, 1),
-        ({64: 1000, 128: 100}, 2),
-        ({32: 4000}, 4),
-        ({128: 5000, 100: 20, 28: 20}, 1),  # a second slot would save 20 rows of 5,040: less than half a percent
-    ],
-)
-def test_slots_are_as_few_as_fill_rows(lengths, slots):
-    assert shuffle.choose_slots(lengths, 128) == slots
-
-
-TASKS = 16_400
+def test_slots_are_as_few_as_fill_rows():
+    for lengths, slots in (({128: 1000}, 1), ({64: 1000, 128: 100}, 2), ({32: 4000}, 4)):
+        assert shuffle.choose_slots(lengths, 128) == slots
+    # A second slot would save 20 rows of 5,040: less than half a percent.
+    assert shuffle.choose_slots({128: 5000, 100: 20, 28: 20}, 128) == 1
 
 
 def test_rows_of_many_tasks_open_few_files():
-    tokens = 250_000_000_000
-    part = shuffle.RowSplit("train", 128, 4, TASKS, "uint16", "out")
+    tasks, tokens = 16_400, 250_000_000_000
+    part = shuffle.RowSplit("train", 128, 4, tasks, "uint16", "out")
     buckets = len(shuffle.buckets(part, tokens, 65_536 * 128))
     merges = shuffle.merges(part, tokens, buckets)
-    assert sum(merge.runs.runs for merge in merges) == TASKS and len(merges) <= 64
-    assert TASKS + buckets * len(merges) < buckets * TASKS / 200
-    assert max(tokens / TASKS * merge.runs.runs / merge.runs.ranges for merge in merges) < 1.1 * (1 << 23)
+    assert sum(merge.runs.runs for merge in merges) == tasks and len(merges) <= 64
+    assert tasks + buckets * len(merges) < buckets * tasks / 200
+    assert max(tokens / tasks * merge.runs.runs / merge.runs.ranges for merge in merges) < 1.1 * (1 << 23)
     # 20 GB of text: opening takes seconds, and merging would write it all once more
     assert not shuffle.merges(shuffle.RowSplit("train", 128, 4, 640, "uint16", "out"), 5_000_000_000, 600)

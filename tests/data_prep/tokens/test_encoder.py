@@ -99,9 +99,7 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
 
 
 def test_selections_keep_whole_documents_and_sentences():
-    encoded = Encoded(
-        np.arange(10, dtype=np.uint16), np.array([1, 2, 3, 4], np.int64), np.array([1, 0, 2, 1], np.int64)
-    )
+    encoded = Encoded(np.arange(10, dtype=np.uint16), np.array([1, 2, 3, 4]), np.array([1, 0, 2, 1]))
     assert encoded.document_tokens().tolist() == [1, 0, 5, 4]
     some = encoded.select(np.array([True, True, False, True]))
     assert some.tokens.tolist() == [0, 6, 7, 8, 9] and some.document_sizes.tolist() == [1, 0, 1]
