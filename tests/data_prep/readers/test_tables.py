@@ -142,7 +142,7 @@ def test_missing_or_other_fields_are_named(table):
     for field in ("inner.text", "title+inner.text", "title.text", "inner"):
         with pytest.raises(BadInput, match=rf"(field|column) '{field.split('+')[-1]}'"):
             read_all([table], text_field=field)
-    with pytest.raises(BadInput, match=rf"{table.name}: .*no (field|column) 'text' .*\(it has title, inner, a\+b\)"):
+    with pytest.raises(BadInput, match=rf"{table.name}: .*no (field|column) 'text' .*\(it has .*\binner\b.*\)"):
         read_all([table])
     assert sum(read_all([table], "skip")[1].counts.values()) >= 1
 
