@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,34 +13,25 @@ from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import entered
 from tests.checkpoint.test_faults import names
-from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
+from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, settings, state, stored
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
 
-def test_a_save_in_flight_is_invisible_and_a_snapshot(tmp_path, monkeypatch):
-    """Held in its middle; the weights change meanwhile; the next save commits this one first."""
-    checkpoints = saved_run(tmp_path, (1,))
-    checkpoints.settings = settings(3, asynchronous=True)
+def test_the_next_save_commits_the_one_in_flight(tmp_path, monkeypatch):
+    """Of which it has kept a snapshot; the weights have changed meanwhile."""
     gate, write = threading.Event(), store.write_slices
-
-    def held(path: Path, pieces: Any) -> Any:
-        assert gate.wait(30)
-        return write(path, pieces)
-
-    monkeypatch.setattr(store, "write_slices", at_moments(held))
-    engine = FakeEngine(2)
+    monkeypatch.setattr(store, "write_slices", at_moments(lambda *args: gate.wait(30) and write(*args)))
+    checkpoints, engine = Checkpoints(tmp_path, ALONE, settings(3, asynchronous=True)), FakeEngine(2)
     assert not checkpoints.pending and checkpoints.finish() is None
     checkpoints.save(engine, state(2, tiny.config()))
     engine.value = 77.0
-    assert checkpoints.pending and checkpoints.status == store.WRITING
-    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
+    assert checkpoints.pending and checkpoints.status == store.WRITING and checkpoints.latest() is None
     gate.set()
     deadline = time.monotonic() + 30
     while checkpoints.status == store.WRITING and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert checkpoints.status == store.WRITTEN and checkpoints.pending  # on the disk, and still not to be seen
-    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
+    assert checkpoints.status == store.WRITTEN and checkpoints.latest() is None  # on the disk, and still not to be seen
     checkpoints.save(engine, state(3, tiny.config()))
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000002" and stored(tmp_path) == 2
     assert checkpoints.finish() == tmp_path / "checkpoints" / "step-00000003" and stored(tmp_path) == 77
@@ -56,13 +46,8 @@ def overlapped(world: World, folder: str) -> list[Any]:
     tiny.train(engine, range(2))
     before = engine.consolidated_weights()
     gate, write = threading.Event(), store.write_slices
-
-    def slow(path: Path, pieces: Any) -> Any:
-        assert gate.wait(60)
-        return write(path, pieces)
-
     if world.rank == 1:
-        store.write_slices = at_moments(slow)
+        store.write_slices = at_moments(lambda *args: gate.wait(60) and write(*args))
     before_save = entered()
     checkpoints.save(engine, state(2, cfg))
     quiet = entered() == before_save
@@ -113,7 +98,4 @@ def test_training_waits_for_no_commit_or_removal(tmp_path, monkeypatch):
         assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
     assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # no update waited
     gates["remove"].set()
-    deadline = time.monotonic() + 30
-    while names(tmp_path) != ["pointer.json", "step-00000003"]:
-        assert time.monotonic() < deadline, names(tmp_path)
-        time.sleep(0.005)
+    advance(checkpoints, lambda: names(tmp_path) == ["pointer.json", "step-00000003"])

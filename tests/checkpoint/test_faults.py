@@ -87,30 +87,6 @@ def test_a_kill_during_a_save_leaves_a_whole_checkpoint(step, asynchronous, tmp_
     assert killed > 15 and kept == {10, 20}
 
 
-def damaged_ranks(world: World, folder: str) -> None:
-    """The second save: rank 1 dies while it writes."""
-    cfg = tiny.config(zero__stage=2)
-    engine = tiny.engine(cfg, world)
-    checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
-    tiny.train(engine, range(1))
-    checkpoints.save(engine, state(1, cfg))
-    tiny.train(engine, range(1, 2))
-    checkpoints.finish()
-    if world.rank == 1:
-        store.write_slices = at_moments(lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL))
-    checkpoints.save(engine, state(2, cfg))
-    checkpoints.finish()
-
-
-@pytest.mark.dist
-def test_a_rank_killed_in_a_save_leaves_the_older(tmp_path):
-    assert run_ranks(2, damaged_ranks, str(tmp_path)) == [-signal.SIGKILL] * 2
-    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
-    assert (tmp_path / "checkpoints" / ".saving-00000002").is_dir()
-    assert Checkpoints(tmp_path, ALONE, settings(2)).latest().name == "step-00000001"
-    assert names(tmp_path) == ["pointer.json", "step-00000001"]
-
-
 # -- failures ----------------------------------------------------------------------------------------------------
 
 

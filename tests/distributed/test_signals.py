@@ -62,26 +62,6 @@ def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
     assert stop.requested
 
 
-SECOND = """
-import os, signal, time
-from megabert.distributed import signals
-signals.leave_when_signalled()
-if {early}:
-    os.kill(os.getpid(), signal.SIGTERM)
-signals.Stop()
-os.kill(os.getpid(), signal.SIGUSR1)
-time.sleep(signals.ECHO_SECONDS + 0.2)
-os.kill(os.getpid(), signal.SIGUSR2)
-time.sleep(5)
-"""
-
-
-@pytest.mark.parametrize(("early", "code"), [(True, 85), (False, 128 + signal.SIGUSR2)])
-def test_an_early_or_second_signal_ends_the_process(early, code):
-    done = subprocess.run([sys.executable, "-c", SECOND.format(early=early)], timeout=30)
-    assert done.returncode == code
-
-
 ENDING = """
 import os, signal, time
 from megabert.distributed.signals import Stop, ignore_signals

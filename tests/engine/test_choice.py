@@ -43,12 +43,9 @@ def stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     def run_child(spec: Any) -> float | str:
         results["started"].append(spec["ops"])
         parts = [results["given"].get(f"{role}={name}", 5.0) for role, name in spec["ops"].items()]
-        for part in parts:
-            if isinstance(part, Exception):
-                raise part
-            if isinstance(part, str):
-                return part
-        return sum(parts)
+        if broken := [part for part in parts if isinstance(part, Exception)]:
+            raise broken[0]
+        return next((part for part in parts if isinstance(part, str)), None) or sum(parts)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(choice, "run_child", run_child)

@@ -59,7 +59,7 @@ def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
 def choices(world: Any) -> list[str]:
     environment.multiplies_bf16 = lambda: world.rank == 0  # type: ignore[assignment]
     asked = (("auto", ""), ("auto", "bf16"), ("bf16", ""), ("fp32", "bf16"))
-    return [precision.choose(*(name, world, begun)) for name, begun in asked]
+    return [precision.choose(name, world, first) for name, first in asked]
 
 
 def test_ranks_take_what_all_of_them_are_fast_in(multiplies, world, caplog, monkeypatch) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
+from megabert.engine.zero_layout import slice_of_group
 from megabert.optim.build import build_optimizer
-from megabert.optim.guarded import FlatSegment
 from megabert.optim.muon import Matrix, assign_owners, find_matrices, orthogonalize, plan_exchange
 from tests.engine.test_deepspeed_engine import allow_fp16
 from tests.helpers import tiny
@@ -215,28 +215,18 @@ def test_singular_values_become_one_for_any_gradient_size():
 # -- owners --------------------------------------------------------------------------------------------------------
 
 
-def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[FlatSegment]]]:
-    """Segments by rank of one flat tensor a rank: parameters 0, 1, ... concatenated and cut into equal parts."""
-    share = -(-(sum(sizes) + padding) // ranks)
-    found = []
-    for rank in range(ranks):
-        begin, held = 0, []
-        for index, size in enumerate(sizes):
-            first, last = max(begin, rank * share), min(begin + size, (rank + 1) * share)
-            if first < last:
-                held.append(FlatSegment(index, first - rank * share, last - rank * share, first - begin))
-            begin += size
-        found.append([held])
-    return found
-
-
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_every_element_reaches_one_owner_and_returns(ranks):
     """Each sends the parts that the other expects, and the owner receives whole matrices."""
     matrices = {0: tuple(Matrix(0, n * 12, 3, 4) for n in range(3)), 1: (Matrix(1, 0, 5, 2),), 2: (Matrix(2, 0, 6, 7),)}
-    segments = cut([36, 10, 42], ranks, padding=40)  # the last of 7 ranks holds padding alone
+    tensors, share = (
+        [torch.empty(size) for size in (36, 10, 42)],
+        -(-128 // ranks),
+    )  # the last of 7 ranks holds padding alone
+    numbers = {id(tensor): index for index, tensor in enumerate(tensors)}
+    segments = [[slice_of_group(torch.empty(share), tensors, rank, numbers).segments] for rank in range(ranks)]
     plans = [plan_exchange(matrices, segments, rank) for rank in range(ranks)]
-    covered: list[tuple[int, int]] = []
+    covered: list[int] = []
     for rank, plan in enumerate(plans):
         assert plan.matrices == plans[0].matrices and len(plan.matrices) == 5
         whole: dict[int, list[tuple[int, int]]] = {}
@@ -245,15 +235,15 @@ def test_every_element_reaches_one_owner_and_returns(ranks):
             for part in plan.held[other]:  # where it says, counted over all ranks' tensors
                 matrix = plan.matrices[part.matrix]
                 there = (0, 36, 46)[matrix.index] + matrix.begin + part.offset
-                assert rank * -(-128 // ranks) + part.start == there
+                assert rank * share + part.start == there
             for part in plan.owned[other]:
                 whole.setdefault(part.matrix, []).append((part.offset, part.offset + part.size))
         for number, bounds in whole.items():
             bounds.sort()
             assert bounds[0][0] == 0 and bounds[-1][1] == plan.matrices[number].size
             assert all(a[1] == b[0] for a, b in pairwise(bounds))
-        covered += [(number, rank) for number in whole]
-    assert sorted(number for number, _ in covered) == list(range(5))
+        covered += whole
+    assert sorted(covered) == list(range(5))
 
 
 def test_owners_have_equal_work():

@@ -78,10 +78,8 @@ def test_phase_2_takes_over_the_moments(world, tmp_path):
     run.save(second, state(0, cfg))
     third = tiny.engine(cfg, world, seed=4)
     run.load(third, run.latest())
-    found = []
-    for engine in (second, third):
-        losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
-        found.append((losses, engine.consolidated_weights()))
+    runs = [([loss for loss, _ in tiny.train(engine, range(5, 10), LR)], engine.consolidated_weights())
+            for engine in (second, third)]  # fmt: skip
     assert start_engine(third, tmp_path / "phase1/checkpoints/step-00000005", world)["step"] == 5
     with pytest.raises(ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"):
         start_engine(tiny.engine(tiny.config(optimizer__name="muon"), world), tmp_path / "phase1", world)
@@ -90,7 +88,7 @@ def test_phase_2_takes_over_the_moments(world, tmp_path):
         fresh.save(tiny.engine(cfg, world), state(0, cfg))
         start_engine(third, tmp_path / "fresh", world)
     expected, unaware = plain_run("split lamb", 10, phase_2=5), plain_run("split lamb", 10)
-    for losses, weights in found:
+    for losses, weights in runs:
         assert losses == pytest.approx(expected["losses"][5:], rel=1e-5)
         assert tiny.distance(weights, expected["weights"]) < 1e-5
         assert tiny.distance(weights, unaware["weights"]) > 1e-3
