@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, seal
-from megabert.common.files import canonical, digest, sealed, write_tensors
+from megabert.common.files import write_tensors
 from megabert.config import load
 from megabert.model import BertForPreTraining
 from tests.checkpoint.test_store import saved_run, state
@@ -35,21 +35,9 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte() -> None:
     assert len(seal(layout, state(1, tiny.config()), {"optimizer_steps": 1})) < 1_000_000
 
 
-def test_a_seal_is_the_digest_of_the_other_fields() -> None:
-    for tree in ({}, {"a": 1}, {"z": [1, {"sha256": "x"}]}, {"a": {"t": 2}, "t": '\n "t": ', "u": [1], "sha256": 3}):
-        rest = {name: value for name, value in tree.items() if name != "sha256"}
-        assert sealed(tree, "sha256") == canonical(rest | {"sha256": digest(tree, "sha256")})
-
-
 def test_tensors_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
-    tensors = {
-        "b": torch.arange(5.0),
-        "ä:1": torch.arange(6).view(2, 3),
-        "a": torch.ones(3, dtype=torch.bfloat16),
-        "none": torch.zeros(0),
-        "scalar": torch.tensor(2.5),
-        "bytes": torch.arange(3, dtype=torch.uint8),
-    }
+    tensors = {"b": torch.arange(5.0), "ä:1": torch.arange(6).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16)}
+    tensors |= {"none": torch.zeros(0), "scalar": torch.tensor(2.5), "bytes": torch.arange(3, dtype=torch.uint8)}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     found = write_tensors(tmp_path / "ours", tensors, {"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
