@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,8 @@ def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
     lengths = [draw.randint(1, 9) for _ in range(40)]
     truth, predictions = ([tuple(draw.choices(["O", "B-a", "I-a", "B-b"], k=n)) for n in lengths] for _ in range(2))
     examples = [SentenceExample(str(n), "f", ("w",) * len(tags), tags) for n, tags in enumerate(truth)]
-    task = tasks.Task("t", "tag", ("word",), "tag")
-    scores.write(task, examples, predictions, tmp_path / "found.conll")
+    task = tasks.Task("t", "tag", ("0",), "1")
+    scores.write(task, [(examples, predictions)], tmp_path / "found.conll")
     found = bench.entity_tallies(tmp_path / "unused", tmp_path / "found.conll")
     assert len(found) == 40
     assert bench.ratio(found) == pytest.approx(scores.score(task, examples, predictions)["f1"])
@@ -76,31 +75,25 @@ def test_a_question_counts_its_best_answer(tmp_path: Path) -> None:
     assert found == [(1.0, 1.0), (pytest.approx(2 / 3), 1.0), (0.0, 1.0)]
 
 
-def runs(correct: np.ndarray) -> list[list[bench.Tally]]:
-    """Tallies of [seeds, items] correct or wrong."""
-    return [[(float(item), 1.0) for item in run] for run in correct]
-
-
-def test_the_interval_is_paired_over_items() -> None:
+def test_the_interval_is_paired_over_items_and_wider_where_seeds_differ() -> None:
     """Against the normal interval of a paired difference; unpaired it would be 2.6 times as wide."""
+
+    def interval(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+        return bench.interval(*([[(float(item), 1.0) for item in run] for run in side] for side in (ours, theirs)))
+
     draw = np.random.default_rng(1)
-    theirs = draw.random(2_000) < 0.7
-    ours = theirs ^ (draw.random(2_000) < 0.06)
+    theirs = draw.random((1, 2_000)) < 0.7
+    ours = theirs ^ (draw.random((1, 2_000)) < 0.06)
     difference = ours.astype(float) - theirs
     mean, error = difference.mean(), difference.std() / np.sqrt(2_000)
-    found = bench.interval(runs(ours[None]), runs(theirs[None]))
-    assert found["gain"] == pytest.approx(mean)
-    assert found["low"] == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
-    assert found["high"] == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+    one = interval(ours, theirs)
+    found, normal = (one["gain"], one["low"], one["high"]), (mean, mean - 1.96 * error, mean + 1.96 * error)
+    assert found == pytest.approx(normal, abs=0.1 * error)
     with pytest.raises(AssertionError, match="other items"):
-        bench.interval(runs(np.ones((1, 3))), runs(np.ones((1, 4))))
-
-
-def test_seeds_that_differ_widen_the_interval() -> None:
-    draw = np.random.default_rng(2)
+        interval(np.ones((1, 3)), np.ones((1, 4)))
     theirs = np.repeat(draw.random((1, 500)) < 0.5, 5, axis=0)
     steady, unsteady = theirs | (draw.random((1, 500)) < 0.1), np.where(np.arange(5)[:, None] % 2, True, theirs)
-    narrow, wide = (bench.interval(runs(ours), runs(theirs)) for ours in (steady, unsteady))
+    narrow, wide = (interval(ours, theirs) for ours in (steady, unsteady))
     assert 0 < narrow["low"] < narrow["gain"] < narrow["high"] and wide["low"] <= 0 < wide["gain"]
     assert wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"])
 
@@ -108,54 +101,41 @@ def test_seeds_that_differ_widen_the_interval() -> None:
 CORRECT = {"ours": ("10", "10"), "theirs": ("11", "10"), bench.RANDOM: ("00", "01")}
 
 
-@pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs of `megabert finetune` by a stand-in that leaves CORRECT's two predictions a seed; the starts that were trained."""
-    seen = []
+@pytest.mark.parametrize("wrong", [False, True])
+def test_every_start_is_compared_with_the_first(wrong: bool, tmp_path: Path, monkeypatch, capsys) -> None:
+    """By a stand-in for `megabert finetune` that leaves CORRECT's two predictions a seed; wrong ones are an error."""
     (tmp_path / "dev.tsv").write_text("label\tsentence\n1\ta\n0\tb\n")
 
-    def run(command: list[str], real: Any = subprocess.run, **more: Any) -> Any:
-        if "finetune" not in command:
-            return real(command, **more)
+    def run(command: list[str], **_: Any) -> None:
         output = Path(command[command.index("--output") + 1])
         name = next(name for name in CORRECT if output.name.endswith(name.replace(" ", "-")))
         assert ("--from-scratch" in command) == (name == bench.RANDOM)
-        seen.append(name)
-        scores = []
-        for seed, found in enumerate(CORRECT[name], 1):
-            (output / f"seed{seed}").mkdir(parents=True, exist_ok=True)
-            lines = ["index\tprediction", *(f"{n}\t{label}" for n, label in enumerate(found))]
-            (output / f"seed{seed}/predictions-test.tsv").write_text("\n".join(lines) + "\n")
-            scores.append(sum(a == b for a, b in zip(found, "10", strict=True)) / 2)
+        scores = [sum(a == b for a, b in zip(found, "10", strict=True)) / 2 for found in CORRECT[name]]
+        for seed, labels in enumerate(CORRECT[name], 1):
+            (output / f"seed{seed}").mkdir(parents=True)
+            text = f"index\tprediction\n0\t{labels[0]}\n1\t{labels[1]}\n"
+            (output / f"seed{seed}/predictions-test.tsv").write_text(text)
         points = [{"scores": {"test": {"accuracy": {"mean": sum(scores) / 2, "std": 0.0}}}, "seconds": 1.0}]
-        summary = {"points": points, "runs": [{"scores": {"test": {"accuracy": score}}} for score in scores]}
-        (output / "summary.json").write_text(json.dumps(summary))
-        return None
+        runs = [{"scores": {"test": {"accuracy": score - wrong}}} for score in scores]
+        (output / "summary.json").write_text(json.dumps({"points": points, "runs": runs}))
 
     files = bench.TaskFiles(Path("a"), Path("b"), tmp_path / "dev.tsv")
     case = bench.TaskCase("SST-2", "--task sst2", "accuracy", lambda *_: files, bench.label_tallies)
     monkeypatch.setattr(bench, "CASES", (case,))
     monkeypatch.setattr(bench, "described", lambda path: {"from": str(path)})
+    monkeypatch.setattr(bench.hardware, "write_json", lambda path, result: Path(path).write_text(json.dumps(result)))
     monkeypatch.setattr(bench.subprocess, "run", run)
-    return seen
-
-
-def test_every_start_is_compared_with_the_first(tmp_path: Path, trained: list[str], capsys) -> None:
     out = tmp_path / "out.json"
-    given = ["--tasks", "t", "--work", str(tmp_path / "work"), "--seeds", "2", "--json", str(out)]
+    given = ["--tasks", "t", "--work", str(tmp_path / "work"), "--seeds", "2", "--json", str(out), "--allow-dirty"]
+    if wrong:
+        with pytest.raises(ValueError, match="its runs score"):
+            bench.main(["--models", "ours=x", *given])
+        return
     assert bench.main(["--models", "ours=x", "theirs=y", *given]) == 0
     found = json.loads(out.read_text())
     (result,) = found["tasks"].values()
-    assert list(result["rows"]) == trained == ["ours", "theirs", bench.RANDOM]
-    assert list(found["models"]) == ["ours", "theirs"]
+    assert list(result["rows"]) == ["ours", "theirs", bench.RANDOM] and list(found["models"]) == ["ours", "theirs"]
     assert {name: gain["gain"] for name, gain in result["gains"].items()} == {"theirs": 0.25, bench.RANDOM: 0.75}
     lines = capsys.readouterr().out.splitlines()
     assert "| task | metric | ours | theirs | random weights |" in lines
     assert "100.0 ± 0.0 | 75.0 ± 0.0 (+25.0," in lines[-1]
-
-
-def test_predictions_must_give_the_runs_scores(tmp_path: Path, trained: list[str], monkeypatch) -> None:
-    other = bench.TaskCase("SST-2", "", "accuracy", bench.CASES[0].files, lambda *_: [(0.0, 1.0)])
-    monkeypatch.setattr(bench, "CASES", (other,))
-    with pytest.raises(ValueError, match="its runs score"):
-        bench.main(["--models", "ours=x", "--tasks", "t", "--work", str(tmp_path), "--seeds", "2"])

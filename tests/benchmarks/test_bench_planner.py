@@ -29,8 +29,7 @@ def test_one_row_a_generation_is_fitted_and_it_is_the_smallest_system(found: dic
     fitted = {DEVICES[run.cluster.device].generation: run for run in RUNS if run.fitted}
     assert len(fitted) == sum(run.fitted for run in RUNS) == 5
     assert {g: run.gpus for g, run in fitted.items()} == {g: run.gpus for g, run in smallest.items()}
-    assert {name: found["fitted"][name] for name in ACHIEVED} == ACHIEVED
-    assert found["fitted"]["tpu v3"] == DEVICES["tpu-v3"].achieved
+    assert found["fitted"] == ACHIEVED | {"tpu v3": DEVICES["tpu-v3"].achieved}
     for row in found["rows"]:
         if row["error"] is None:
             assert row["predicted"] == pytest.approx(row["published"], rel=2e-4), row["name"]
@@ -42,7 +41,6 @@ def test_errors_of_predicted_rows(found: dict[str, Any]) -> None:
     assert len(errors) == len(RUNS) - 5 == 43
     assert sorted(errors)[21] == found["summary"]["median"] <= 0.10
     assert max(errors) == found["summary"]["worst"] <= 0.20
-    assert sum(group["rows"] for group in found["groups"].values()) == 43
     assert all(group["median"] <= 0.10 for group in found["groups"].values())
     left_out, shares = found["cross_validation"]["left_out"], found["cross_validation"]["shares"]
     assert set(left_out) == set(found["fitted"]) and all(left["worst"] <= 0.20 for left in left_out.values())

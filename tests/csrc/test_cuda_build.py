@@ -1,4 +1,5 @@
-"""Every CUDA file compiles, no kernel spills registers and each can be launched; no GPU runs here."""
+"""CUDA sources without a GPU: they compile, no kernel spills registers, launches are checked, and what they call of torch is
+called by the CPU sources too, so that tests of the CPU run it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from megabert import ops
 from tests.conftest import ROOT
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin")
-FILES = sorted((ROOT / "csrc").rglob("*.cu"))
+CSRC = ROOT / "csrc"
+FILES = sorted(CSRC.rglob("*.cu"))
 # of a multiprocessor, and the most that a block can have
 REGISTERS = 65_536
 # what ptxas says of a kernel: name, stack, spill stores, spill loads, registers
@@ -73,3 +76,42 @@ def test_every_launch_is_checked(path: Path) -> None:
         while rest[:ends].count("(") != rest[:ends].count(")") or not rest[:ends].endswith(";"):
             ends += 1
         assert rest[ends:].lstrip().startswith("check_launch("), f"{path.name}: unchecked launch: {rest[:60]!r}"
+
+
+# A wrong argument of torch_call_dispatcher shows only when it is called: it is not called by hand.
+DISPATCHER = r"\b(?:aoti_)?torch_call_dispatcher\b"
+CALLS = rf"torch::stable::(?:accelerator::)?\w+(?=[ ({{<;]|\s\w)|\baoti_torch_\w+|{DISPATCHER}"
+CUDA_ONLY = {"torch::stable::accelerator::DeviceGuard", "aoti_torch_get_current_cuda_stream"}  # common/cuda.h
+
+
+def code(path: Path) -> str:
+    return re.sub(r"//[^\n]*", "", path.read_text())
+
+
+def includes(path: Path) -> set[Path]:
+    """A source and the headers of csrc that it includes, directly or not."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        found.add(at := waiting.pop())
+        named = {CSRC / name for name in re.findall(r'#include "([^"]+)"', at.read_text())}
+        waiting += [header for header in named - found if header.is_file()]
+    return found
+
+
+def calls(sources: Iterable[Path]) -> dict[str, set[str]]:
+    """Call -> the files in which a source or what it includes makes it."""
+    found: dict[str, set[str]] = {}
+    for path in set().union(*map(includes, sources)):
+        for name in re.findall(CALLS, code(path)):
+            found.setdefault(name, set()).add(path.relative_to(CSRC).as_posix())
+    return found
+
+
+def test_cuda_sources_call_what_cpu_tests_run() -> None:
+    on_cpu, on_cuda = calls(CSRC.rglob("*.cpp")), calls(CSRC.rglob("*.cu"))
+    assert {"torch::stable::new_empty", "torch::stable::narrow", "aoti_torch_cpu_mm_out"} <= on_cpu.keys()
+    by_hand = {name for name in (on_cpu | on_cuda) if re.fullmatch(DISPATCHER, name)}
+    assert not by_hand, f"{by_hand}: torch_call_dispatcher cannot pass Scalars, see common/products.h"
+    unknown = {name: files for name, files in on_cuda.items() if name not in on_cpu.keys() | CUDA_ONLY}
+    assert not unknown, f"no test runs these without a GPU: {unknown}; see common/products.h"

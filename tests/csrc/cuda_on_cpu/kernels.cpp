@@ -103,33 +103,6 @@ AttentionRows<T> attention_rows(const void* qkv, const int32_t* start, const int
   return a;
 }
 
-// c [m, n] += a b, all of 16: a lies as [m, k] and b as [n, k], `transposed`: as [k, m] and [k, n]
-template <class T>
-__global__ void multiply_16(const T* a, const T* b, float* c, bool transposed) {
-  T* shared = reinterpret_cast<T*>(launched_shared());
-  const int lane = threadIdx.x, g = lane / 4, t = lane % 4 * 2;
-  start_copy<16>(shared + lane * 8, a + lane * 8, true);
-  start_copy<16>(shared + 256 + lane * 8, b + lane * 8, true);
-  commit_copies();
-  wait_copies<0>();
-  __syncwarp();
-  uint32_t left[4], right[4];
-  const LaneAt down = LaneAt::down(lane), along = LaneAt::along(lane);
-  if (transposed) {
-    load_transposed(left, shared + along.line * 16 + along.column);
-    load_transposed(right, shared + 256 + down.line * 16 + down.column);
-  } else {
-    load_matrices(left, shared + down.line * 16 + down.column);
-    load_matrices(right, shared + 256 + along.line * 16 + along.column);
-  }
-  for (int n = 0; n < 2; ++n) {
-    float x[4];
-    for (int i = 0; i < 4; ++i) x[i] = c[(g + i / 2 * 8) * 16 + n * 8 + t + i % 2];
-    mma(x, left, right[2 * n], right[2 * n + 1], T{});
-    for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 16 + n * 8 + t + i % 2] = x[i];
-  }
-}
-
 int64_t lines_of_a_row = 0;  // of the dropout mask, where the seed has a second element
 
 Dropout dropout_of(int64_t stream, double p) {
@@ -234,14 +207,6 @@ const char* attention_backward(int type, bool backwards, const void* grad, const
                                       (bytes + 15) / 16 * 16);
     const int64_t width = 3 * heads * size;
     return result.empty() ? reduce(backwards, sums, static_cast<T*>(dbias), batch, width, width) : result;
-  });
-}
-
-const char* product(int type, bool backwards, const void* a, const void* b, float* c, bool transposed) {
-  return with_half_type(type, [&](auto t) {
-    using T = decltype(t);
-    const auto kernel = [&] { multiply_16<T>(static_cast<const T*>(a), static_cast<const T*>(b), c, transposed); };
-    return launch(1, 32, backwards, kernel, 1024);
   });
 }
 

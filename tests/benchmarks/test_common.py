@@ -1,0 +1,130 @@
+"""What benchmarks share: results belong to a revision, kernels are timed in graphs, every script starts as a user types it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from benchmarks.common import hardware, measure
+from megabert.common import environment
+from tests.conftest import ROOT
+
+# seconds between two replays, and that Python takes for a call outside a graph
+OVERHEAD, LAUNCH = 4e-6, 30e-6
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A repository with one commit, in place of ours."""
+    (tmp_path / hardware.RESULTS).mkdir(parents=True)
+    (tmp_path / "source.py").write_text("1\n")
+    (tmp_path / hardware.RESULTS / "old.json").write_text("{}\n")
+    names = ("-c", "user.name=n", "-c", "user.email=n@example.org")
+    for command in (["init", "-q"], ["add", "."], [*names, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    for module in (hardware, environment):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    hardware.changes.cache_clear()
+    yield tmp_path
+    hardware.changes.cache_clear()
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    hardware.add_json(parser)
+    args = parser.parse_args(arguments)
+    hardware.refuse_dirty(parser, args)
+    return args
+
+
+def test_only_a_clean_tree_writes_results_unless_allowed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tree / hardware.RESULTS / "new.json"
+    target.write_text("{}\n")  # results do not make it dirty
+    hardware.write_json(parse("--json", str(target)).json, {"ratio": 2.0})
+    about = json.loads(target.read_text())["about"]
+    assert "+changes" not in about["revision"] and "changes" not in about
+    (tree / "source.py").write_text("2\n")
+    hardware.changes.cache_clear()
+    with pytest.raises(SystemExit, match="2"):
+        parse("--json", str(target))
+    assert "source.py" in capsys.readouterr().err
+    parse("--json", str(tree / "elsewhere.json"))
+    hardware.write_json(parse("--json", str(target), "--allow-dirty").json, {})
+    about = json.loads(target.read_text())["about"]
+    assert about["revision"].endswith("+changes") and about["changes"] == [" M source.py"]
+
+
+class Cuda:
+    """Streams, graphs and events over a clock that only work moves."""
+
+    def __init__(self, kernel: float) -> None:
+        self.kernel, self.clock, self.captured, self.graphs = kernel, 0.0, None, []
+
+    def call(self) -> None:
+        if self.captured is None:
+            self.clock += self.kernel + LAUNCH
+        else:
+            self.captured.calls += 1
+
+    def CUDAGraph(self) -> Any:
+        made = types.SimpleNamespace(calls=0)
+        made.replay = lambda: setattr(self, "clock", self.clock + made.calls * self.kernel + OVERHEAD)
+        self.graphs.append(made)
+        return made
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any) -> Any:
+        self.captured = graph
+        yield
+        self.captured = None
+
+    def Event(self, enable_timing: bool) -> Any:
+        made = types.SimpleNamespace(at=0.0, elapsed_time=lambda other: (other.at - made.at) * 1e3)
+        made.record = lambda: setattr(made, "at", self.clock)
+        return made
+
+
+@pytest.mark.parametrize(("kernel", "calls"), [(2e-6, 100), (20e-6, 42), (5e-3, 1)])
+def test_a_kernel_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch, kernel: float, calls: int) -> None:
+    cuda = Cuda(kernel)
+    for name in ("CUDAGraph", "graph", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for name in ("Stream", "current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    times = measure.kernel_times({"call": cuda.call}, torch.device("cuda"), rounds=5, seconds=0.1)["call"]
+    assert [graph.calls for graph in cuda.graphs] == [1, calls]
+    assert 5 <= len(times) <= 200
+    for seconds in times:
+        assert kernel <= seconds <= kernel * 1.05, "neither Python's launches nor the gaps between replays"
+
+
+def test_every_script_starts_and_says_what_it_measures() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "200"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, f"benchmarks/{script.name}", "--help"],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for script in SCRIPTS
+    ]  # fmt: skip
+    assert len(started) >= 10
+    for script, process in zip(SCRIPTS, started, strict=True):
+        output, _ = process.communicate(timeout=300)
+        first = (ast.get_docstring(ast.parse(script.read_text())) or "").splitlines()[0]
+        assert process.returncode == 0, output
+        assert " ".join(first.split()) in " ".join(output.split())
+        assert "--json FILE" in output and "--allow-dirty" in output

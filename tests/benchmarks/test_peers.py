@@ -1,0 +1,160 @@
+"""Peers that benchmarks compare with: equal work on both sides, and ratios of that alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import BertLMHeadModel
+
+from benchmarks import bench_data, bench_prep
+from benchmarks import bench_predict as bench
+from benchmarks.peers import hf_plain_loop as loop
+from benchmarks.peers.hf_step import bert_config
+from megabert.config import ModelConfig
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from tests.conftest import ROOT
+from tests.helpers import wordpiece
+
+SIZE = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0, attention_dropout=0.0)
+GOLDEN = ROOT / "tests/data/golden/dataset"
+
+
+def padded_batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch as the collator gives it, 30% masked, and the ids before."""
+    torch.manual_seed(3)
+    original = torch.randint(5, 50, (4, 12))
+    real = torch.arange(12) < torch.tensor([12, 9, 5, 12])[:, None]
+    original = original.where(real, 0)
+    masked = (torch.rand(4, 12) < 0.3) & real
+    labels = original.where(masked, -100)
+    return {"input_ids": original.where(~masked, 4), "attention_mask": real.long(), "labels": labels}, original
+
+
+def test_causal_loss_is_that_of_the_causal_model() -> None:
+    batch, original = padded_batch()
+    assert torch.equal(loop.unmasked(batch), original)
+    model = loop.model_of(SIZE, dropout=0.0).eval()
+    decoder = bert_config(SIZE)
+    decoder.is_decoder = True
+    causal = BertLMHeadModel(decoder).eval()
+    causal.load_state_dict(model.state_dict())
+    labels = original.where(batch["attention_mask"].bool(), -100)
+    with torch.no_grad():
+        expected = causal(input_ids=original, attention_mask=batch["attention_mask"], labels=labels).loss
+        found = model(**loop.causal_batch(batch, original)).loss
+        masked = model(**batch).loss
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert float(masked) != pytest.approx(float(expected), rel=1e-3)
+
+
+def test_budget_is_tokens_where_they_are_given() -> None:
+    minutes, tokens = loop.PeerRecipe(minutes=2, batch=1), loop.PeerRecipe(minutes=0, batch=1, tokens=1000)
+    assert loop.budget_used(minutes, 60.0, 10**9) == 0.5 and loop.budget_used(minutes, 999.0, 0) == 1.0
+    assert loop.budget_used(tokens, 10**9, 250) == 0.25 and loop.budget_used(tokens, 0.0, 2000) == 1.0
+    assert [loop.rate(minutes, used) for used in (0.0, 0.03, 0.06, 1.0)] == pytest.approx([0.0, 2.5e-4, 5e-4, 0.0])
+    assert loop.rate(loop.PeerRecipe(minutes=1, batch=1, warmup=0.0), 0.0) == 5e-4
+
+
+def test_peer_sees_every_sequence_once_and_whole() -> None:
+    data = Dataset(GOLDEN)
+    sequences = loop.Sequences(data)
+    assert len(sequences) == data.manifest.statistics["sequences"]
+    assert sequences.lengths.sum() == data.manifest.statistics["tokens"]
+    for index in range(0, len(sequences), 37):
+        row = sequences[index]
+        ids, special = row["input_ids"], row["special_tokens_mask"]
+        assert ids[0] == 2 and ids[-1] == 3 and 0 not in ids and ids.count(3) in (1, 2)
+        assert special == [int(i in (0, 2, 3, 4)) for i in ids]
+
+
+def test_equal_sizes_and_the_least_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_data, "ROUNDS", 1)
+    monkeypatch.setattr(bench_data, "SECONDS", 0.01)
+    dataset, vocabulary = bench_data.synthetic(tmp_path, rows=1024, seq_len=32)
+    found = bench_data.measure(dataset, vocabulary, 512, [32, 256], tmp_path)
+    against = [c for c in found["comparisons"] if c["peer"].startswith(bench_data.COLLATOR)]
+    assert len(against) == 2
+    for comparison in against:
+        ours, peer = (re.search(r"of (\d+) rows", comparison[side])[1] for side in ("ours", "peer"))
+        assert ours == peer
+        rates = [found["rows_per_sec"][comparison[side]]["p50"] for side in ("ours", "peer")]
+        assert comparison["ratio"] == rates[0] / rates[1] > 0
+    assert found["ratio"] == min(c["ratio"] for c in against)
+    with pytest.raises(ValueError, match="fewer than a batch of 2048"):
+        bench_data.hugging_face(dataset, 512, 2048)
+
+
+def test_the_peers_instances_are_the_texts_ids_in_order(tmp_path: Path) -> None:
+    vocabulary = tmp_path / "vocab.txt"
+    wordpiece.write(vocabulary)
+    words = [word for word in wordpiece.WORDS if not word.startswith("##")]
+    texts = [" ".join(words[i % len(words)] for i in range(n, n + 50)) for n in range(40)]
+    (tmp_path / "a").write_text('<doc id="1" url="u" title="t">\n' + "\n\n".join(texts[:20]) + "\n</doc>\n")
+    (tmp_path / "b").write_text("\n".join(texts[20:]))
+    files = [str(tmp_path / name) for name in "ab"]
+    found = bench_prep.hugging_face(files, str(vocabulary), tmp_path / "out.npy", text_bytes=1_000_000)
+    tokenizer = Tokenizer.load(vocabulary)
+    ids = list(chain.from_iterable([7, *one, 8] for one in tokenizer.encode_batch(texts)))
+    assert (tokenizer.special_ids["cls"], tokenizer.special_ids["sep"]) == (7, 8)
+    rows = np.load(tmp_path / "out.npy")
+    assert rows.shape == (len(ids) // 128, 128) and found["instances"] == len(rows) > 5
+    assert rows.ravel().tolist() == ids[: rows.size]
+    assert found["mb_per_second"] == 1 / found["seconds"]
+
+
+def test_without_a_vocabulary_no_ratio_is_made(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("A sentence of a few words stands here. Another one follows it.\n\n" * 400)
+    command = [sys.executable, "benchmarks/bench_prep.py", "--input", str(tmp_path / "text"), "--workers", "1"]
+    command += ["--repeats", "1", "--vocab", str(tmp_path / "none.txt")]
+    tokenizer = tmp_path / "vocab.txt"
+    wordpiece.write(tokenizer)
+    done = subprocess.run([*command, "--tokenizer", str(tokenizer)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ratio not measured" in done.stdout
+
+
+def test_texts_have_the_lengths_asked_for(tmp_path) -> None:
+    wordpiece.write(tmp_path / "vocab.txt")
+    texts = bench.texts_of_tokens(tmp_path / "vocab.txt", [5, 3, 16])
+    ids = Tokenizer.load(tmp_path / "vocab.txt").encode_texts(texts)
+    assert [2 + len(text) for text in ids] == [5, 3, 16]
+    mixed = bench.lengths_of("mixed", 20_000)
+    assert mixed == bench.lengths_of("mixed", 20_000) and min(mixed) >= 8 and max(mixed) == 512
+    assert 20_000 <= sum(mixed) < 20_512 and sorted(mixed)[len(mixed) // 2] == pytest.approx(55, abs=15)
+
+
+def test_each_side_runs_at_its_best_batch() -> None:
+    def side(cost: dict[int, float]) -> bench.Side:
+        return bench.Side(lambda texts, batch: time.sleep(cost[batch]) or batch, tuple(cost))
+
+    figures, theirs, ours = bench.compare(side({1: 0.03, 8: 0.02}), side({512: 0.005, 4096: 0.04}), ["text"] * 10, 3)
+    assert (theirs, ours) == (figures["peer"]["batch"], figures["ours"]["batch"]) == (8, 512)
+    assert 2 < figures["ratio"] < 6 and len(figures["ours"]["seconds"]) == 3
+    assert bench.ratio({"peer": [4.0, 9.0, 8.0], "ours": [2.0, 1.0, 4.0]}) == 2
+
+
+@pytest.mark.slow
+def test_both_sides_compute_in_each_precision(tmp_path) -> None:
+    pytest.importorskip("sentence_transformers")
+    wordpiece.write(tmp_path / "vocab.txt")
+    words = [word for word in wordpiece.WORDS if word.isalpha()]
+    texts = [" ".join(words[i % len(words)] for i in range(n, n + 5 + n % 7)) for n in range(16)]
+    (tmp_path / "models").mkdir()
+    folders = bench.make_models("mini", tmp_path / "vocab.txt", tmp_path / "models")
+    found = bench.measure(folders, texts, tmp_path, rounds=1)
+    for what in ("vectors", "labels"):
+        assert found["fp32"][what]["error"]["peer"] == 0 < found["bf16"][what]["error"]["peer"]
+        assert found["fp32"][what]["error"]["ours"] < 1e-4 < found["bf16"][what]["error"]["ours"] < 0.1
+    assert bench.table({"mini": {"short": found}}).count("| bf16 |") == 1
