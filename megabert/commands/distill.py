@@ -3,11 +3,7 @@
     megabert distill --model TEACHER --layers N --data DIR --run DIR [section.key=value …]
 
 TEACHER is a run folder, a checkpoint or a Hugging Face folder. Starts `megabert/train.py` with the teacher's configuration,
-`model.layers` and `distill.teacher`; the same as
-
-    deepspeed megabert/train.py … model.layers=N distill.teacher=TEACHER
-
-The losses and their sources are in `megabert/distillation.py`.
+`model.layers` and `distill.teacher`. The losses and their sources are in `megabert/distillation.py`.
 """
 
 from __future__ import annotations

@@ -136,13 +136,10 @@ def backends() -> list[Finding]:
     if ops.MISSING:
         lines = [finding("operations", "native library", ops.MISSING, "make venv builds it; it needs a C++ compiler")]
     else:
-        counts = [
-            sum(name.startswith("megabert::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key))
-            for key in ("CPU", "CUDA")
-        ]
-        value = f"{ops.LIBRARY.name}: {counts[0]} operations for the CPU, {counts[1]} for CUDA"
-        lacks = device == "cuda" and not counts[1]
-        fix = "put nvcc on PATH and run make venv again" if lacks else ""
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key
+        cpu, cuda = (sum(name.startswith("megabert::") for name in registered(key)) for key in ("CPU", "CUDA"))
+        fix = "put nvcc on PATH and run make venv again" if device == "cuda" and not cuda else ""
+        value = f"{ops.LIBRARY.name}: {cpu} operations for the CPU, {cuda} for CUDA"
         lines = [finding("operations", "native library", value, fix)]
     for name in ops.BACKENDS:
         for dtype in (torch.bfloat16, torch.float32):
@@ -202,11 +199,9 @@ def show(lines: list[Finding], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
         return
-    section = ""
-    for line in lines:
-        if line.section != section:
-            section = line.section
-            print(f"\n{section}")
+    for before, line in zip([None, *lines], lines, strict=False):
+        if before is None or line.section != before.section:
+            print(f"\n{line.section}")
         print(f"  {SHOWN[line.state]} {line.name:24} {line.value}")
         if line.fix:
             print(f"     {'':24} -> {line.fix}")

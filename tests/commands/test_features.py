@@ -156,16 +156,14 @@ def test_causal_models_pool_their_last_token(run: Path) -> None:
     assert np.abs(part.vectors[shared] - part.vectors[ends[0] + shared]).max() > 0.01
 
 
-def test_encode_keeps_the_number_of_threads(run: Path, peer: Any) -> None:
+def test_encode_keeps_the_number_of_threads(run: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = Extractor(hf.load(run), batch_tokens=30).encode(TEXTS)
+        assert Extractor(hf.load(run), batch_tokens=30).encode(TEXTS).shape == (5, 32)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    want = np.stack([peer(text)[-1].mean(0) for text in TEXTS])
-    assert np.abs(found - want).max() <= 1e-5
     assert Extractor(hf.load(run)).encode([]).shape == (0, 32)
 
 
