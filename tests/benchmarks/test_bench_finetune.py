@@ -54,7 +54,7 @@ def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
 
     draw = random.Random(3)
     lengths = [draw.randint(1, 9) for _ in range(40)]
-    truth, predictions = ([tuple(draw.choices(["O", "B-a", "I-a", "B-b"], k=n)) for n in lengths] for _ in range(2))
+    truth, predictions = ([draw.choices(["O", "B-a", "I-a", "B-b"], k=n) for n in lengths] for _ in range(2))
     examples = [SentenceExample(str(n), "f", ("w",) * len(tags), tags) for n, tags in enumerate(truth)]
     task = tasks.Task("t", "tag", ("0",), "1")
     scores.write(task, [(examples, predictions)], tmp_path / "found.conll")
