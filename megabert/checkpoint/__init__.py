@@ -21,13 +21,3 @@ There is no random-number state: `megabert.common.random_numbers` makes it from 
 from megabert.checkpoint.manifest import DamagedCheckpoint
 from megabert.checkpoint.start import check_compatible, load_weights, newest_step, start_engine, write_start
 from megabert.checkpoint.store import Checkpoints
-
-__all__ = [
-    "Checkpoints",
-    "DamagedCheckpoint",
-    "check_compatible",
-    "load_weights",
-    "newest_step",
-    "start_engine",
-    "write_start",
-]

@@ -34,8 +34,6 @@ from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 
-__all__ = ["Batch", "Loader", "Update", "eval_batches"]
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
 CHUNK_TOKENS = 1 << 18

@@ -4,5 +4,3 @@ from megabert.engine.deepspeed_engine import Engine
 from megabert.engine.precision import DTYPES
 from megabert.engine.update_result import UpdateResult, loss_table
 from megabert.engine.zero_layout import Snapshot
-
-__all__ = ["DTYPES", "Engine", "Snapshot", "UpdateResult", "loss_table"]

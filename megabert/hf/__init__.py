@@ -1,5 +1,3 @@
 """Trained models: read from runs and Hugging Face folders, written as Hugging Face folders with a model card."""
 
 from megabert.hf.read import TOKENIZER_FILES, Pretrained, fingerprint, load
-
-__all__ = ["TOKENIZER_FILES", "Pretrained", "fingerprint", "load"]

@@ -64,10 +64,3 @@ class Ops:
             limits.specialize_float = True  # training and evaluation differ in the dropout rate
             layer.compile(fullgraph=True)
         return layer
-
-
-__all__ = [
-    "BACKENDS", "LIBRARY", "MISSING", "Backend", "Backends", "Ops", "Rotation", "attend", "attention_inputs", "bias_geglu",
-    "bias_gelu", "choose", "choose_all", "dropout", "dropout_add_layer_norm", "fused_softmax_mask", "has_kernel", "mlm_logits",
-    "mlm_loss", "obstacles", "only_queries", "rotate", "rotation",
-]  # fmt: skip
