@@ -72,7 +72,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, replay
     engine = tiny.engine(cfg, world)
     writes = replay is None
     checkpoints = Checkpoints(folder, world, cfg.checkpoint if writes else None)
-    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    newest = checkpoints.latest(None if replay is None else replay - 1)
     return Trainer(
         config=cfg,
         world=world,

@@ -74,6 +74,7 @@ def test_special_ids_are_neither_masked_nor_drawn(folder):
     assert 0.75 < shown_as["mask"] / total < 0.85 and min(shown_as.values()) > 0.05 * total, shown_as
 
 
+@pytest.mark.slow
 def test_train_and_evaluate(folder, tmp_path):
     done = command(
         *("megabert/train.py", "--config", "tiny", "--data", folder, "--run", tmp_path / "run"),
