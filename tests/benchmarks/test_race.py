@@ -97,7 +97,7 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("keys = 1\nabout = 1\nlr = 2", "unexpected keyword argument 'lr'"),
         ("change = ''", "argument: 'about'"),
@@ -106,9 +106,9 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
         ("about =", "recipe.toml"),
     ],
 )
-def test_a_wrong_recipe_names_file_and_field(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_recipe_names_file_and_field(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "recipe.toml").write_text(text)
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=message) as error:
         recipes.load(str(tmp_path / "recipe.toml"))
     assert "recipe.toml" in str(error.value)
 

@@ -36,8 +36,8 @@ def test_every_damage_is_seen_and_an_older_one_used(tmp_path, capsys):
         for damaged in damages(file):
             file.unlink() if damaged is None else file.write_bytes(damaged)
             assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010", (file, damaged)
-            said = capsys.readouterr().err
-            assert "going back to step-00000010" in said and file.name in said
+            errors = capsys.readouterr().err
+            assert "going back to step-00000010" in errors and file.name in errors
             file.write_bytes(whole)
             tried += 1
         assert checkpoints.latest() == newest

@@ -112,10 +112,10 @@ def test_a_file_too_large_for_the_disk_stops_or_warns(full, asynchronous, tmp_pa
             problem = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        said = problem if policy == "stop" else capsys.readouterr().err
+        message = problem if policy == "stop" else capsys.readouterr().err
         assert (policy == "stop") == bool(problem) and not checkpoints.pending
-        assert "step 2 could not be written" in said and "File too large" in said, said
-        assert len(said.strip().splitlines()) == 1 and "earlier ones are untouched" in said
+        assert "step 2 could not be written" in message and "File too large" in message, message
+        assert len(message.strip().splitlines()) == 1 and "earlier ones are untouched" in message
         assert names(run) == ["pointer.json", "step-00000001"] and stored(run) == 1
         checkpoints.save(FakeEngine(3), state(3, tiny.config()))
         checkpoints.finish()
@@ -148,7 +148,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
     return found
 
 
-def full_disk(path: Path, pieces: Any) -> Any:
+def full_disk(path: Path, slices: Any) -> Any:
     path.write_bytes(b"part of it")
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -165,7 +165,7 @@ def test_a_full_disk_of_one_rank_stops_all(tmp_path):
 def test_a_program_fault_is_raised_under_any_policy(tmp_path, monkeypatch):
     checkpoints = saved_run(tmp_path, (1,), asynchronous=True, on_error="continue")
     checkpoints.finish()
-    monkeypatch.setattr(store, "write_slices", lambda path, pieces: [][0])
+    monkeypatch.setattr(store, "write_slices", lambda path, slices: [][0])
     checkpoints.save(FakeEngine(2), state(2, tiny.config()))
     with pytest.raises(IndexError):
         checkpoints.finish()

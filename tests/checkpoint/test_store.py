@@ -65,7 +65,7 @@ class FakeEngine:
 
     def restore(self, read: Any, shapes: Any, counters: Any) -> None:
         assert shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1}
-        into = torch.zeros(self.size - 2)  # across the pieces
+        into = torch.zeros(self.size - 2)  # across the slices
         read("weight", "w", 1, into)
         self.value = float(into[0])
         for kind, more in (("weight", 0), ("exp_avg", 1), ("exp_avg_sq", 2)):
@@ -87,7 +87,7 @@ def stored(folder: Path) -> float:
 def at_moments(write: Any) -> Any:
     """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
     plain = store.write_slices
-    return lambda path, pieces: (write if group_of(path.name) == MOMENTS else plain)(path, pieces)
+    return lambda path, slices: (write if group_of(path.name) == MOMENTS else plain)(path, slices)
 
 
 # -- resume ------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def straight_and_resumed(world: World, folder: str, cases: Any) -> dict[Any, Any
 
 
 def equal(a: Snapshot, b: Snapshot) -> bool:
-    tensors = [[tensor for piece in (*s.weights, *s.moments) for tensor in piece.values.values()] for s in (a, b)]
+    tensors = [[tensor for part in (*s.weights, *s.moments) for tensor in part.values.values()] for s in (a, b)]
     return a.counters == b.counters and all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
 
 

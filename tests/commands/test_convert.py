@@ -26,8 +26,8 @@ transformers.logging.disable_progress_bar()
 def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, **changes: Any) -> Any:
     """A randomly initialised model of transformers, saved with a vocab.txt of its size; the model."""
     torch.manual_seed(4)
-    pieces = len(wordpiece.write(folder.with_suffix(".txt")).read_text(encoding="utf-8").splitlines())
-    fields: dict[str, Any] = {"vocab_size": pieces, "num_hidden_layers": 2, "hidden_size": 32}
+    tokens = len(wordpiece.write(folder.with_suffix(".txt")).read_text(encoding="utf-8").splitlines())
+    fields: dict[str, Any] = {"vocab_size": tokens, "num_hidden_layers": 2, "hidden_size": 32}
     fields |= {"num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 40}
     cls = getattr(transformers, kind)
     peer = cls(cls.config_class(**(fields | changes))).eval()
@@ -105,7 +105,7 @@ def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -
 
 def test_the_tokenizer_can_be_named(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
-    vocab = shutil.move(tmp_path / "hf" / "vocab.txt", tmp_path / "pieces")
+    vocab = shutil.move(tmp_path / "hf" / "vocab.txt", tmp_path / "tokens")
     command = ["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]
     assert convert.main(command) == 2
     assert "holds no tokenizer" in one_line(capsys)

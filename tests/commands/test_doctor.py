@@ -1,4 +1,4 @@
-"""The doctor tells the truth about this machine, about packages that only look right, and about what is missing."""
+"""The doctor reports this machine, packages that only look right, and about what is missing."""
 
 from __future__ import annotations
 

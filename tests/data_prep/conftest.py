@@ -50,7 +50,7 @@ def corpus(topics, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer_file(topics, tmp_path_factory):
-    """A unigram model of 3,000 pieces made by the command itself."""
+    """A unigram model of 3,000 tokens made by the command itself."""
     folder = tmp_path_factory.mktemp("tokenizer")
     for i, text in enumerate(topics):
         (folder / f"{i:03}.txt").write_text(text, encoding="utf-8")

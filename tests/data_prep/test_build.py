@@ -1,4 +1,4 @@
-"""The command end to end on 12 MB: the same bytes from any number of processes, and rows that say what the text said."""
+"""The command end to end on 12 MB: the same bytes from any number of processes, and rows with the words of the text."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_rows_hold_text_and_true_next_sentences(built, corpus):
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     text = "".join(path.read_text(encoding="utf-8") for path in corpus.iterdir())
     bodies = re.findall(r"<doc [^>]*>\n.*\n\n((?:.|\n)*?)</doc>", text)
-    # Each document as the string of its pieces; a part of a sequence must be found in it as it is.
+    # Each document as the string of its tokens; a part of a sequence must be found in it as it is.
     joined = "\n".join("".join(tokenizer.processor.encode(" ".join(body.split()), out_type=str)) for body in bodies)
     checked = {0: 0, 1: 0}
     for ids, first, label in sequences(folder):
@@ -159,8 +159,8 @@ def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
     """A tokenizer that is trained has the same path in every build of a folder."""
     (tmp_path / "in.txt").write_text("\n\n".join(topics[:2]), encoding="utf-8")
 
-    def build(output, pieces):
-        options = ["--vocab-size", str(pieces), "--seq-len", "32", "--workers", "1", "--quiet", "--overwrite"]
+    def build(output, vocabulary):
+        options = ["--vocab-size", str(vocabulary), "--seq-len", "32", "--workers", "1", "--quiet", "--overwrite"]
         assert main(["build", "--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/{output}", *options]) == 0
         return {path.relative_to(tmp_path / output): path.read_bytes() for path in (tmp_path / output).rglob("*.tar")}
 

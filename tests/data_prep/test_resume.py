@@ -1,4 +1,4 @@
-"""A build that was killed goes on where it was, and nobody can tell from the bytes."""
+"""A build that was killed resumes where it was, with the same bytes."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def test_killed_builds_give_the_same_bytes(arguments, whole, tmp_path):
 
 
 def test_workers_end_with_their_parent(arguments, whole, tmp_path):
-    """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that goes on."""
+    """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that resumes."""
     output = tmp_path / "out"
     process = interrupted([*arguments, "--workers", "3"], output)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -113,8 +113,8 @@ def test_tags_are_read_from_first_tokens(built):
     task = Task(name="tags", kind="tag", text=("0",), label="1", metrics=("accuracy",))
     for item, words in zip(encode(task, examples, tokenizer, ("O", "X"), SEQ_LEN), texts, strict=True):
         assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()
-        for word, piece in zip(words, item.ids[item.positions].tolist(), strict=True):
-            shown = tokenizer.tokens[piece].strip()
+        for word, token in zip(words, item.ids[item.positions].tolist(), strict=True):
+            shown = tokenizer.tokens[token].strip()
             assert shown and unicodedata.normalize("NFKC", clean.clean_word(word)).startswith(shown), (word, shown)
         if writes_without_spaces(words[0][0]):  # a space before the sentence and none inside, as in pre-training
             assert not tokenizer.word_start[item.ids[2:-1]].any()
@@ -122,16 +122,20 @@ def test_tags_are_read_from_first_tokens(built):
 
 def test_vocabulary_of_unknown_casing_is_refused(tmp_path, capsys):
     letters = sorted({c for line in lines("hi") for c in line if not c.isspace()})
-    pieces = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces += [*letters, *(f"##{c}" for c in letters)]
-    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    vocabulary = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary += [*letters, *(f"##{c}" for c in letters)]
+    (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary), encoding="utf-8")
     (tmp_path / "in.txt").write_text("\n".join(documents("hi", 9)), encoding="utf-8")
     out = tmp_path / "out"
     command = ["build", "--input", tmp_path / "in.txt", "--output", out, "--tokenizer", tmp_path / "vocab.txt"]
     command = [*map(str, command), "--workers", "1", "--quiet", "--text-documents", "line"]
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "no tokenizer_config.json beside it" in said and '"do_lower_case": false' in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert (
+        "no tokenizer_config.json beside it" in errors
+        and '"do_lower_case": false' in errors
+        and errors.count("\n") == 1
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert main(command) == 0
     tokenizer = Tokenizer.load(Dataset(out).tokenizer_path)

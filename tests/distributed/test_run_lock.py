@@ -110,5 +110,5 @@ def test_a_file_system_without_locks_warns_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     for _ in range(2):
         run_lock.take(tmp_path, ALONE)
-    said = capsys.readouterr().err
-    assert said.count("warning:") == 1 and "has no locks" in said and os.strerror(errno.ENOLCK) in said
+    errors = capsys.readouterr().err
+    assert errors.count("warning:") == 1 and "has no locks" in errors and os.strerror(errno.ENOLCK) in errors

@@ -36,8 +36,8 @@ def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, ca
     assert "error: a loader process died: DataLoader worker" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("local_rank", "watched", "said"), [(0, True, 1), (1, True, 0), (0, False, 0)])
-def test_a_mistake_while_a_run_opens_is_said_once_a_node(local_rank, watched, said, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(("local_rank", "watched", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_a_mistake_while_a_run_opens_is_printed_once_a_node(local_rank, watched, printed, tmp_path, capsys) -> None:
     def command(ranks: session.Session) -> int:
         ranks.world = replace(ranks.world, rank=8, local_rank=local_rank, size=16)
         if watched:
@@ -45,4 +45,4 @@ def test_a_mistake_while_a_run_opens_is_said_once_a_node(local_rank, watched, sa
         raise ValueError("init_from=here: no such folder")
 
     assert session.run(command) == USER_ERROR
-    assert capsys.readouterr().err.count("init_from=here: no such folder") == said
+    assert capsys.readouterr().err.count("init_from=here: no such folder") == printed

@@ -1,4 +1,4 @@
-"""What `auto` means: what a device multiplies, what all ranks are fast in, and what a run was begun in."""
+"""What `auto` means: what a device multiplies, what all ranks are fast in, and what a run started in."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ranks_take_what_all_of_them_are_fast_in(multiplies, world, caplog, monk
 
 
 def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> None:
-    """Begun where bf16 is emulated, gone on with where it is not; another precision by name is refused."""
+    """Started where bf16 is emulated, resumed where it is not; another precision by name is refused."""
 
     def opened(*overrides: str, stop_after: int | None = None) -> Any:
         cfg = configuration.load("tiny", [*SMALL, *overrides])
@@ -84,8 +84,8 @@ def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> N
     trainer = opened(stop_after=2)
     assert trainer.train() and trainer.engine.dtype == torch.float32
     trainer.close()
-    said = json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"]
-    assert said == "fp32"
+    precision = json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"]
+    assert precision == "fp32"
     multiplies(True)
     with pytest.raises(ValueError, match="precision is 'bf16' but the checkpoint was made with 'fp32'"):
         opened("precision=bf16")

@@ -71,8 +71,8 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
         finish(tmp_path)
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
-    said = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
-    assert capsys.readouterr().err.count(said) == 2
+    message = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
+    assert capsys.readouterr().err.count(message) == 2
 
 
 def test_foreign_files_of_similar_names_are_kept(tmp_path):
@@ -126,9 +126,9 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
     other = {**ACCOUNT, "options": {"seed": 1}}
     with opened(tmp_path, other, (128,), False):
         finish(tmp_path, other)
-    for begun in (False, True):
+    for started in (False, True):
         with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), True) as work:
-            assert (work / "read.json").exists() == begun and not (tmp_path / MANIFEST).exists()
+            assert (work / "read.json").exists() == started and not (tmp_path / MANIFEST).exists()
             (work / "read.json").write_text("{}")
             raise OSError(28, "No space left on device")
     (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged

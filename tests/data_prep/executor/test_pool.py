@@ -26,17 +26,17 @@ def work(item):
     return item, os.environ["OMPI_COMM_WORLD_RANK"]
 
 items = eval(sys.argv[1])
-heard = []
+received = []
 with pool.opened(None) as executor:
     if executor is None:
         sys.exit(0)
     try:
         for _ in range(2):
-            found = executor.map(work, items, heard.append)
-        assert [item for item, _ in found] == items and len(heard) == 2 * len(items)
+            found = executor.map(work, items, received.append)
+        assert [item for item, _ in found] == items and len(received) == 2 * len(items)
         print("ranks", *(rank for _, rank in found))
     except BadInput as error:
-        print("stopped by:", error, "after", len(heard))
+        print("stopped by:", error, "after", len(received))
 """
 
 
@@ -120,13 +120,13 @@ def die(item):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_are_in_the_order_of_items(workers):
-    heard = []
+    received = []
     with pool.opened(workers) as executor:
-        assert executor.map(negative, [5, 4, 2, 1, 0], heard.append) == [-5, -4, -2, -1, 0]
-        assert sorted(heard) == [-5, -4, -2, -1, 0]
-        assert executor.map(negative, [], heard.append) == []
+        assert executor.map(negative, [5, 4, 2, 1, 0], received.append) == [-5, -4, -2, -1, 0]
+        assert sorted(received) == [-5, -4, -2, -1, 0]
+        assert executor.map(negative, [], received.append) == []
         with pytest.raises(BadInput, match="three is bad"):
-            executor.map(negative, list(range(6)), heard.append)
+            executor.map(negative, list(range(6)), received.append)
 
 
 def leave_a_mark(item):

@@ -36,17 +36,17 @@ def test_documents_are_kept_by_label_probability(model):
     assert one.keeps(english) and not one.keeps(german) and both.keeps(english) and both.keeps(german)
     mixed = TEXTS["en"][:38] + TEXTS["de"][:38]
     assert not Classifier(model, ("en",), 0.999).keeps(mixed) and Classifier(model, ("en",), 0.0).keeps(mixed)
-    assert not one.keeps("") and not one.keeps("\n\n")  # tells nothing
+    assert not one.keeps("") and not one.keeps("\n\n")  # has no evidence
     assert one.keeps(english.replace(" ", "\n")) and one.keeps(text("en", rng, 4000)[:10_000] + german * 900)
 
 
 def test_mistakes_are_named(model, tmp_path):
     (tmp_path / "no.bin").write_bytes(b"no model")
-    for classifier, said in (
+    for classifier, message in (
         (Classifier(str(tmp_path / "gone.bin"), ("en",), 0.5), "gone.bin: no such model file"),
         (Classifier(str(tmp_path / "no.bin"), ("en",), 0.5), "no.bin: not a fastText model"),
     ):
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(BadInput, match=message):
             classifier.check()
 
 

@@ -21,7 +21,7 @@ PACK = {"": bytes, **PACK}
 
 FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "parquet", "arrow")
 few = settings(derandomize=True, max_examples=150, deadline=None, database=None)
-PIECES = {
+SNIPPETS = {
     "wiki": (b"<doc ", b"</doc>", b'id="1">\n', b"T\n\n", b"text ", b"<d", b"oc ", b"</", b"doc>", b"\n", b">", b"\xff", b"\xc3\xa9"),
     "mediawiki": (b"<page>", b"</page>", b"<title>", b"</title>", b"<text>", b"</text>", b"word ", b"&l;", b"[[", b"]]", b"{{", b"}}",
                   b"<pa", b"ge>", b"\n", b"\xff", b"\0"),
@@ -32,7 +32,7 @@ PIECES = {
 
 
 def soup(kind):
-    return st.lists(st.sampled_from(PIECES[kind]) | st.binary(max_size=3), max_size=60).map(b"".join)
+    return st.lists(st.sampled_from(SNIPPETS[kind]) | st.binary(max_size=3), max_size=60).map(b"".join)
 
 
 def read(path, problems, **options):
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 @settings(few, max_examples=40)
 @given(data=st.data())
 def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data):
-    content = data.draw(st.binary(max_size=300) | soup(format_ if format_ in PIECES else "wiki"))
+    content = data.draw(st.binary(max_size=300) | soup(format_ if format_ in SNIPPETS else "wiki"))
     packed = PACK[kind](content)
     damage = data.draw(st.integers(0, 3))
     if damage == 1:
@@ -77,7 +77,7 @@ def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data
         assert not set(skipping.counts) - {"empty file"}
 
 
-@pytest.mark.parametrize("kind", PIECES)
+@pytest.mark.parametrize("kind", SNIPPETS)
 @few
 @given(data=st.data())
 def test_any_ranges_give_the_same_documents(kind, folder, data):
@@ -92,8 +92,8 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
         one, want = read(path, whole := Problems("skip"), **options)
         many, small = mock.patch.object(documents, "RANGE_BYTES", step), data.draw(st.integers(1, 50))
         with many, mock.patch.object(formats, "STEP", small):
-            pieces, found = read(path, cut := Problems("skip"), **options)
-    assert one == 1 and (pieces > 1 or len(content) <= step * 3 // 2)
+            parts, found = read(path, cut := Problems("skip"), **options)
+    assert one == 1 and (parts > 1 or len(content) <= step * 3 // 2)
     assert found == want
     assert cut.counts == whole.counts and cut.dropped == whole.dropped
 
@@ -113,8 +113,8 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
         mock.patch.object(documents, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
         mock.patch.object(documents, "_must_unpack", lambda file, head: False),
     ):
-        pieces, found = read(path, cut := Problems("skip"), format=kind)
-    assert pieces > 1 or len(packed) < 400
+        parts, found = read(path, cut := Problems("skip"), format=kind)
+    assert parts > 1 or len(packed) < 400
     assert [text for _, text in found] == [text for _, text in want]
     assert cut.counts == whole.counts and cut.dropped == whole.dropped
 

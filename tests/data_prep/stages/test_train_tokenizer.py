@@ -14,7 +14,7 @@ from data_prep.stages.train_tokenizer import STEPS, exact, train, train_files
 from megabert.data.tokenizer import Casing, Tokenizer
 
 
-def pieces(model: bytes) -> list[tuple[str, int, float]]:
+def entries(model: bytes) -> list[tuple[str, int, float]]:
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     return [(piece.piece, piece.type, piece.score) for piece in proto.pieces]
 
@@ -22,7 +22,7 @@ def pieces(model: bytes) -> list[tuple[str, int, float]]:
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 def test_scores_are_whole_steps(model_type: str, topics: list[str]) -> None:
     model = train(topics, BuildOptions(vocab_size=300, model_type=model_type))
-    scores = [score for *_, score in pieces(model)]
+    scores = [score for *_, score in entries(model)]
     assert min(scores) < -8 and all((score * STEPS).is_integer() for score in scores)
 
 
@@ -34,7 +34,7 @@ def test_rounding_changes_nothing_else() -> None:
     proto.normalizer_spec.name = "nmt_nfkc"
     before = proto.SerializeToString()
     after = exact(before)
-    assert pieces(after) == [("[UNK]", 2, 0.0), ("\u2581the", 1, -804 / 256), ("a", 1, -696 / 256), ("x", 1, -12.0)]
+    assert entries(after) == [("[UNK]", 2, 0.0), ("\u2581the", 1, -804 / 256), ("a", 1, -696 / 256), ("x", 1, -12.0)]
     again = sentencepiece_model_pb2.ModelProto.FromString(after)
     for piece, old in zip(again.pieces, proto.pieces, strict=True):
         piece.score = old.score
@@ -64,7 +64,7 @@ def test_wordpiece_vocabulary_is_reproducible(topics: list[str], tmp_path: Path)
 
 
 def test_wordpiece_vocabulary_size_is_exact(tmp_path: Path) -> None:
-    """Ideographs are words of their own: none goes on with one. Syllables of Hangul do."""
+    """Ideographs are words of their own: none continues with one. Syllables of Hangul do."""
     options: dict[str, Any] = {"model_type": "wordpiece", "character_coverage": 1.0}
     ideographs = ["".join(chr(0x4E00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]
     tokenizer = trained(ideographs, tmp_path, vocab_size=400, **options)
