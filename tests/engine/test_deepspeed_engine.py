@@ -10,7 +10,7 @@ import torch
 
 from megabert import ops
 from megabert.engine import steps
-from tests.helpers import tiny
+from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -166,14 +166,15 @@ def uneven_evaluation(world: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[Any, Any]]:
-    return run_ranks(2, two_ranks, timeout=240)
+def two(tmp_path_factory) -> list[dict[Any, Any]]:
+    return once.value(tmp_path_factory, "engine-two", lambda: run_ranks(2, two_ranks, timeout=240))
 
 
 @pytest.fixture(scope="module")
-def more() -> list[dict[Any, Any]]:
+def more(tmp_path_factory) -> list[dict[Any, Any]]:
     """The other cases on two ranks."""
-    return run_ranks(2, of_cases, OTHERS, (0, 1, 3), timeout=480)
+    run = lambda: run_ranks(2, of_cases, OTHERS, (0, 1, 3), timeout=480)  # noqa: E731
+    return once.value(tmp_path_factory, "engine-more", run)
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import forked
+from tests.helpers import forked, once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,18 +55,6 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of this name that `make` fills once for all processes of the test run."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / name
-    with open(shared / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            make(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 600 KB of English: the topics of Python's language reference, one a document."""
@@ -80,7 +66,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.mkdir()
         (folder / "topics.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
 
-    return once(tmp_path_factory, "corpus", make)
+    return once.folder(tmp_path_factory, "corpus", make)
 
 
 @pytest.fixture(scope="session")
@@ -92,4 +78,4 @@ def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         assert done.returncode == 0, done.stderr
 
-    return once(tmp_path_factory, "topics", make)
+    return once.folder(tmp_path_factory, "topics", make)

