@@ -13,7 +13,7 @@ import pytest
 from megabert.checkpoint import Checkpoints
 from megabert.distributed.watchdog import Watchdog
 from megabert.trainer import Trainer
-from tests.helpers import tiny
+from tests.helpers import once, tiny
 from tests.helpers.host_reads import HostReads, pretend_device
 from tests.helpers.loop import StopAt, Workload
 from tests.helpers.ranks import run_ranks
@@ -104,8 +104,8 @@ def run(world: Any, reads: HostReads) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    return run_ranks(1, waits)[0]
+def found(tmp_path_factory) -> dict[Any, Any]:
+    return once.value(tmp_path_factory, "host-reads", lambda: run_ranks(1, waits)[0])
 
 
 def test_an_update_waits_for_nothing(found):

@@ -16,7 +16,7 @@ from megabert.optim.guarded import parameter_groups
 from megabert.optim.lamb import Lamb
 from megabert.optim.muon import Muon
 from tests.checkpoint.test_store import state
-from tests.helpers import tiny
+from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
 from tests.optim.test_muon import BETAS, DECAY, EPS, LR, check, clip, plain_run, train
 
@@ -36,8 +36,9 @@ def under_zero(world: Any, setups: dict[str, list[Any]], split: tuple[int, ...] 
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[Any, Any]:
-    return run_ranks(2, under_zero, USUAL, (1, 3), timeout=240)[0]
+def two_ranks(tmp_path_factory) -> dict[Any, Any]:
+    run = lambda: run_ranks(2, under_zero, USUAL, (1, 3), timeout=240)[0]  # noqa: E731
+    return once.value(tmp_path_factory, "optimizers", run)
 
 
 @pytest.mark.dist
