@@ -181,7 +181,7 @@ def build_engine(
 
     def build() -> BertForPreTraining:
         if not config.distill.teacher:
-            return new_model(config, world, counts)
+            return on_every_rank(world, lambda: new_model(config, world, counts))
         return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
 
     return Engine(config, build, world, deepspeed_extra)
