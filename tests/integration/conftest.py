@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.common.hardware import free_port
 from tests.helpers import forked, once
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,12 +43,6 @@ def _forked_as(words: list[str]) -> list[str]:
         case ["-m", "data_prep", *rest]:
             return ["prep", *rest]
     return []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def metrics(run: Path) -> list[dict]:

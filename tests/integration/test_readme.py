@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SMALL = "model.hidden=32 log.interval=4 eval.rows=64 batch.global_size=32 batch.micro_size=16"
@@ -125,14 +127,6 @@ def test_pre_training_on_your_own_text_line_by_line(tmp_path) -> None:
     figures = json.loads(shown["megabert evaluate"])
     assert figures["step"] == 8 and figures["eval/mlm_loss"] < losses(tmp_path / "runs/mini")[0][1]
     assert "train/loss" in shown["tensorboard"] and "eval/mlm_loss" in shown["tensorboard"]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow
