@@ -1,7 +1,6 @@
-"""Hashes of segments against plain Python integers, and bytes of words."""
+"""Hashes of segments against plain Python integers."""
 
 import random
-from itertools import pairwise
 
 import numpy as np
 
@@ -27,16 +26,3 @@ def test_runs_equal_a_plain_sum_with_python_integers() -> None:
             for run in runs
         ]
         assert arrays.segment_hashes(parts, edges, seed).tolist() == expected
-
-
-def test_sums_of_empty_segments_are_zero() -> None:
-    values = np.array([1, 2, 4, 8], np.uint8)
-    assert arrays.segment_sums(values, np.array([0, 0, 1, 1, 4, 4])).tolist() == [0, 1, 0, 14, 0]
-    assert arrays.segment_sums(values[:0], np.array([0, 0, 0])).tolist() == [0, 0]
-
-
-def test_words_are_bytes_with_a_nul_after_each() -> None:
-    text, edges = arrays.word_bytes(["ab", "", "\u00e9", "\ud800"])
-    cut = [text[a:b].tobytes() for a, b in pairwise(edges)]
-    assert cut == [b"ab\0", b"\0", b"\xc3\xa9\0", b"\xed\xa0\x80\0"]
-    assert [array.tolist() for array in arrays.word_bytes([])] == [[], [0]]

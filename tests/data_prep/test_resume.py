@@ -70,32 +70,6 @@ def test_killed_builds_give_the_same_bytes(arguments, whole, tmp_path):
     assert contents(output) == want
 
 
-def test_workers_end_with_their_parent(arguments, whole, tmp_path):
-    """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that resumes."""
-    output = tmp_path / "out"
-    process = interrupted([*arguments, "--workers", "3"], output)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) >= 3
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    os.killpg(process.pid, signal.SIGCONT)  # Python's own resource tracker ends by itself
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{child}/exe").exists() for child in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [child for child in children if Path(f"/proc/{child}/exe").exists()]
-    assert run(arguments, output).returncode == 0
-    assert contents(output) == whole[1]
-
-
-def test_finished_build_is_left_alone(arguments, whole, tmp_path):
-    output = tmp_path / "out"
-    assert run(arguments, output).returncode == 0
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    result = run(arguments, output)
-    assert result.returncode == 0 and "nothing to do" in result.stdout
-    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
-
-
 def interrupted(arguments, output):
     """A build that is stopped (SIGSTOP) once it has read something."""
     process = start(arguments, output)
@@ -107,13 +81,21 @@ def interrupted(arguments, output):
     return process
 
 
-def test_unfinished_build_refuses_other_options(arguments, whole, tmp_path):
+def test_parent_is_killed_and_other_options_refused(arguments, whole, tmp_path):
+    """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that resumes."""
     output = tmp_path / "out"
-    process = interrupted(arguments, output)
+    process = interrupted([*arguments, "--workers", "3"], output)
     result = run(arguments, output)
     assert result.returncode == 2 and "another build is writing there" in result.stderr
-    os.killpg(process.pid, signal.SIGKILL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= 3
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    os.killpg(process.pid, signal.SIGCONT)  # Python's own resource tracker ends by itself
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{child}/exe").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [child for child in children if Path(f"/proc/{child}/exe").exists()]
     assert not list(output.rglob("manifest.json"))
     result = run(arguments, output, "--vocab-size", "2001")
     assert result.returncode == 2
@@ -121,6 +103,10 @@ def test_unfinished_build_refuses_other_options(arguments, whole, tmp_path):
     result = run(arguments, output)
     assert result.returncode == 0 and "resumed" in result.stdout
     assert contents(output) == whole[1]
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    result = run(arguments, output)
+    assert result.returncode == 0 and "nothing to do" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
 def test_only_a_corrected_file_is_read_again(arguments, whole, corpus, tmp_path):

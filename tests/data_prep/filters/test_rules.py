@@ -1,4 +1,4 @@
-"""Every rule with a document on its limit and one beyond; limits from a command line; facts and hashes of words; n-gram shares."""
+"""Every rule with a document on its limit and one beyond; limits from a command line; hashes of documents; n-gram shares."""
 
 import random
 from collections import Counter
@@ -8,18 +8,12 @@ import pytest
 
 from data_prep.common.errors import BadInput
 from data_prep.filters import measures, repetition, rules
-from data_prep.filters.measures import BULLET, ELLIPSIS, ELLIPSIS_END, LETTER, MARK_END, NUMBER_SIGN, SENTENCE_END
 from data_prep.filters.rules import REASONS, judge, judge_lines, parse
-from data_prep.text import sentences
 from tests.helpers.prep_texts import batch_of
 
 A10, A11 = "a b c d e f g h i j", "a b c d e f g h i j k"
 Z = "z" * 20
 ALL = dict.fromkeys(repetition.TOP + repetition.REPEATED, 0.0)
-
-
-def described(words):
-    return measures.describe_words(words, sentences.ends(words))
 
 
 def reasons(documents, limits):
@@ -33,11 +27,14 @@ CASES = [
     ("min-mean-word", 2, "aaa b", "aa b"),
     ("max-mean-word", 2, "aaa b", "aaaa b"),
     ("min-letter-words", 0.8, "a é 3c 中 5", "a b 3 c 5"),
+    ("min-letter-words", 0.5, "naïve 1,234 C# №", "naïve 1,234 -5 №"),
     ("max-symbol-share", 0.1, f"{A10[:-2]} #j", f"{A10[:-4]} #i #j"),
     ("max-symbol-share", 0.2, "a... b… #c # e f g h i j", "a... b… c...d # #f g h i j"),
+    ("max-symbol-share", 0.25, "C#…x .. c d", "C#…x .. #1 d"),
     ("max-bullet-lines", 0.5, "• a\n- b\nc -\n-5", "•a\n* b\n– c\nd"),
     ("max-ellipsis-lines", 0.5, "a...\nb…\n...c\nd... e", "a...\n\nb…\n...\nd"),
     ("min-sentences", 2, "A bb. C dd! E", "A bb. C dd, Mr. E"),
+    ("min-sentences", 2, 'Вот конец.» "end!"', "Вот конец.» end,"),
     ("max-duplicate-lines", 0.5, "a\nb\na\n\n a", "a\nb\na\na\na"),
     ("max-duplicate-line-characters", 0.5, "ab c\nabc\nab  c\nabc", "ab c\nab c\nab c\nd"),
     ("max-curly-brackets", 1, "a {b} c", "a {b c}"),
@@ -94,7 +91,7 @@ def test_empty_documents_fail_counts_alone():
         assert reasons(["", "A b cc."], {name: 1}) == [name, ""]
     none = batch_of([])
     assert len(judge(none, parse(["gopher"]))) == 0
-    assert len(none.document_hashes(0)) == 0 and len(described([])) == 0
+    assert len(none.document_hashes(0)) == 0
 
 
 def test_verdict_depends_on_the_document_alone(monkeypatch):
@@ -109,6 +106,7 @@ def test_verdict_depends_on_the_document_alone(monkeypatch):
     assert len(set(together.tolist())) >= 6, "the documents should break several rules"
     assert [int(judge(batch_of([document]), limits)[0]) for document in documents] == together.tolist()
     monkeypatch.setattr(rules, "CHUNK_WORDS", 100)
+    monkeypatch.setattr(measures, "WORDS_AT_ONCE", 7)
     assert judge(batch_of(documents), limits).tolist() == together.tolist()
 
 
@@ -126,14 +124,11 @@ def test_presets_have_the_published_limits():
     }  # fmt: skip
 
 
-def test_later_limits_replace_earlier_ones():
+def test_later_limits_replace_earlier_bad_are_refused():
     assert parse([]) == parse(["gopher", "off"]) == {} and parse(["max-top-2-gram"]) == {"max-top-2-gram": 0.2}
     mixed = parse(["gopher", "min-words=20", "max-words=off", "min-sentences"])
     assert (mixed["min-words"], mixed["min-sentences"], mixed["max-top-3-gram"]) == (20, 5, 0.18)
     assert "max-words" not in mixed
-
-
-def test_bad_limits_are_refused():
     for item, error in (
         ("min-word=3", "no rule 'min-word'; the nearest is 'min-words'"),
         ("max-symbol-share=2", "give a share in 0..1 or off"),
@@ -141,32 +136,6 @@ def test_bad_limits_are_refused():
     ):
         with pytest.raises(BadInput, match=f"--filters {item}: {error}"):
             parse([item])
-
-
-@pytest.mark.parametrize(
-    ("word", "flags"),
-    [
-        ("naïve", LETTER), ("中文", LETTER), ("1,234", 0), ("№", 0), ("", 0), ("-", BULLET), ("–", BULLET),
-        ("•word", BULLET | LETTER), ("-5", 0), ("#1", NUMBER_SIGN), ("C#…x", LETTER | NUMBER_SIGN | ELLIPSIS),
-        ("a...b", LETTER | ELLIPSIS), ("..", 0), ("end....", LETTER | ELLIPSIS | ELLIPSIS_END | SENTENCE_END),
-        ("end…", LETTER | ELLIPSIS | ELLIPSIS_END | SENTENCE_END), ('"end!"', LETTER | SENTENCE_END),
-        ("конец.»", LETTER | SENTENCE_END), ("Mr.", LETTER),
-    ],
-)  # fmt: skip
-def test_flags_of_a_word(word, flags):
-    facts = described(["...", word, "."])  # neighbours must not leak in
-    ends = np.uint8(SENTENCE_END | MARK_END)
-    assert facts["flags"][1] & ~ends == flags & ~int(ends)
-    if word not in ("..", ""):
-        assert facts["flags"][1] & ~np.uint8(MARK_END) == flags
-    assert facts["characters"].tolist() == [3, len(word), 1]
-
-
-def test_facts_of_many_words_equal_those_of_each():
-    words = [f"w{i}" + "é" * (i % 3) + "." * (i % 5) for i in range(measures.WORDS_AT_ONCE + 50)]
-    together = described(words)
-    for i in (0, 1, 7, measures.WORDS_AT_ONCE - 1, measures.WORDS_AT_ONCE, len(words) - 1):
-        assert described([words[i]])[0] == together[i]
 
 
 def test_document_hashes_ignore_whitespace_alone():

@@ -107,12 +107,6 @@ def test_truncation_equals_one_token_at_a_time():
         assert spans[0, 0] >= 100 and spans[0, 1] <= 100 + a and spans[0, 2] >= 300 and spans[0, 3] <= 300 + b
 
 
-def fill(ranges, seq_len):
-    """Share of the rows that packed sequences with their two special tokens fill."""
-    lengths = ranges.spans[:, 1] - ranges.spans[:, 0] + 2
-    return lengths.sum() / (pack(lengths, seq_len, 8)[3] * seq_len)
-
-
 def test_filled_rows_drop_nothing():
     encoded = random_documents(100, 7, 1, 200)
     word_start = np.random.default_rng(9).random(len(encoded.tokens) + 10) < 0.7
@@ -125,7 +119,8 @@ def test_filled_rows_drop_nothing():
     inside = ~np.isin(begin, np.append(0, sentences))
     assert inside.sum() > 50 and word_start[encoded.tokens[begin[inside]]].all()
     none = filled_rows(encoded, 126, 0.0, np.zeros_like(word_start), np.random.default_rng(8))
-    assert fill(none, 128) > 0.98  # of text without spaces a word is as long as its sentence
+    lengths = none.spans[:, 1] - none.spans[:, 0] + 2  # of text without spaces a word is as long as its sentence
+    assert lengths.sum() > 0.98 * pack(lengths, 128, 8)[3] * 128
 
 
 def naive_best_fit(lengths, capacity, slots):
