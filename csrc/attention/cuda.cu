@@ -14,7 +14,7 @@ AttentionShape check(const char* op, const Tensor& qkv, const std::optional<Tens
                      const Tensor& end, int64_t heads) {
   check_cuda(op, "qkv", qkv);
   const AttentionShape shape = check_attention(op, qkv, bias, start, end, heads);
-  STD_TORCH_CHECK(qkv.scalar_type() != ScalarType::Float, op, ": qkv has dtype Float, not BFloat16 or Half as on CUDA");
+  STD_TORCH_CHECK(qkv.scalar_type() == ScalarType::BFloat16, op, ": qkv has dtype Float, not BFloat16 as on CUDA");
   STD_TORCH_CHECK(shape.size <= kHeadSize && shape.size % kGroup == 0, op, ": heads have size ", shape.size,
                   ", not a multiple of ", kGroup, " up to ", kHeadSize, " as on CUDA");
   STD_TORCH_CHECK(shape.tokens * qkv.size(2) < (int64_t{1} << 31) && shape.batch * shape.heads < (int64_t{1} << 31), op,
@@ -23,19 +23,15 @@ AttentionShape check(const char* op, const Tensor& qkv, const std::optional<Tens
   return shape;
 }
 
-template <class T>
+// What the tensor cores multiply.
+using T = __nv_bfloat16;
+
 AttentionRows<T> arguments(const AttentionShape& shape, const Tensor& qkv, const Tensor& start, const Tensor& end) {
   AttentionRows<T> a{};
   a.qkv = data<T>(qkv), a.start = data<int32_t>(start), a.end = data<int32_t>(end);
   a.tokens = static_cast<int>(shape.tokens), a.heads = static_cast<int>(shape.heads), a.size = static_cast<int>(shape.size);
   a.root = 1.0f / std::sqrt(static_cast<float>(shape.size));
   return a;
-}
-
-template <class F>
-void with_half_type(ScalarType type, F f) {
-  if (type == ScalarType::BFloat16) f(__nv_bfloat16{});
-  else f(__half{});
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tensor>& bias, const Tensor& key_start,
@@ -49,15 +45,12 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tens
   Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
   Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
   if (!lse.numel()) return {context, lse};
-  with_half_type(qc.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    AttentionRows<T> a = arguments<T>(shape, qc, start, end);
-    a.context = out<T>(context), a.lse = out<float>(lse);
-    const dim3 grid(static_cast<unsigned>(shape.batch * shape.heads),
-                    static_cast<unsigned>(ceil_div(shape.tokens, kBlockQueries)));
-    attention_forward<T><<<grid, kAttentionThreads, kForwardShared, device.stream>>>(a, dropout, data<int64_t>(seed));
-    check_launch(op);
-  });
+  AttentionRows<T> a = arguments(shape, qc, start, end);
+  a.context = out<T>(context), a.lse = out<float>(lse);
+  const dim3 grid(static_cast<unsigned>(shape.batch * shape.heads),
+                  static_cast<unsigned>(ceil_div(shape.tokens, kBlockQueries)));
+  attention_forward<T><<<grid, kAttentionThreads, kForwardShared, device.stream>>>(a, dropout, data<int64_t>(seed));
+  check_launch(op);
   return {context, lse};
 }
 
@@ -81,22 +74,19 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
   const int64_t lines = shape.tokens > kBlockKeys ? tiles * kGradientQueries : 0;
   const Tensor partial = torch::stable::new_empty(qc, {blocks, lines, kHeadSize}, ScalarType::Float),
                sums = torch::stable::new_empty(qc, {shape.batch, width}, ScalarType::Float);
-  with_half_type(qc.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    AttentionRows<T> a = arguments<T>(shape, qc, start, end);
-    a.context = const_cast<T*>(data<T>(cc)), a.lse = const_cast<float*>(data<float>(lc));
-    a.grad = data<T>(gc), a.dqkv = out<T>(dqkv), a.partial = out<float>(partial);
-    a.sums = out<float>(sums);
-    const int64_t bytes = GradientShared<T>::bytes(tiles);
-    STD_TORCH_CHECK(cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(bytes)) == cudaSuccess,
-                    op, ": rows of ", shape.tokens, " tokens need ", bytes,
-                    " bytes of shared memory a block: more than this GPU has");
-    attention_gradient<T><<<static_cast<unsigned>(blocks), kAttentionThreads, static_cast<size_t>(bytes), device.stream>>>(
-        a, dropout, data<int64_t>(seed));
-    check_launch(op);
-    reduce_lines_on(device.stream, data<float>(sums), out<T>(dbias), shape.batch, width, width, op);
-  });
+  AttentionRows<T> a = arguments(shape, qc, start, end);
+  a.context = const_cast<T*>(data<T>(cc)), a.lse = const_cast<float*>(data<float>(lc));
+  a.grad = data<T>(gc), a.dqkv = out<T>(dqkv), a.partial = out<float>(partial);
+  a.sums = out<float>(sums);
+  const int64_t bytes = GradientShared<T>::bytes(tiles);
+  STD_TORCH_CHECK(cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(bytes)) == cudaSuccess,
+                  op, ": rows of ", shape.tokens, " tokens need ", bytes,
+                  " bytes of shared memory a block: more than this GPU has");
+  attention_gradient<T><<<static_cast<unsigned>(blocks), kAttentionThreads, static_cast<size_t>(bytes), device.stream>>>(
+      a, dropout, data<int64_t>(seed));
+  check_launch(op);
+  reduce_lines_on(device.stream, data<float>(sums), out<T>(dbias), shape.batch, width, width, op);
   return {dqkv, dbias};
 }
 

@@ -36,9 +36,8 @@ inline void check_dtype(const char* op, const char* name, const Tensor& t, Scala
 
 inline void check_compute_dtype(const char* op, const char* name, const Tensor& t) {
   const ScalarType type = t.scalar_type();
-  const bool half = type == ScalarType::Half && t.is_cuda();
-  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float || half, op, ": ", name, " has dtype ",
-                  torch::headeronly::toString(type), ", not BFloat16 or Float", t.is_cuda() ? " or Half" : "");
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float, op, ": ", name, " has dtype ",
+                  torch::headeronly::toString(type), ", not BFloat16 or Float");
 }
 
 inline void check_cpu(const char* op, const char* name, const Tensor& t) {

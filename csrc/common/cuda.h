@@ -36,7 +36,6 @@ inline void check_launch(const char* op) {
 template <class F>
 void with_type(ScalarType type, F f) {
   if (type == ScalarType::BFloat16) f(__nv_bfloat16{});
-  else if (type == ScalarType::Half) f(__half{});
   else f(float{});
 }
 

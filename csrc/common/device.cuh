@@ -12,7 +12,6 @@
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #endif
 
 namespace megabert {
@@ -25,10 +24,8 @@ constexpr float kLog2e = 1.44269504f;
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, float* to) { *to = x; }
 __device__ inline void from_float(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
-__device__ inline void from_float(float x, __half* to) { *to = __float2half_rn(x); }
 
 // As a store to T and a load would give it back.
 template <class T>
@@ -73,15 +70,8 @@ __device__ inline void unpack_pair(uint32_t word, __nv_bfloat16, float* x) {
   const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
   x[0] = pair.x, x[1] = pair.y;
 }
-__device__ inline void unpack_pair(uint32_t word, __half, float* x) {
-  const float2 pair = __half22float2(bits_as<__half2>(word));
-  x[0] = pair.x, x[1] = pair.y;
-}
 __device__ inline uint32_t pack_pair(float low, float high, __nv_bfloat16) {
   return bits_as<uint32_t>(__floats2bfloat162_rn(low, high));
-}
-__device__ inline uint32_t pack_pair(float low, float high, __half) {
-  return bits_as<uint32_t>(__floats2half2_rn(low, high));
 }
 
 // 8 columns of a row as they lie in memory. Columns past the row's end are zero.

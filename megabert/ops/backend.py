@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_native.abi3.so"
-NATIVE_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
+NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 # role -> its backends and, for those in the native library, the operation of it that must have a kernel for them to run.
 # A role is a field of `Backends` and of OpsConfig (config/schema.py), in this order; its first backend always runs.
 ROLES: dict[str, dict[str, str]] = {
@@ -103,14 +103,14 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return MISSING
         if not has_kernel(kernel, device):
             return f"the native library has no {device} code for it"
-        if dtype not in NATIVE_DTYPES[device]:
-            return f"native code takes {', '.join(map(_short, NATIVE_DTYPES[device]))}, not {_short(dtype)}"
+        if dtype not in NATIVE_DTYPES:
+            return f"native code takes {', '.join(map(_short, NATIVE_DTYPES))}, not {_short(dtype)}"
     if name in WHOLE_SEQUENCES and device != "cuda":
         return f"{WHOLE_SEQUENCES[name]} needs a CUDA device"
     if name in WHOLE_SEQUENCES or (op == "attention" and name == "native" and device == "cuda"):
         kind = WHOLE_SEQUENCES.get(name, "native attention")
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"{kind} takes bfloat16 and float16, not {_short(dtype)}"
+        if dtype != torch.bfloat16:
+            return f"{kind} takes bfloat16, not {_short(dtype)}"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
             return f"{kind} needs compute capability 8.0 or newer"
         if name == "native" and (head_size > 64 or head_size % 8):

@@ -137,15 +137,14 @@ def test_nan_is_seen() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["varlen", "cudnn"])
-def test_torchs_kernels_over_sequences_against_sdpa(backend: str, dtype: torch.dtype) -> None:
+def test_torchs_kernels_over_sequences_against_sdpa(backend: str) -> None:
     rows, width, heads, size = [[20, 1, 19], [45], [0]], 45, 3, 64
     start, end, lengths = bounds(*rows, width=width)
     compact, slots, start, end = (t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end))
     outs, grads = [], []
     for name, given in (("sdpa", slots), (backend, slots), (backend, compact)):
-        qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", dtype).requires_grad_()
+        qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", torch.bfloat16).requires_grad_()
         inputs = ops.attention_inputs(name, start, end, given)
         out = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([1], device="cuda"), 0, name)
         real = out * (end > 0)[..., None]

@@ -81,11 +81,11 @@ def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.
     monkeypatch.setattr(backend, "MISSING", "")
     monkeypatch.setattr(backend, "has_kernel", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ops.choose("attention", "native", "cuda", torch.float16, head_size=8).name == "native"
+    assert ops.choose("attention", "native", "cuda", torch.bfloat16, head_size=8).name == "native"
     for dtype, size, reason in (
-        (torch.float32, 64, "takes bfloat16 and float16, not float32"),
+        (torch.float32, 64, "takes bfloat16, not float32"),
         (torch.bfloat16, 128, "takes heads of at most 64 columns, a multiple of 8, not 128"),
-        (torch.float16, 20, "takes heads of at most 64 columns, a multiple of 8, not 20"),
+        (torch.bfloat16, 20, "takes heads of at most 64 columns, a multiple of 8, not 20"),
     ):
         with pytest.raises(ValueError, match=f"cannot run on cuda in .*: native attention {reason}"):
             ops.choose("attention", "native", "cuda", dtype, head_size=size)

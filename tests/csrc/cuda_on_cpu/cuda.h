@@ -46,11 +46,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float f) {
   if (f != f) return {0x7FFF};
   return {static_cast<uint16_t>((u + 0x7FFF + ((u >> 16) & 1)) >> 16)};
 }
-struct __half {
-  _Float16 value;
-};
-inline float __half2float(__half x) { return static_cast<float>(x.value); }
-inline __half __float2half_rn(float f) { return {static_cast<_Float16>(f)}; }
 struct float2 {
   float x, y;
 };
@@ -60,14 +55,9 @@ struct uint4 {
 struct __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };
-struct __half2 {
-  __half x, y;
-};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {__bfloat162float(v.x), __bfloat162float(v.y)}; }
-inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
-inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 // The special function unit's results, each as wrong as it may be: in one direction or the other, by the argument's last bit.
@@ -98,8 +88,11 @@ struct Copy {  // asked for and not done yet
   unsigned group;
 };
 
+// It runs one body after another, so that it is entered once; then _setjmp and _longjmp, which spare swapcontext's call of the
+// kernel, take it up where it yielded.
 struct Fibre {
-  ucontext_t context;
+  ucontext_t entry;
+  jmp_buf yielded;
   std::unique_ptr<char[]> stack;
   State state;
   unsigned x, y;
@@ -112,7 +105,7 @@ constexpr size_t kStack = 96 << 10;
 constexpr int kWarpSize = 32;
 
 inline std::vector<Fibre> fibres;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fibre* current = nullptr;
 inline std::function<void()> body;
 inline float slots[1024];
@@ -124,19 +117,26 @@ inline size_t dynamic_bytes = 0;
 
 inline void yield(State state) {
   current->state = state;
-  swapcontext(&current->context, &scheduler);
+  if (!_setjmp(current->yielded)) _longjmp(scheduler, 1);
 }
 
 inline void start() {
-  body();
-  current->state = State::done;
-  swapcontext(&current->context, &scheduler);
+  for (;;) {
+    body();
+    yield(State::done);
+  }
 }
 
 inline void resume(Fibre& fibre) {
   current = &fibre;
   threadIdx = dim3(fibre.x, fibre.y);
-  swapcontext(&scheduler, &fibre.context);
+  if (_setjmp(scheduler)) return;
+  if (fibre.stack) _longjmp(fibre.yielded, 1);
+  fibre.stack.reset(new char[kStack]);
+  getcontext(&fibre.entry);
+  fibre.entry.uc_stack.ss_sp = fibre.stack.get(), fibre.entry.uc_stack.ss_size = kStack, fibre.entry.uc_link = nullptr;
+  makecontext(&fibre.entry, start, 0);
+  setcontext(&fibre.entry);
 }
 
 // Runs one block; returns what went wrong, or an empty string.
@@ -145,12 +145,8 @@ inline std::string run_block(bool backwards) {
   if (fibres.size() < count) fibres.resize(count);
   for (size_t i = 0; i < count; ++i) {
     Fibre& f = fibres[i];
-    if (!f.stack) f.stack.reset(new char[kStack]);
     f.state = State::ready, f.x = i % blockDim.x, f.y = i / blockDim.x;
     f.turn = f.groups = 0, f.copies.clear();
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStack, f.context.uc_link = nullptr;
-    makecontext(&f.context, start, 0);
   }
   for (;;) {
     for (size_t i = 0; i < count; ++i) {
@@ -215,6 +211,7 @@ inline std::string launch(dim3 grid, dim3 block, bool backwards, std::function<v
       message = run_block(backwards);
     }
   }
+  if (!message.empty()) fibres.clear();  // some stand within the body
   sigaction(SIGSEGV, &before, nullptr);
   release(dynamic_shared, shared);
   return message;

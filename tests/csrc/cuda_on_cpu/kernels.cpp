@@ -27,14 +27,7 @@ const char* message_of(std::string text) {
 
 template <class F>
 const char* with_type(int type, F f) {
-  if (type == 0) return message_of(f(__nv_bfloat16{}));
-  if (type == 1) return message_of(f(__half{}));
-  return message_of(f(float{}));
-}
-
-template <class F>
-const char* with_half_type(int type, F f) {
-  return message_of(type == 0 ? f(__nv_bfloat16{}) : f(__half{}));
+  return message_of(type == 0 ? f(__nv_bfloat16{}) : f(float{}));
 }
 
 bool aligned(int64_t width, std::initializer_list<const void*> pointers) {
@@ -176,38 +169,34 @@ const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, c
   });
 }
 
-const char* attention(int type, bool backwards, const void* qkv, const int32_t* start, const int32_t* end, void* context,
+using T = __nv_bfloat16;
+
+const char* attention(int, bool backwards, const void* qkv, const int32_t* start, const int32_t* end, void* context,
                       float* lse, int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
                       const int64_t* seed) {
-  return with_half_type(type, [&](auto t) {
-    using T = decltype(t);
-    AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
-    a.context = static_cast<T*>(context), a.lse = lse;
-    const dim3 grid(batch * heads, (tokens + kBlockQueries - 1) / kBlockQueries);
-    return launch(grid, kAttentionThreads, backwards,
-                  [&] { attention_forward<T>(a, dropout_of(stream, p), seed); }, kForwardShared);
-  });
+  AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
+  a.context = static_cast<T*>(context), a.lse = lse;
+  const dim3 grid(batch * heads, (tokens + kBlockQueries - 1) / kBlockQueries);
+  return message_of(launch(grid, kAttentionThreads, backwards,
+                           [&] { attention_forward<T>(a, dropout_of(stream, p), seed); }, kForwardShared));
 }
 
 // sums [batch, 3 * heads * size], dbias [3 * heads * size]; partial [batch * heads, tokens to whole tiles, kHeadSize] where
 // there are more than kBlockKeys tokens
-const char* attention_backward(int type, bool backwards, const void* grad, const void* qkv, const void* context,
+const char* attention_backward(int, bool backwards, const void* grad, const void* qkv, const void* context,
                                const float* lse, const int32_t* start, const int32_t* end, void* dqkv, void* dbias,
                                float* sums, float* partial, int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
                                const int64_t* seed) {
-  return with_half_type(type, [&](auto t) {
-    using T = decltype(t);
-    AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
-    a.context = static_cast<T*>(const_cast<void*>(context)), a.lse = const_cast<float*>(lse);
-    a.grad = static_cast<const T*>(grad), a.dqkv = static_cast<T*>(dqkv), a.partial = partial;
-    a.sums = sums;
-    const int64_t bytes = GradientShared<T>::bytes((tokens + kGradientQueries - 1) / kGradientQueries);
-    const std::string result = launch(batch * heads, kAttentionThreads, backwards,
-                                      [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); },
-                                      (bytes + 15) / 16 * 16);
-    const int64_t width = 3 * heads * size;
-    return result.empty() ? reduce(backwards, sums, static_cast<T*>(dbias), batch, width, width) : result;
-  });
+  AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
+  a.context = static_cast<T*>(const_cast<void*>(context)), a.lse = const_cast<float*>(lse);
+  a.grad = static_cast<const T*>(grad), a.dqkv = static_cast<T*>(dqkv), a.partial = partial;
+  a.sums = sums;
+  const int64_t bytes = GradientShared<T>::bytes((tokens + kGradientQueries - 1) / kGradientQueries);
+  const std::string result = launch(batch * heads, kAttentionThreads, backwards,
+                                    [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); },
+                                    (bytes + 15) / 16 * 16);
+  const int64_t width = 3 * heads * size;
+  return message_of(result.empty() ? reduce(backwards, sums, static_cast<T*>(dbias), batch, width, width) : result);
 }
 
 // Kernels that are wrong on purpose: what the harness must notice.

@@ -26,12 +26,6 @@ inline void check_aligned(const void* p, size_t bytes, const char* message) {
 inline float element(uint32_t word, int half, __nv_bfloat16) {
   return __bfloat162float({static_cast<uint16_t>(word >> (16 * half))});
 }
-inline float element(uint32_t word, int half, __half) {
-  const uint16_t bits = static_cast<uint16_t>(word >> (16 * half));
-  __half value;
-  memcpy(&value, &bits, sizeof value);
-  return __half2float(value);
-}
 
 struct Operands {
   uint32_t a[4], b[2];
