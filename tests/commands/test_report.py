@@ -6,7 +6,6 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -65,42 +64,16 @@ def make(folder: Path, *overrides: str, **provenance: Any) -> Path:
     return folder
 
 
-class Page(HTMLParser):
-    """Tags, which nest, and the texts of table rows."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self.feed(source)
-        self.close()
-        assert not self.open
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        self.open += [tag] if tag not in ("meta", "br") else []
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-
-
 def page_of(run: Path, output: Path) -> tuple[str, list[list[str]]]:
     """The page, and its tables' rows."""
     assert report.main([str(run), "--output", str(output)]) == 0
     source = output.read_text()
-    return source, Page(source).rows
+    return source, [["".join(cell.itertext()) for cell in row] for row in parsed(source).iter("tr")]
+
+
+def parsed(source: str) -> ElementTree.Element:
+    """The page's elements; fails where they do not nest."""
+    return ElementTree.fromstring(re.sub(r"<((?:meta|br)\b[^>]*)>", r"<\1/>", source.removeprefix("<!doctype html>")))
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +92,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
 
 def test_the_page_is_whole_and_fetches_nothing(made: tuple[str, list[list[str]]]) -> None:
     source, _ = made
-    parsed = Page(source)
-    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "base", "form"}
-    for _, attributes in parsed.tags:
-        assert not {"src", "href", "action", "background", "poster", "xlink:href"} & set(attributes)
-        assert not any(name.startswith("on") for name in attributes)
+    for element in parsed(source).iter():
+        assert element.tag not in ("script", "link", "img", "iframe", "object", "base", "form")
+        assert not {"src", "href", "action", "background", "poster", "xlink:href"} & set(element.attrib)
+        assert not any(name.startswith("on") for name in element.attrib)
     assert not re.search(r"url\(|@import|https?:|//[a-z]", source)
     assert "default-src 'none'" in source and 'name="viewport"' in source
-    drawn = re.findall(r"<svg.*?</svg>", source, re.S)
-    assert len(drawn) == 7
-    for svg in drawn:
-        ElementTree.fromstring(svg)
+    assert len(re.findall(r"<svg.*?</svg>", source, re.S)) == 7
     assert len(re.findall(r'role="img" aria-label="[^"]{20,}"', source)) == 7
 
 

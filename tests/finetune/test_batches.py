@@ -29,18 +29,6 @@ def test_read_positions_and_targets_are_the_items(kind: str) -> None:
     assert str(batch.targets.dtype) == ("torch.float32" if kind == "score" else "torch.int64")
 
 
-def test_places_of_each_item() -> None:
-    items = finetune_items.items("span", 5)
-    batch = collate(items, layout("span"))
-    assert batch.places is not None
-    at = 0
-    for row, item in zip(batch.places.tolist(), items, strict=True):
-        size = len(item.positions)
-        assert row == [*range(at, at + size), *[-1] * (len(row) - size)]
-        at += size
-    assert collate(items, layout("tag")).places is None
-
-
 def test_causal_model_is_read_at_last_token() -> None:
     items = finetune_items.items("classify", 6)
     batch = collate(items, layout("classify", causal=True))
@@ -69,14 +57,3 @@ def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int
         assert sum(b.items for b in found) == len(want) == (5 if step % 3 == 2 else 12)
         assert sorted(t for b in found for t in b.targets.tolist()) == sorted(int(i.targets[0]) for i in want)
         assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
-
-
-def test_updates_resume_at_any_step() -> None:
-    items = finetune_items.items("classify", 29)
-    stream = updates(items, layout("classify"), 5, 12, 0, 1, 0, 1)
-    all_of_them = [next(stream) for _ in range(8)]
-    later = updates(items, layout("classify"), 5, 12, 5, 1, 0, 1)
-    for before in all_of_them[5:]:
-        again = next(later)
-        assert again.step == before.step
-        assert again.batches[0].packed.input_ids.equal(before.batches[0].packed.input_ids)

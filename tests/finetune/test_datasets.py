@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,6 @@ import pytest
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.tasks import PRESETS, custom
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "tasks"
 PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y", id="key")
 SCORE = custom("score", text=["a", "b"], label="y")
@@ -79,22 +76,17 @@ def test_glue_files_are_read_as_published(tmp_path, name, caplog) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("t.tsv", 'text\tlabel\nsay "hi\tx\nb, c\ty\n'),
         ("t.csv", 'label,text\nx,"say ""hi"\ny,"b, c"\n'),
-        ("t.jsonl", '{"text": "say \\"hi", "label": "x"}\n{"label": "y", "text": "b, c", "more": [1]}\n'),
         ("t.data", 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty'),
         ("u.data", '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}'),
         ("v.data", '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n'),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
-    path = write(tmp_path, name, content)
-    if packed:
-        path = write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))
-    examples = read(PLAIN, path)
-    assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
-    assert examples[0].where.startswith(f"{path}, line ")
+def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
+    for path in (write(tmp_path, name, content), write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))):
+        examples = read(PLAIN, path)
+        assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
+        assert examples[0].where.startswith(f"{path}, line ")
 
 
 def test_unicode_line_ends_are_text(tmp_path) -> None:
@@ -187,27 +179,6 @@ BAD_TABLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_TABLES)
-def test_mistake_in_a_table_is_one_line(tmp_path, case) -> None:
-    content, task, message = BAD_TABLES[case]
-    path = write(tmp_path, "bad", content)
-    with pytest.raises(ValueError) as caught:
-        read(task, path)
-    assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
-    path = write(tmp_path, "t.csv", 'text,label\na,x\n"b"c,y\n')
-    with pytest.raises(ValueError, match=r"t\.csv, line 3: is not CSV"):
-        read(PLAIN, path)
-    whole = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
-    for data in (b"text\tlabel\na\tx\n", whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:]):
-        with pytest.raises(ValueError, match=r"t\.tsv\.gz: is not a whole gzip file"):
-            read(PLAIN, write(tmp_path, "t.tsv.gz", data))
-    with pytest.raises(ValueError, match="is a folder, and no saved dataset"):
-        read(PLAIN, tmp_path)
-
-
 BAD_SQUAD = {
     "outside": (squad(qa("q1", ("Rome.", 17))), "question q1: answer 'Rome.' is not at 17 of its context, which has 'me.'"),
     "before": (squad(qa("q1", ("Ada", -20))), "question q1: answer 'Ada' is not at -20 of its context"),
@@ -222,16 +193,34 @@ BAD_SQUAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_SQUAD)
-def test_mistake_in_squad_json_is_one_line(tmp_path, case) -> None:
-    tree, message = BAD_SQUAD[case]
-    path = write(tmp_path, "bad.json", json.dumps(tree))
+@pytest.mark.parametrize("case", [*BAD_TABLES, *BAD_SQUAD])
+def test_mistake_in_a_file_is_one_line(tmp_path, case) -> None:
+    if case in BAD_SQUAD:
+        tree, message = BAD_SQUAD[case]
+        task, path = SQUAD2, write(tmp_path, "bad.json", json.dumps(tree))
+    else:
+        content, task, message = BAD_TABLES[case]
+        path = write(tmp_path, "bad", content)
     with pytest.raises(ValueError) as caught:
-        read(SQUAD2, path)
+        read(task, path)
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_label_sets_are_commas_or_a_list(tmp_path) -> None:
+def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
+    path = write(tmp_path, "t.csv", 'text,label\na,x\n"b"c,y\n')
+    with pytest.raises(ValueError, match=r"t\.csv, line 3: is not CSV"):
+        read(PLAIN, path)
+    whole = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
+    for data in (b"text\tlabel\na\tx\n", whole[:20] + b"\xff" * 8 + whole[28:]):
+        with pytest.raises(ValueError, match=r"t\.tsv\.gz: is not a whole gzip file"):
+            read(PLAIN, write(tmp_path, "t.tsv.gz", data))
+
+
+def test_labels_of_json_and_label_sets(tmp_path) -> None:
+    path = write(tmp_path, "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
+    assert [e.label for e in read(PLAIN, path)] == ["1", "true"]
+    path = write(tmp_path, "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
+    assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
     task = custom("multilabel", ["t"], "y")
     table = write(tmp_path, "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
     lines = write(tmp_path, "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
@@ -240,10 +229,3 @@ def test_label_sets_are_commas_or_a_list(tmp_path) -> None:
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
-
-
-def test_json_labels_and_scores_keep_their_value(tmp_path) -> None:
-    path = write(tmp_path, "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
-    assert [e.label for e in read(PLAIN, path)] == ["1", "true"]
-    path = write(tmp_path, "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
-    assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]

@@ -165,7 +165,7 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post")])
 @torch.no_grad()
-def test_onnx_in_onnxruntime_and_int8(kind: str, norm: str, tmp_path: Path, capsys) -> None:
+def test_onnx_in_onnxruntime_and_int8(kind: str, norm: str, tmp_path: Path, monkeypatch, capsys) -> None:
     import onnxruntime
 
     task, path = problem(kind, tmp_path)
@@ -181,12 +181,6 @@ def test_onnx_in_onnxruntime_and_int8(kind: str, norm: str, tmp_path: Path, caps
         assert [entry.name for entry in session.get_inputs()] == list(inputs)
         got = session.run(None, {key: value.numpy() for key, value in inputs.items()})
         assert least <= max(np.abs(a.numpy() - b)[mask].max() for a, b in zip(want, got, strict=True)) < most
-
-
-@pytest.mark.slow
-def test_wrong_onnx_logits_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
-    task, path = problem("classify", tmp_path)
-    source = finetuned.make(tmp_path, task, path)
     monkeypatch.setattr(onnx, "TOLERANCE", 0.0)
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), "--onnx"]) == 2
-    assert "differ from the model's by" in capsys.readouterr().err and not (tmp_path / "hf").exists()
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
+    assert "differ from the model's by" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -56,6 +56,7 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"batch": "0"}, "--batch 0"),
         ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
         ({"predict": "dev.tsv", "limit": "3"}, "--limit: is for training"),
+        ({"predict": "dev.tsv"}, "not a fine-tuned model"),
     ],
 )
 def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, capsys) -> None:
@@ -81,12 +82,6 @@ def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     found = read(args, files, task, start, Settings(max_length=32, stride=8))
     assert found.labels == ("even", "odd")
     assert {name: len(part) for name, part in found.examples.items()} == {"train": 4, "dev": 4}
-
-
-def test_predict_needs_a_fine_tuned_model(base, tmp_path, capsys) -> None:
-    given = ["--model", str(base / "run"), "--predict", str(base / "dev.tsv")]
-    assert main([*given, "--output", str(tmp_path / "x")]) == USER_ERROR
-    assert "not a fine-tuned model" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 def runs(*argv: str) -> dict[str, Settings]:
