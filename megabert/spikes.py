@@ -110,12 +110,10 @@ class SpikePolicy:
         if self.settings.policy != "off":
             self.spikes.add(float(loss))
 
-    def judge(self, loss: SupportsFloat, *, skipped: bool, overflow: bool, vetoed: bool) -> Judgement:
+    def judge(self, loss: SupportsFloat, *, skipped: bool, vetoed: bool) -> Judgement:
         """What an update leads to. The flags are those of `megabert.engine.UpdateResult`; `loss` is read, which waits for
         the device, unless the policy is "off"."""
         policy, troubles = self.settings.policy, []
-        if overflow:
-            return Judgement(Decision.SKIP)
         if skipped and not vetoed:
             text = "non-finite loss or gradient; the update is skipped on every rank"
             troubles.append(Trouble("non-finite", "skip", 0.0, text))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 
 from megabert.checkpoint import Checkpoints
 from megabert.checkpoint.rate_record import RateRecord
-from megabert.common.errors import BadTraining, Failed
+from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
 from megabert.config import Config
@@ -200,38 +200,33 @@ class Saves:
         """Start a checkpoint of this moment; it is committed by `finish`, or at once where saving is not asynchronous."""
         self.finish()
         self._started, self._saving = time.perf_counter(), step
-        self._note(self._checkpoints.save(engine, state()) is not None)
+        self._checkpoints.save(engine, state())
+        self._note()
         self._watchdog.progress()
 
     def synced(self, status: int) -> None:
         """`status` is what all ranks reported of the save in flight, if there is one."""
         if self._checkpoints.pending:
-            self._note(self._checkpoints.advance(status) is not None)
+            self._checkpoints.advance(status)
+            self._note()
 
     def finish(self) -> None:
         """Commit the checkpoint that is being written, if there is one; waits for it."""
         if self._checkpoints.pending:
-            self._note(self._checkpoints.finish() is not None)
+            self._checkpoints.finish()
+            self._note()
 
     def complete(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Commit a checkpoint of this moment, at the second try if the first fails. Raises Failed where both do, whatever
-        `checkpoint.on_error` says: nothing comes after it that could save these updates."""
+        """Commit a checkpoint of this moment, unless it is committed."""
         self.finish()
-        for _ in range(2):
-            if self.step != step:
-                self.start(engine, step, state)
-                self.finish()
         if self.step != step:
-            raise Failed(
-                f"{self._checkpoints.folder}: step {step} is where this run ends and it could not be saved, twice; "
-                "the same command resumes from the checkpoint before"
-            )
+            self.start(engine, step, state)
+            self.finish()
 
-    def _note(self, committed: bool) -> None:
-        """Take down the outcome of a save and how long it took, once none is in flight."""
+    def _note(self) -> None:
+        """Take down a save's step and how long it took, once it is committed."""
         if not self._checkpoints.pending:
-            if committed:
-                self.step = self._saving
+            self.step = self._saving
             self._stop.saved(time.perf_counter() - self._started)
             self._watchdog.progress()
 
@@ -479,11 +474,7 @@ class Trainer:
         """Look at one update's loss and whether it was applied, act on it; the decision."""
         result = done.result
         self.state.skipped += result.skipped
-        if result.overflow:
-            log.info(f"step {done.step}: fp16 overflow; the update is skipped and the loss scale halved")
-        judgement = self.spike_policy.judge(
-            result.host_loss, skipped=result.skipped, overflow=result.overflow, vetoed=result.vetoed
-        )
+        judgement = self.spike_policy.judge(result.host_loss, skipped=result.skipped, vetoed=result.vetoed)
         self.state.bad = self.spike_policy.bad
         for trouble in judgement.troubles:
             self.state.spiked += trouble.kind == "spike"

@@ -67,8 +67,8 @@ def policy(name: str = "warn", max_bad_steps: int = 3, **settings: object) -> Sp
     return made
 
 
-def judged(of: SpikePolicy, loss: float, skipped=False, overflow=False, vetoed=False) -> Judgement:
-    return of.judge(loss, skipped=skipped, overflow=overflow, vetoed=vetoed)
+def judged(of: SpikePolicy, loss: float, skipped=False, vetoed=False) -> Judgement:
+    return of.judge(loss, skipped=skipped, vetoed=vetoed)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,6 @@ def test_updates_in_a_row_that_are_not_applied_end_the_run():
     last = judged(of, math.inf, skipped=True)
     assert last.decision is Decision.ABORT and "3 updates in a row were not applied" in last.reason
     assert [trouble.kind for trouble in last.troubles] == ["non-finite"]
-    of.resume([], bad=0)
-    for _ in range(5):  # fp16's overflows are how it searches its loss scale
-        assert judged(of, 2.0, skipped=True, overflow=True) == Judgement(Decision.SKIP) and of.bad == 0
 
 
 def test_rollbacks_are_bounded():
@@ -118,4 +115,4 @@ def test_without_a_policy_the_loss_is_never_read():
         def __float__(self) -> float:
             raise AssertionError("reading it waits for the device")
 
-    assert policy("off").judge(Unread(), skipped=False, overflow=False, vetoed=False).decision is Decision.OK
+    assert policy("off").judge(Unread(), skipped=False, vetoed=False).decision is Decision.OK

@@ -122,19 +122,17 @@ def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("failures", "stopped"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_ends_only_with_its_last_updates_saved(
-    failures: int, stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
+    stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
 ) -> None:
     cfg = tiny.config(
         zero__stage=0, schedule__warmup_steps=0, log__tensorboard=False, batch__micro_size=8,
-        checkpoint__asynchronous=asynchronous, checkpoint__on_error="continue",
+        checkpoint__asynchronous=asynchronous,
     )  # fmt: skip
-    failed = []
 
     def write(self: Checkpoints, folder: Path, snapshot: Any) -> None:
-        if folder.name != ".saving-00000003" and len(failed) < failures:
-            failed.append(folder.name)
+        if folder.name != ".saving-00000003":
             raise OSError(errno.ENOSPC, "No space left on device")
         whole(self, folder, snapshot)
 
@@ -142,12 +140,9 @@ def test_a_run_ends_only_with_its_last_updates_saved(
     monkeypatch.setattr(Checkpoints, "_write", write)
     ours = trainer(cfg, world, tmp_path)
     ours.stop = StopAt(6) if stopped else StopAt()  # type: ignore[assignment]
-    if failures == 1:
-        assert ours.train() and newest_step(tmp_path) == 7
-        return
-    with pytest.raises(Failed, match="could not be saved") as found:
+    with pytest.raises(Failed, match="could not be written") as found:
         ours.train()
-    assert exit_code(found.value) == FAILED and len(set(failed)) == 1
+    assert exit_code(found.value) == FAILED
     assert newest_step(tmp_path) == ours.saves.step == 3
 
 

@@ -16,9 +16,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from megabert.common.errors import tried_again
 from megabert.common.files import sealed
@@ -34,49 +32,10 @@ LARGEST_MANIFEST = 256 << 20
 
 # (parameter, first element, number of elements)
 Slice = tuple[str, int, int]
-Natural = Annotated[int, Field(ge=0)]
-
-
-class _FileEntry(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    bytes: Natural
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class _ParameterEntry(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    shape: list[Natural]
-    # [rank, ranks, length] each
-    pieces: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]
-
-
-class _ManifestFields(BaseModel):
-    model_config = ConfigDict(strict=True)
-    ranks: int = Field(gt=0, le=1_000_000)
-    files: dict[str, _FileEntry]
-    parameters: dict[str, _ParameterEntry]
-    # Parameters without a second moment: Muon's matrices.
-    first_moment_only: list[str]
-
-
-class _Counters(BaseModel):
-    """Counters of `Engine.snapshot`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    optimizer_steps: Natural
-    deepspeed: dict[str, int] = {}
-    # A static scale has no last overflow.
-    loss_scale: dict[str, float | None] = {}
-    # Moments of another run, before the first update.
-    primed: bool = False
 
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint is not what was committed."""
-
-
-class InvalidManifest(ValueError):
-    """A manifest's fields do not belong together; the text does not name the file."""
 
 
 class SliceIndex:
@@ -89,16 +48,6 @@ class SliceIndex:
     @property
     def shapes(self) -> dict[str, list[int]]:
         return {name: entry["shape"] for name, entry in self._parameters.items()}
-
-    def check(self, ranks: int) -> None:
-        """Raises InvalidManifest unless the slices of each parameter are as long as it is and on the first `ranks` ranks."""
-        for name, entry in self._parameters.items():
-            size = math.prod(entry["shape"])
-            covered = sum(count * length for _, count, length in entry["pieces"])
-            if covered != size:
-                raise InvalidManifest(f"the ranks hold {covered} of the {size} elements of {name}")
-            if any(rank + count > ranks or count < 1 or length < 1 for rank, count, length in entry["pieces"]):
-                raise InvalidManifest(f"{name} has slices that none of the {ranks} ranks can hold")
 
     def slices(self, name: str) -> list[tuple[int, int, int]]:
         """(first element, number of elements, rank) of a parameter's slices, in order."""
@@ -124,7 +73,7 @@ class SliceIndex:
 def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[Slice]]) -> dict[str, Any]:
     """A manifest's "parameters", from the slices of every rank in rank order.
 
-    Raises InvalidManifest where they do not cover each parameter exactly once.
+    Raises ValueError where they do not cover each parameter exactly once.
     """
     by_name: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
     for rank, held in enumerate(slices):
@@ -136,14 +85,14 @@ def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[
         covered, size = 0, math.prod(shapes[name]) if name in shapes else 0
         for offset, length, rank in sorted(parts):
             if offset != covered or length < 1:
-                raise InvalidManifest(f"rank {rank}'s slice of {name} at {offset} does not start at {covered}")
+                raise ValueError(f"rank {rank}'s slice of {name} at {offset} does not start at {covered}")
             covered += length
             if runs and rank == runs[-1][0] + runs[-1][1] and length == runs[-1][2]:
                 runs[-1][1] += 1
             else:
                 runs.append([rank, 1, length])
         if covered != size:
-            raise InvalidManifest(f"the ranks hold {covered} of the {size} elements of {name}")
+            raise ValueError(f"the ranks hold {covered} of the {size} elements of {name}")
         entries[name] = {"shape": list(shapes[name]), "pieces": runs}
     return entries
 
@@ -164,10 +113,9 @@ def has_moments(engine: Mapping[str, Any]) -> bool:
 
 
 def seal(fields: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest. `fields`: its "ranks", "files", "parameters" and "first_moment_only"."""
-    manifest = {"schema": SCHEMA, **fields, "state": state, "engine": engine}
-    _check_fields(manifest)
-    return sealed(manifest, SEAL)
+    """The bytes of a manifest. `fields`: its "ranks", "files", "parameters" and "first_moment_only" (names of parameters without
+    a second moment: Muon's matrices); `engine`: the counters of `Engine.snapshot`."""
+    return sealed({"schema": SCHEMA, **fields, "state": state, "engine": engine}, SEAL)
 
 
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
@@ -178,42 +126,35 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     try:
         data = tried_again(lambda: _read_bytes(path / MANIFEST))
         manifest = json.loads(data)
-        if sealed(manifest, SEAL) != data:
-            raise InvalidManifest("damaged: it does not match its own SHA-256")
-        if manifest["schema"] != SCHEMA:
-            raise InvalidManifest(f"layout {manifest['schema']}, where this program reads {SCHEMA}")
-        _check_fields(manifest)
+        problem = _problem(manifest, data)
     except DamagedCheckpoint:
         raise
-    except InvalidManifest as error:
-        raise DamagedCheckpoint(f"{path.name}/{MANIFEST}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name}/{MANIFEST} cannot be read") from error
+    if problem:
+        raise DamagedCheckpoint(f"{path.name}/{MANIFEST}: {problem}")
     if weights_only:
         manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
     return manifest
 
 
-def _check_fields(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError (InvalidManifest where the text says more) unless fields, files and slices belong together."""
-    fields = _ManifestFields.model_validate(manifest)
-    _Counters.model_validate(manifest["engine"])
-    if not isinstance(manifest["state"], dict):
-        raise InvalidManifest("holds no state")
-    index = SliceIndex(manifest["parameters"])
-    index.check(fields.ranks)
+def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
+    """Why a manifest, whose bytes are `data`, is not one that `seal` gave; "" where it is."""
+    if sealed(manifest, SEAL) != data:
+        return "damaged: it does not match its own SHA-256"
+    if manifest["schema"] != SCHEMA:
+        return f"layout {manifest['schema']}, where this program reads {SCHEMA}"
     groups = [WEIGHTS, MOMENTS] if has_moments(manifest["engine"]) else [WEIGHTS]
-    expected = {file_name(group, rank, fields.ranks) for group in groups for rank in index.by_rank}
-    for name in sorted(fields.files.keys() - expected):
-        raise InvalidManifest(f"names {name!r}, which is no file of a checkpoint")
-    for name in sorted(expected - fields.files.keys()):
-        raise InvalidManifest(f"names no {name}")
+    holders = SliceIndex(manifest["parameters"]).by_rank
+    expected = {file_name(group, rank, manifest["ranks"]) for group in groups for rank in holders}
+    wrong = sorted(expected ^ manifest["files"].keys())
+    return f"its slices are in other files than it names ({wrong[0]!r})" if wrong else ""
 
 
 def _read_bytes(file: Path) -> bytes:
     _check_plain(file)
     if file.stat().st_size > LARGEST_MANIFEST:
-        raise InvalidManifest("larger than any manifest")
+        raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is larger than any manifest")
     return file.read_bytes()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megabert.checkpoint.manifest import (
     MANIFEST,
@@ -148,8 +148,8 @@ class Checkpoints:
         may be some updates old, but was reduced after `save`. The checkpoint's folder once it is committed. The same on
         every rank; a collective only where something failed.
 
-        When any rank could not write, the earlier checkpoints are untouched, and with `settings.on_error` "stop" every
-        rank raises Failed naming that rank and its reason; with "continue" rank 0 warns, and the save is given up.
+        When any rank could not write, the earlier checkpoints are untouched, and every rank raises Failed naming that rank
+        and its reason.
         """
         save = self._in_flight
         if save is None:
@@ -169,8 +169,8 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the save in flight and commit it; its folder. None when there is none, or it failed. A collective. Raises
-        as `advance` does."""
+        """Wait for the save in flight and commit it; its folder. None when there is none. A collective. Raises as `advance`
+        does."""
         path = None
         while (save := self._in_flight) is not None:
             running = save.committing if save.written else save.writing
@@ -238,8 +238,8 @@ class Checkpoints:
             os.unlink(note)
         self.commit(save.folder, int(save.state["step"]), manifest)
 
-    def _give_up(self, save: SaveInFlight) -> None:
-        """Remove what a failed save wrote, and raise or warn as the settings say. A collective."""
+    def _give_up(self, save: SaveInFlight) -> NoReturn:
+        """Remove what a failed save wrote, and raise. A collective."""
         self._in_flight = None
         failed = save.committing or save.writing
         problems = self.world.gather(failed.problem)
@@ -250,14 +250,10 @@ class Checkpoints:
             raise failed.failure
         rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
         reason = f"rank {rank}: {problem}" if self.world.size > 1 else problem
-        text = (
+        raise Failed(
             f"{self.folder}: the checkpoint of step {save.state['step']} could not be written ({reason}); "
             "the earlier ones are untouched"
         )
-        assert self.settings is not None
-        if self.settings.on_error == "stop":
-            raise Failed(text)
-        self._warn(f"{text}, and training continues as checkpoint.on_error says")
 
     def _clean(self) -> None:
         """Remove what saves that died left, or finish the replacement that one of them was in."""
@@ -289,8 +285,8 @@ class Checkpoints:
             path = self.folder / f"step-{step:08d}"
             problem = self.problem(path, weights_only)
             if not problem:
-                if reasons:
-                    self._warn(f"{'; '.join(reasons)}: going back to {path.name}")
+                if reasons and self.world.is_main:
+                    log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
                 return path
             reasons.append(problem)
         if reasons:
@@ -334,10 +330,6 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         return sorted((int(match[1]) for match in map(STEP.fullmatch, names) if match), reverse=True)
-
-    def _warn(self, text: str) -> None:
-        if self.world.is_main:
-            log.warning(text)
 
 
 def _note(rank: int) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 from megabert.config.schema import Config
 
-# keys of a user's file that would have no effect or another one, and the config key to use instead
+# Keys of a user's file that would have no effect or another one, and what to do instead.
 CONFIG_KEYS = {
-    "optimizer": "optimizer.*",
-    "scheduler": "schedule.*",
-    "zero_optimization.offload_optimizer": "zero.offload=cpu",
+    "optimizer": "remove it and set optimizer.*",
+    "scheduler": "remove it and set schedule.*",
+    "zero_optimization.offload_optimizer": "remove it: the optimizer's state stays on the device",
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -33,8 +33,7 @@ def read_deepspeed(file: str) -> dict[str, Any] | None:
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this run; pure.
 
-    The learning rate is ours (no `scheduler`, no `optimizer` entry); accumulation is DeepSpeed's, and so is clipping where
-    `megabert.engine` does not do it on the device.
+    The learning rate is ours (no `scheduler`, no `optimizer` entry), and so is clipping; accumulation is DeepSpeed's.
     """
     zero: dict[str, Any] = {"stage": config.zero.stage}
     if config.zero.stage in (1, 2):
@@ -42,10 +41,6 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     if config.zero.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = False
         zero["stage3_param_persistence_threshold"] = 10_000
-    if config.zero.offload == "cpu":
-        if config.zero.stage == 0:
-            raise ValueError("zero.offload=cpu needs zero.stage 1, 2 or 3")
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     result: dict[str, Any] = {
         "train_batch_size": config.batch.micro_size * accumulation(config, world_size) * world_size,  # seats
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
@@ -66,8 +61,6 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     if result["bf16"]["enabled"]:
         result["data_types"] = {"grad_accum_dtype": "fp32"}
         result["communication_data_type"] = "fp32"  # else gradients are averaged over the ranks in bf16
-    elif config.precision == "fp16":
-        result["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1000}
     return result
 
 
@@ -77,7 +70,7 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
     for key, value in user.items():
         name = f"{prefix}{key}"
         if key not in ours and name in CONFIG_KEYS and value != {"device": "none"}:  # which asks for no offload
-            raise ValueError(f"{source}: {name} is not for this file; remove it and set {CONFIG_KEYS[name]}")
+            raise ValueError(f"{source}: {name} is not for this file; {CONFIG_KEYS[name]}")
         if key not in ours:
             merged[key] = value
         elif isinstance(ours[key], dict) and isinstance(value, dict):

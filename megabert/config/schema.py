@@ -168,7 +168,6 @@ class ZeroConfig(Section):
     """DeepSpeed ZeRO (Rajbhandari et al. 2020)."""
 
     stage: Literal[0, 1, 2, 3] = Field(1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights")
-    offload: Literal["none", "cpu"] = Field("none", description="where optimizer state lives")
 
 
 class OpsConfig(Section):
@@ -187,13 +186,12 @@ class OpsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, which checkpoints are kept, and what a failed save does."""
+    """When the run is saved, and which checkpoints are kept. A failed save ends the run."""
 
     interval: int = Field(1000, gt=0, description="updates between checkpoints")
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
     keep_every: int = Field(0, ge=0, description="checkpoints at multiples of it are kept forever; 0 keeps none")
     asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")
-    on_error: Literal["stop", "continue"] = Field("stop", description="after a failed save: end the run, or warn")
 
 
 class EvalConfig(Section):
@@ -241,10 +239,10 @@ class Config(Section):
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
     deterministic: bool = Field(False, description="updates repeat bit for bit on CUDA too, but are slower")
-    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",
-        description="compute type; master weights are fp32; auto: bf16 where the device multiplies it, else fp16 on a GPU, fp32 "
-        "on a CPU; fp8: bf16, and the products of the inner layers' linears in FP8",
+        description="compute type; master weights are fp32; auto: bf16 where the device multiplies it, else fp32; fp8: bf16, "
+        "and the products of the inner layers' linears in FP8",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = Field(False, description="also load init_from's moments (as NVIDIA's phase 2)")

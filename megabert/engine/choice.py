@@ -52,7 +52,7 @@ TIME_LIMIT = 300.0
 PASSES, WARM_UP = 25, 5
 # Of plain torch's error, which a candidate's may have; and errors below which it counts as rounding of the type.
 MULTIPLE = 4.0
-FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
 def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: Path, writes: bool = True) -> Config:

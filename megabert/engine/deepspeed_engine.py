@@ -4,8 +4,8 @@ Losses are sums divided by the global counts of the update, so ranks x micro-ste
 update. A module that trains here names its k losses in `terms`, gives in `weights` the factor of each in their sum and in
 `counts(batch)` over how many items a batch sums each, and returns the k sums followed by k counts of correct answers. A
 non-finite loss or gradient on any rank skips the update on all ranks. An update reads nothing back from the device and
-copies nothing to it from memory that is not pinned, so that the host runs ahead. Exceptions: a veto reads the loss; a
-`HostStep` reads the gradients' norm; stage 3 waits for its own side streams.
+copies nothing to it from memory that is not pinned, so that the host runs ahead. Exceptions: a veto reads the loss; stage 3
+waits for its own side streams.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class Engine:
         self.config, self.world = config, world
         self.dtype = DTYPES[config.precision]
         self.accumulation = accumulation(config, world.size)
-        if config.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
-            raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
         settings = steps.settings(config, world.size, deepspeed_extra or {})
         self.optimizer_kernels = _optimizer_kernels(config, world.device)
         module: Any = model if isinstance(model, nn.Module) else model()
@@ -86,7 +84,7 @@ class Engine:
         self.own_time = OwnTime(world.device)
         # Updates that were not applied.
         self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.step = steps.make_step(self._deepspeed, module, config, world, self.optimizer, self.layout)
+        self.step = steps.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Engine:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
 
         Where `veto(loss)` is true, on every rank, the step is not taken, as if gradients were not finite. It costs a wait
-        for the last forward pass, and fp16 halves its loss scale.
+        for the last forward pass.
         """
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
         random_numbers.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
@@ -109,7 +107,6 @@ class Engine:
         terms, vetoed = len(counts), False
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
         seeds = self._seeds(update.step)
-        self.step.begin()
         for number, batch in enumerate(update.batches):
             last = number == self.accumulation - 1
             seed = {} if seeds is None else {"seed": seeds[number]}
@@ -123,20 +120,19 @@ class Engine:
                 vetoed = veto is not None and veto(float(host_loss))
             loss = scaled_loss(output[:terms], scale)
             with contextlib.nullcontext() if self.step.deepspeed_sums else self.own_time:
-                self.step.backward(loss, last, vetoed)
-        outcome = self.step.finish(sums, vetoed)
-        self._skipped += 1 - outcome.applied
+                self.step.backward(loss, last)
+        norm, applied = self.step.finish(vetoed)
+        self._skipped += 1 - applied
         return UpdateResult(
             loss=weighted,
             losses=means,
             correct=sums[terms:],
             counts=totals,
-            grad_norm=outcome.grad_norm,
-            applied=outcome.applied,
-            overflow=outcome.overflow,
+            grad_norm=norm,
+            applied=applied,
             vetoed=vetoed,
             host_loss=host_loss,
-            host_applied=HostCopy(outcome.applied),
+            host_applied=HostCopy(applied),
         )
 
     def _seeds(self, step: int) -> Tensor | None:
@@ -199,12 +195,10 @@ class Engine:
         layout, world = self.layout, self.world
         masters = [master.tensor for master in layout.masters]
         moments = {n: flat for n, tensor in enumerate(masters) if (flat := self.optimizer.moments_of(tensor))}
-        scaler = steps.loss_scaler(self._deepspeed.optimizer) if self.config.precision == "fp16" else None
         counters = {
             "optimizer_steps": self.optimizer.updates_of(m.tensor for m in layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
             | {"skipped_steps": self.skipped_steps},
-            "loss_scale": {name: getattr(scaler, name) for name in steps.SCALE_STATE if hasattr(scaler, name)},
         }
         if self.optimizer.primed and not counters["optimizer_steps"]:
             counters["primed"] = True
@@ -229,10 +223,6 @@ class Engine:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
         self._skipped.fill_(int(counters["deepspeed"]["skipped_steps"]))
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
-        scaler = steps.loss_scaler(self._deepspeed.optimizer)
-        for name, value in counters["loss_scale"].items():
-            if name in steps.SCALE_STATE and hasattr(scaler, name):  # stage 0 has no hysteresis
-                setattr(scaler, name, value)
 
     @torch.no_grad()
     def load_moments(self, read: Read) -> None:
@@ -291,9 +281,8 @@ class Engine:
         """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
         c = self.config
         parameters = sum(shape.numel() for shape in self.layout.shapes)
-        offload = " with CPU offload" if c.zero.offload == "cpu" else ""
         return (
-            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
+            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}, "
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {shares(c, self.world.size)}"
         )

@@ -63,10 +63,9 @@ class FlatGradients:
         self._buckets.sort(key=lambda bucket: -min(bucket.members, default=-1))
         for n in self._views:
             self._in[n] = [bucket for bucket in self._buckets if n in bucket.members]
-        self.begin()
+        self._reset()
 
-    def begin(self) -> None:
-        """Start an update; the sums of the one before are overwritten."""
+    def _reset(self) -> None:
         self._filled: set[int] = set()
         self._last, self._launched = False, 0
         self._works: list[Any] = []
@@ -78,13 +77,15 @@ class FlatGradients:
         self._last = True
 
     def finish(self) -> None:
-        """The sums are there for what is queued on the device from here on. Parameters without a gradient have 0."""
+        """The sums are there for what is queued on the device from here on; the next update overwrites them. Parameters
+        without a gradient have 0."""
         for n, view in self._views.items():
             if n not in self._filled:
                 view.zero_()
         self._launch(len(self._buckets))
         for work in self._works:
             wait_for_ranks(work)
+        self._reset()
 
     @torch.no_grad()
     def _arrived(self, n: int, parameter: nn.Parameter) -> None:

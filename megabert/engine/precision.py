@@ -21,9 +21,7 @@ from megabert.config import Config
 from megabert.distributed.ranks import World
 
 AUTO = "auto"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
-# Of the precisions that devices are fastest in.
-SLOWEST_LAST = ("bf16", "fp16", "fp32")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 # Compute capability of the first GPUs that multiply bf16.
 AMPERE = (8, 0)
 # Compute capability of the first GPUs that multiply float8.
@@ -33,27 +31,27 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 
 def usual(device: torch.device) -> str:
-    """The precision that a device trains fastest in: bf16 where it multiplies that, else fp16 on a GPU and fp32 on a CPU."""
+    """The precision that a device trains fastest in: bf16 where it multiplies that, else fp32."""
     if device.type == "cuda":
-        return "bf16" if torch.cuda.get_device_capability(device) >= AMPERE else "fp16"
+        return "bf16" if torch.cuda.get_device_capability(device) >= AMPERE else "fp32"
     return "bf16" if environment.multiplies_bf16() else "fp32"
 
 
 def dtype_on(device: torch.device, precision: str) -> torch.dtype:
     """The type to compute a finished model in that was trained in `precision`: fp32 where the device would emulate that."""
-    dtype = DTYPES[usual(device) if precision == AUTO else precision]
-    return dtype if device.type != "cpu" or environment.multiplies_bf16() else torch.float32
+    fast = usual(device)
+    return DTYPES[fast if fast == "fp32" or precision == AUTO else precision]
 
 
 def choose(asked: str, world: World, saved: str = "") -> str:
     """A precision in place of `auto`: that of the checkpoint the run resumes from (`saved`), else the one that all ranks are
-    fast in. Warns of bf16 that a CPU emulates. A collective."""
-    common = SLOWEST_LAST[world.max_ints([SLOWEST_LAST.index(usual(world.device))])[0]]
+    fast in. Warns of bf16 that a device emulates. A collective."""
+    common = "fp32" if world.agree_any(usual(world.device) == "fp32") else "bf16"
     chosen = (saved or common) if asked == AUTO else asked
     if (chosen, common) == ("bf16", "fp32") and world.is_main:
         log.warning(
-            "precision=bf16: a CPU without bf16 products emulates them, 10 to 60 times slower than fp32; a new run with "
-            "precision=auto or fp32 is faster"
+            "precision=bf16: a device without bf16 products emulates them, a CPU 10 to 60 times slower than fp32; a new run "
+            "with precision=auto or fp32 is faster"
         )
     return chosen
 

@@ -33,9 +33,8 @@ class HostCopy:
 class UpdateResult:
     """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
 
-    `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
-    scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
-    without either is a bad update. Nothing is read before the caller asks: `skipped` waits for the end of the update,
+    `skipped`: weights and moments are unchanged, on every rank. `vetoed`: skipped because the caller wanted it; any other
+    skip is a bad update. Nothing is read before the caller asks: `skipped` waits for the end of the update,
     `float(host_loss)` for its last forward pass.
     """
 
@@ -51,7 +50,6 @@ class UpdateResult:
     grad_norm: Tensor
     # fp32, 1 or 0.
     applied: Tensor
-    overflow: bool
     vetoed: bool
     # `loss`, read without waiting for the optimizer.
     host_loss: HostCopy

@@ -21,8 +21,6 @@ def obstacle(config: Config, device: torch.device) -> str:
     """Why this run's optimizer cannot be apex's, or an empty string."""
     if device.type != "cuda":
         return "NVIDIA's apex needs a CUDA device"
-    if config.zero.offload == "cpu":
-        return "zero.offload=cpu keeps the states where apex has no kernels"
     if config.optimizer.name == "muon":
         return "apex has no Muon"
     if config.optimizer.name == "lamb" and config.zero.stage:
@@ -55,7 +53,7 @@ class ApexAdamW(GuardedOptimizer):
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         device, states = tensors[0].device, [self.state[t] for t in tensors]
-        skip = torch.zeros(1, device=device) if self.found_inf is None else self.found_inf.to(device).view(1)
+        skip = self.found_inf.view(1)
         inverse = torch.ones(1, device=device) if self.grad_scale is None else self.grad_scale.reciprocal().view(1)
         torch._foreach_add_([state["step"] for state in states], (1 - skip).view(()))
         # full, not tensor: a number in a launch's arguments, which no copy from the host has to wait for

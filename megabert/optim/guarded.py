@@ -51,11 +51,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     `guard` leaves two numbers on the device that the update rules read: `grad_scale`, by which gradients are divided, and
     `found_inf`, 1 where the step changes nothing. Names and meaning are torch's (`torch.amp.GradScaler`), whose fused
-    AdamW knows them. Both are None where DeepSpeed computes the norm, clips and skips.
+    AdamW knows them.
     """
 
+    # None: 1.
     grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+    found_inf: Tensor
     # It started with moments of another run.
     primed = False
 

@@ -42,12 +42,12 @@ class Lamb(GuardedOptimizer):
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         device = tensors[0].device
         one = torch.ones((), dtype=torch.float64, device=device)
-        taken = one if self.found_inf is None else 1 - self.found_inf.to(device).double()
+        taken = 1 - self.found_inf.double()
         skip = taken == 0
         steps = [self.state[t]["step"] for t in tensors]
         torch._foreach_add_(steps, [taken.float()] * len(steps))
         step = steps[0].double()
-        divisor = one if self.grad_scale is None else self.grad_scale.to(device).double()
+        divisor = one if self.grad_scale is None else self.grad_scale.double()
         # Share of a gradient in the first moment.
         share = ((1 - beta1) / divisor).float()
         keep1, keep2 = (torch.where(skip, 1.0, beta * one).float() for beta in (beta1, beta2))
@@ -60,9 +60,8 @@ class Lamb(GuardedOptimizer):
         second = [self.state[t]["exp_avg_sq"].view(-1) for t in tensors]
         for w, u, m, v in blocks(weights, updates, first, second):
             torch._foreach_mul_(u, share)  # (1 - beta1) g
-            if self.found_inf is not None:
-                for part in u:
-                    part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+            for part in u:
+                part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
             torch._foreach_mul_(m, keep1)
             torch._foreach_add_(m, u)
             torch._foreach_mul_(v, keep2)
@@ -98,8 +97,7 @@ class Lamb(GuardedOptimizer):
                 norms = torch.stack(torch._foreach_norm(views)).double()
                 row.index_add_(0, self._index_tensors[indices], norms.square())
         if self._reduce_on is not None:
-            squares = squares.to(self._reduce_on)
             dist.all_reduce(squares)
-        weight_norms, update_norms = squares.sqrt().to(device)
+        weight_norms, update_norms = squares.sqrt()
         valid = (weight_norms > 0) & (update_norms > 0)
         return torch.where(valid, weight_norms / update_norms, 1.0)

@@ -221,7 +221,7 @@ class Muon(AdamW):
     def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         """Gradients are consumed. A step that is not taken runs with g = 0, momentum times 1 and a rate of 0."""
         device = tensors[0].device
-        taken = torch.ones((), device=device) if self.found_inf is None else 1 - self.found_inf.to(device)
+        taken = 1 - self.found_inf
         torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))
         weights = [t.detach().view(-1) for t in tensors]
         directions = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
@@ -248,11 +248,10 @@ class Muon(AdamW):
         skip, share = taken == 0, (1 - MOMENTUM) * taken
         keep = torch.where(skip, 1.0, torch.full_like(taken, MOMENTUM))
         if self.grad_scale is not None:
-            share = share / self.grad_scale.to(taken.device)
+            share = share / self.grad_scale
         for g, m in blocks(gradients, momenta):
-            if self.found_inf is not None:
-                for part in g:
-                    part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+            for part in g:
+                part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
             torch._foreach_mul_(g, share)
             torch._foreach_mul_(m, keep)
             torch._foreach_add_(m, g)
@@ -287,20 +286,20 @@ class Muon(AdamW):
     def _return_updates(
         self, exchange: MatrixExchange, owned: Mapping[int, Tensor], device: torch.device
     ) -> Iterable[tuple[MatrixPart, Tensor]]:
-        """Every part that this rank holds with its update, fp32 on `device`."""
+        """Every part that this rank holds with its update, fp32."""
         sent = chain.from_iterable(exchange.owned)
-        packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent], self._reduce_on or device)
+        packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent], device)
         parts = tuple(chain.from_iterable(exchange.held))
-        received = self._all_to_all(packed, exchange.owned, exchange.held).to(device, torch.float32)
+        received = self._all_to_all(packed, exchange.owned, exchange.held).float()
         return zip(parts, received.split([p.size for p in parts]), strict=True)
 
     def _pack(self, slices: list[Tensor], device: torch.device) -> Tensor:
-        """Slices on `device` as one flat tensor in the type of the iteration, where the collectives are."""
+        """Slices as one flat tensor in the type of the iteration."""
         sizes = [part.numel() for part in slices]
         packed = torch.empty(sum(sizes), dtype=self._dtype, device=device)
         if slices:
             torch._foreach_copy_(list(packed.split(sizes)), slices)
-        return packed.to(self._reduce_on or device)
+        return packed
 
     def _all_to_all(
         self, sent: Tensor, to: Sequence[Sequence[MatrixPart]], back: Sequence[Sequence[MatrixPart]]

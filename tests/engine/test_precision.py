@@ -51,9 +51,10 @@ def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
         assert precision.usual(CPU) == name
         found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")]
         assert found == [dtype] * 3 + [torch.float32]
-    for capability, name in (((7, 5), "fp16"), ((8, 0), "bf16")):
+    for capability, name in (((7, 5), "fp32"), ((8, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert precision.usual(torch.device("cuda")) == name
+        assert precision.dtype_on(torch.device("cuda"), "bf16") == precision.DTYPES[name]
 
 
 def choices(world: Any) -> list[str]:

@@ -11,31 +11,24 @@ import torch
 from safetensors.torch import load_file
 
 from megabert.checkpoint import Checkpoints, load_weights
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, InvalidManifest, file_name, index_slices
+from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import ParameterSlice
 from megabert.optim.muon import find_matrices
 from tests.checkpoint.test_store import state
-from tests.engine.test_deepspeed_engine import allow_fp16
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_ranks import save_as
 
-# the way that a run is moved: ranks, then (ZeRO stage, offload, micro-batch); three updates at each place
-LAUNCHES = (
-    (1, [(0, "none", 4)]),
-    (2, [(1, "none", 2), (0, "none", 4)]),
-    (4, [(2, "none", 2)]),
-    (1, [(3, "cpu", 2), (1, "none", 8)]),
-)
+# the way that a run is moved: ranks, then (ZeRO stage, micro-batch); three updates at each place
+LAUNCHES = ((1, [(0, 4)]), (2, [(1, 2), (0, 4)]), (4, [(2, 2)]), (1, [(3, 2), (1, 8)]))
 PLACES = sum(len(stays) for _, stays in LAUNCHES)
 MANY_AT, MANY = 1, ((64, 1), (48, 3), (64, 2))  # place; simulated ranks and their ZeRO stages
 STEPS = 3
 KINDS = {
     "adamw": {"precision": "fp32", "optimizer__name": "adamw"},
-    "fp16": {"precision": "fp16", "optimizer__name": "lamb"},
     "muon": {"precision": "fp32", "optimizer__name": "muon"},
     "lamb": {"precision": "fp32", "optimizer__name": "lamb"},
     "bf16": {"precision": "bf16", "optimizer__name": "adamw"},
@@ -43,16 +36,15 @@ KINDS = {
 
 
 def stay(
-    world: World, folder: str, kinds: list[str], first_place: int, stays: list[tuple[int, str, int]]
+    world: World, folder: str, kinds: list[str], first_place: int, stays: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
     """At each place: load what the place before left, save it again unchanged as step x + 1, train, save."""
-    allow_fp16()
     settings, found = CheckpointConfig(keep=99, asynchronous=False), []
-    for place, (stage, offload, micro) in enumerate(stays, first_place):
+    for place, (stage, micro) in enumerate(stays, first_place):
         here: dict[str, Any] = {}
         for kind in kinds:
             extra = KINDS[kind]
-            cfg = tiny.config(zero__stage=stage, zero__offload=offload, batch__micro_size=micro, **extra)
+            cfg = tiny.config(zero__stage=stage, batch__micro_size=micro, **extra)
             engine = tiny.engine(cfg, world, seed=7 if place == 0 else 50 + place)
             run = Checkpoints(Path(folder) / kind, world, settings)
             first = STEPS * place
@@ -60,7 +52,7 @@ def stay(
                 newest = run.latest()
                 assert newest is not None
                 # 64 ranks resumed from here, then 48 and 64 again, and did not train
-                if place == MANY_AT and kind != "fp16":
+                if place == MANY_AT:
                     if world.is_main:
                         for ranks, zero in MANY:
                             newest = save_as(newest, Path(folder) / f"{kind}-{ranks}-{zero}", 10 * first, ranks, zero)
@@ -78,7 +70,7 @@ def stay(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kinds", [("adamw", "fp16", "muon"), pytest.param(("lamb", "bf16"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [("adamw", "bf16", "muon"), pytest.param(("lamb",), marks=pytest.mark.slow)])
 def test_any_ranks_and_stage_resume_from_any_others(kinds, tmp_path):
     places: list[dict[str, Any]] = []
     for ranks, stays in LAUNCHES:
@@ -92,13 +84,9 @@ def test_any_ranks_and_stage_resume_from_any_others(kinds, tmp_path):
         check_weights_and_moments(kind, tmp_path / kind)
         for place, found in enumerate(places, 1):
             counters = found[kind][1]
-            theirs, scale = counters["deepspeed"], counters["loss_scale"]
-            assert counters["optimizer_steps"] + theirs["skipped_steps"] == STEPS * place == theirs["global_steps"]
-            assert theirs["global_samples"] == STEPS * place * tiny.ROWS
-            if kind == "fp16":
-                assert scale["cur_iter"] == STEPS * place and scale["cur_scale"] >= 1
-            else:
-                assert theirs["skipped_steps"] == 0 and scale == {}
+            theirs = counters["deepspeed"]
+            assert counters["optimizer_steps"] == STEPS * place == theirs["global_steps"]
+            assert theirs["global_samples"] == STEPS * place * tiny.ROWS and theirs["skipped_steps"] == 0
 
 
 def check_weights_and_moments(kind: str, run: Path) -> None:
@@ -176,5 +164,5 @@ def test_slices_that_cover_no_parameter_once_are_refused(tmp_path):
         ([{"a": [(0, 12)], "b": [(0, 4)]}], "hold 4 of the 5 elements of b"),
         ([{"a": [(0, 12)], "b": [(0, 5)], "c": [(0, 1)]}], "hold 1 of the 0 elements of c"),
     )):  # fmt: skip
-        with pytest.raises(InvalidManifest, match=message):
+        with pytest.raises(ValueError, match=message):
             written(tmp_path / f"step-{number}", files)

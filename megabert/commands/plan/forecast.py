@@ -19,7 +19,7 @@ from megabert.commands.plan.step_time import (
     System,
     step_seconds,
 )
-from megabert.commands.plan.workload import Work, gradient_bytes, manifest_of, matrices, with_vocabulary, work
+from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, with_vocabulary, work
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
 
@@ -87,9 +87,7 @@ def software_of(config: Config) -> Software:
     """This trainer under a configuration. Raises ValueError for what the model does not know."""
     if config.precision == "fp32":
         raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
-    if config.zero.offload != "none":
-        raise ValueError("zero.offload=cpu: --gpus has no term for optimizer states on the host; set zero.offload=none")
-    own_gradients = config.zero.stage == 1 and config.precision != "fp16"
+    own_gradients = config.zero.stage == 1
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
     return Software(
         elementwise=elementwise,
@@ -101,7 +99,7 @@ def software_of(config: Config) -> Software:
         orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
         # stage 1 in bf16 is `megabert.engine.gradients`
-        gradient_bytes=gradient_bytes(config),
+        gradient_bytes=GRADIENT_BYTES,
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,

@@ -37,6 +37,8 @@ DEFAULT_VOCABULARY = 30_000
 GIB = 2**30
 # elements; DeepSpeed's default reduce_bucket_size
 BUCKET = 500_000_000
+# of a gradient that travels: fp32 (`communication_data_type`)
+GRADIENT_BYTES = 4
 # share of a GPU's memory for what is not counted
 SPARE = 0.1
 
@@ -106,15 +108,14 @@ def states(parameters: int, precision: str, stage: int, world: int, one_moment: 
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
     of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
-    configured here keeps gradients in fp32: at stage 1 alone in bf16 and beside the 16-bit ones in fp16, twice for a moment
-    from stage 2 on (sums and their flat copy). Stage 0 in fp32 has no masters beside its weights.
+    configured here keeps gradients in fp32, twice for a moment from stage 2 on (sums and their flat copy). Stage 0 in fp32
+    has no masters beside its weights.
     """
     mixed = precision != "fp32"
     share = parameters / world
-    gradients = {0: 4 * parameters, 1: (6 if precision == "fp16" else 4) * parameters, 2: 8 * share, 3: 8 * share}
     return {
         "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
-        "gradients": gradients[stage],
+        "gradients": 8 * share if stage > 1 else 4.0 * parameters,
         "masters": 4 * share if stage else 4.0 * mixed * parameters,
         "moments": (8.0 * parameters - 4.0 * one_moment) / (world if stage else 1),
     }
@@ -179,25 +180,17 @@ def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
 
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
-    """`states` of this run at a ZeRO stage, as far as they are on the GPU."""
+    """`states` of this run at a ZeRO stage."""
     muon = config.optimizer.name == "muon"
     one_moment = sum(matrix.size for matrix in matrices(config.model)) if muon else 0
-    parts = states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
-    if config.zero.offload == "cpu" and stage:
-        parts |= {"masters": 0.0, "moments": 0.0}
-    return parts
-
-
-def gradient_bytes(config: Config) -> int:
-    """Of a gradient that travels: fp32 (`communication_data_type`), in fp16 runs DeepSpeed's default."""
-    return 2 if config.precision == "fp16" else 4
+    return states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
 
 
 def bucket_bytes(config: Config) -> float:
     """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
-    if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision not in ("fp16", "fp32")):
+    if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision != "fp32"):
         return 0.0
-    return BUCKET * gradient_bytes(config)
+    return BUCKET * GRADIENT_BYTES
 
 
 def needed(config: Config, seq_len: int, world_size: int) -> float:
@@ -236,14 +229,14 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
         mark = "  <- this run" if stage == config.zero.stage else ""
         lines.append(f"{stage:>4}{numbers}{sum(cells):>9.2f}{mark}")
     lines.append(
-        f"stages 1 to 3 need {BUCKET * gradient_bytes(config) / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
+        f"stages 1 to 3 need {BUCKET * GRADIENT_BYTES / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
     )
     if memory_gib is None:
         return lines
     micro = largest_micro_size(config, seq_len, world_size, memory_gib)
     if not micro:
-        advice = "take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+        advice = "take zero.stage 2 or 3 or model.activation_checkpointing"
         return [*lines, f"no micro-batch fits {memory_gib:g} GiB; {advice}"]
     best = with_micro_size(config, micro)
     largest = f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}"
