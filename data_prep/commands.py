@@ -14,6 +14,7 @@ from data_prep.common.records import Corpus
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from megabert.common.arguments import Parser, called_as
+from megabert.common.environment import cores
 from megabert.common.errors import OK
 from megabert.common.logs import log
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         print(inspect_dataset.inspect(args.folder, args.rows))
         return OK
     problems = 0
-    for problem in inspect_dataset.verify(args.folder, _workers(args) or pool.default_workers(), not args.quiet):
+    for problem in inspect_dataset.verify(args.folder, _workers(args) or cores(), not args.quiet):
         print(problem)
         problems += 1
     for folder in inspect_dataset.datasets(args.folder) if not problems else ():

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from data_prep.common.errors import BadInput, WorkerDied
+from megabert.common.environment import cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,11 +28,6 @@ PR_SET_PDEATHSIG = 1
 # what launchers put in the environment; srun --mpi=pmix has no size among MPI's variables
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
-
-
-def default_workers() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def collect_seldom() -> None:
@@ -132,7 +128,7 @@ def opened(workers: int | None) -> Iterator[Pool | None]:
             ranks: Any = entered  # an executor on rank 0, else None; typed as MPICommExecutor
             yield None if ranks is None else Pool(MPI.COMM_WORLD.Get_size(), ranks, root_works=True)
         return
-    workers = default_workers() if workers is None else workers
+    workers = cores() if workers is None else workers
     if workers == 1:
         yield Pool(1)
         return

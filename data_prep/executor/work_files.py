@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
-import sys
 import zlib
 from bisect import bisect_left
 from collections import Counter
@@ -21,6 +19,7 @@ import numpy as np
 
 from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions
+from megabert.common.environment import match_in
 from megabert.data.tokenizer import Tokenizer
 
 # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
@@ -124,17 +123,8 @@ def total(results: list[ItemResult]) -> ItemResult:
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, bytes."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except FileNotFoundError:  # macOS and the BSDs
-        status = ""
-    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    if line is not None:
-        return int(line.split()[1]) * 1024
-    # gVisor has no VmHWM. ru_maxrss starts at the parent's value at the fork.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    """Largest resident size of this process so far, bytes; 0 where /proc does not say."""
+    return int(match_in("/proc/self/status", r"VmHWM:\s*(\d+) kB") or 0) * 1024
 
 
 class Writer:

@@ -60,9 +60,8 @@ def _describe(words: list[str], can_end: np.ndarray) -> np.ndarray:
     ends = edges[1:] - 1  # of the NULs
     begins = edges[:-1]
     facts["hash"] = segment_hashes(joined, edges)
-    facts["characters"] = (
-        segment_sums((joined & 0xC0) != 0x80, edges) - 1
-    )  # without UTF-8's continuation bytes and the NUL
+    # without UTF-8's continuation bytes and the NUL
+    facts["characters"] = segment_sums((joined & 0xC0) != 0x80, edges) - 1
     flags = np.bitwise_or.reduceat(_FLAGS_OF_BYTE[joined], begins)
     flags[(ends - begins == 1) & _IS_LONE_BULLET[joined[begins]]] |= BULLET
     dot = joined == ord(".")

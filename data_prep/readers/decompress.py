@@ -55,46 +55,37 @@ def compression_of(head: bytes) -> str:
     return next((name for magic, name in MAGIC if head.startswith(magic)), "")
 
 
-class _Gzip:
-    """zlib's decompressor with the (data, max_length) interface of bz2 and lzma."""
+class _Inner:
+    """A decompressor of zlib or zstandard with the (data, max_length) interface of bz2 and lzma."""
 
-    def __init__(self) -> None:
-        self._inner = zlib.decompressobj(wbits=31)
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
 
     @property
     def eof(self) -> bool:
-        return self._inner.eof
+        return bool(self._inner.eof)
 
     @property
     def unused_data(self) -> bytes:
-        return self._inner.unused_data
+        return bytes(self._inner.unused_data)
 
+
+class _Gzip(_Inner):
     @property
     def needs_input(self) -> bool:
         return not self._inner.unconsumed_tail
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+        return bytes(self._inner.decompress(self._inner.unconsumed_tail + data, max_length))
 
 
-class _Zstd:
-    """zstandard's decompressor with the same interface; its output is bounded by FEED alone."""
+class _Zstd(_Inner):
+    """Its output is bounded by FEED alone."""
 
     needs_input = True
 
-    def __init__(self) -> None:
-        self._inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
-
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        return self._inner.decompress(data)
+        return bytes(self._inner.decompress(data))
 
 
 def _decompressor(kind: str) -> Any:
@@ -102,7 +93,9 @@ def _decompressor(kind: str) -> Any:
         return bz2.BZ2Decompressor()
     if kind == "xz":
         return lzma.LZMADecompressor(memlimit=512 << 20)
-    return _Gzip() if kind == "gz" else _Zstd()
+    if kind == "gz":
+        return _Gzip(zlib.decompressobj(wbits=31))
+    return _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj())
 
 
 def ratio(head: bytes, compression: str) -> float:

@@ -154,7 +154,7 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
         chunks = decompress.read_chunks(path, part.compression, stream or 0, part.end, range_end)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
     else:
-        text = spools.text_of(part, folder)
+        text = spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
         if part.start and part.format not in ELEMENTS:
             begin = formats.sync_point(text.read, part.start, _kind(part, options))
         chunks = text.chunks(begin)

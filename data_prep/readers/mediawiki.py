@@ -41,9 +41,8 @@ DROPPED_LINK = re.compile(
     re.IGNORECASE,
 )
 OTHER_WIKI = re.compile(r"\s*:?[a-z][a-z-]{1,14}:")
-EXTERNAL = re.compile(
-    r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE
-)  # possessive: without them an unclosed one would be tried at every length
+# possessive: without them an unclosed one would be tried at every length
+EXTERNAL = re.compile(r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE)
 BREAK = re.compile(r"<(?:br|p|hr|/p|/div|div|li|/li|blockquote|/blockquote|poem|/poem|center|/center)\b[^<>]*>", re.IGNORECASE)  # fmt: skip
 TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<ref\b[^<>\n]*", re.IGNORECASE)
 QUOTES = re.compile(r"'{2,}")

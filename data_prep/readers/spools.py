@@ -23,11 +23,6 @@ from data_prep.readers.files import open_regular
 Spool = tuple[str, int]  # its name in the work folder, and the bytes that it unpacks to
 
 
-def text_of(part: FileRange, folder: str) -> PlainText | SpooledText:
-    """The text of an unpacked file, or of an index in `folder`, the work folder."""
-    return SpooledText(part, folder) if part.index else PlainText(part.path)
-
-
 class PlainText:
     """Text of a file that is not packed."""
 
@@ -88,10 +83,6 @@ class SpooledText:
             raise BadInput(f"{path}: damaged ({error})") from None
         if unpacked != size:
             raise BadInput(f"{path}: truncated: {unpacked} bytes of text, {size} were written")
-
-
-def index_bytes(spools: list[Spool]) -> bytes:
-    return json.dumps(spools).encode()
 
 
 @lru_cache(maxsize=4)

@@ -61,16 +61,8 @@ def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
 def _is_text(type_: Any) -> bool:
     import pyarrow.types as types
 
-    return any(
-        is_type(type_)
-        for is_type in (
-            types.is_string,
-            types.is_large_string,
-            types.is_string_view,
-            types.is_binary,
-            types.is_large_binary,
-        )
-    )
+    texts = types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary
+    return any(is_type(type_) for is_type in texts)
 
 
 def row_groups(path: str) -> int:

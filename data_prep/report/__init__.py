@@ -1,1 +1,1 @@
-"""What people read of a dataset: summary, HTML report, inspection, verification."""
+"""What people read of a dataset: summary, inspection, verification."""

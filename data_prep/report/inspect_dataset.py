@@ -64,7 +64,8 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
     try:
         if workers > 1:
             context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the parent hold
-            pool = ProcessPoolExecutor(workers, context, _leave_interrupts_to_the_parent)
+            # interrupts are left to the parent
+            pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
             results = pool.map(shards.ShardCheck.problems, checks)
         else:
             results = map(shards.ShardCheck.problems, checks)
@@ -78,10 +79,6 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
         bar.close()
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def inspect(folder: str | os.PathLike[str], rows: int = 3) -> str:

@@ -60,10 +60,8 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
     """The documents of a task."""
     for part in task.ranges:
         for document in read_documents(part, job.options.read, problems, job.work):
-            if isinstance(document.text, str):
-                raw = document.text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair
-            else:
-                raw = document.text
+            # a literal of Python can spell half a surrogate pair
+            raw = document.text.encode("utf-8", "replace") if isinstance(document.text, str) else document.text
             try:
                 text, glued = clean.decode(raw)
             except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ then cut in ranges of its text, exactly as the unpacked file would be, and gives
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def cut(
             cut_ranges.append((corpus, file))
             continue
         name = f"stream-{index:07d}.index"
-        write_whole(Path(job.path(name)), spools.index_bytes(spools_of[index]))
+        write_whole(Path(job.path(name)), json.dumps(spools_of[index]).encode())
         size = sum(spool[1] for spool in spools_of[index])
         text = replace(file, index=name, unpack_first=False)
         cut_ranges += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]

@@ -49,13 +49,9 @@ class Encoded:
 
     @staticmethod
     def join(parts: list[Encoded], dtype: np.dtype) -> Encoded:
-        if not parts:
-            return Encoded.none(dtype)
-        return Encoded(
-            np.concatenate([p.tokens for p in parts]),
-            np.concatenate([p.sentence_lengths for p in parts]),
-            np.concatenate([p.document_sizes for p in parts]),
-        )
+        parts = [Encoded.none(dtype), *parts]
+        arrays = ([getattr(part, name) for part in parts] for name in Encoded.__dataclass_fields__)
+        return Encoded(*map(np.concatenate, arrays))
 
     def select(self, keep: np.ndarray) -> Encoded:
         """The documents where the bool array `keep` [d] is true, in order."""

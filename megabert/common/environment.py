@@ -33,19 +33,20 @@ def output(command: Sequence[str]) -> str:
     return done.stdout.rstrip() if done.returncode == 0 else ""
 
 
-def _match(file: str, pattern: str) -> str:
+def match_in(file: str, pattern: str) -> str:
+    """The first group of the first match in a file's text; "" where there is no match or no file."""
     path = Path(file)
     match = re.search(pattern, path.read_text()) if path.is_file() else None
     return match[1] if match else ""
 
 
 def cpu_model() -> str:
-    return _match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine()
+    return match_in("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> set[str]:
     """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`; on Arm `bf16`."""
-    return set(_match("/proc/cpuinfo", r"(?:flags|Features)\s*:\s*(.+)").split())
+    return set(match_in("/proc/cpuinfo", r"(?:flags|Features)\s*:\s*(.+)").split())
 
 
 def multiplies_bf16() -> bool:
@@ -59,7 +60,7 @@ def cores() -> int:
 
 
 def memory_gib() -> float:
-    return round(int(_match("/proc/meminfo", r"MemTotal:\s*(\d+) kB") or 0) / 2**20, 1)
+    return round(int(match_in("/proc/meminfo", r"MemTotal:\s*(\d+) kB") or 0) / 2**20, 1)
 
 
 def gpus() -> list[str]:

@@ -64,23 +64,7 @@ def pack(sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0
             used, row = 0, len(rows)
             rows.append([i])
         heapq.heappush(emptiest, (used + sizes[i], row))
-    shape = (len(rows), width)
-    ids, segments, positions, first, last = (np.zeros(shape, np.int32) for _ in range(5))
-    lengths = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    starts = np.empty(len(sizes), np.int64)
-    for row, members in enumerate(rows):
-        at = 0
-        for place, i in enumerate(members):
-            end = at + sizes[i]
-            ids[row, at:end] = sequences[i]
-            segments[row, at + seconds[i] : end] = 1
-            positions[row, at:end] = np.arange(sizes[i])
-            first[row, at:end] = at
-            last[row, at:end] = np.arange(at + 1, end + 1) if causal else end
-            lengths[row, place], starts[i] = sizes[i], row * width + at
-            at = end
-    a, b, c, d, e, f = map(torch.from_numpy, (ids, segments, positions, first, last, lengths))
-    return Packed(a, b, c, d, e, f, starts)
+    return _layout(sequences, seconds, rows, width, causal)
 
 
 def pack_line(sequences: Sequence[np.ndarray], seconds: Sequence[int], causal: bool = False) -> Packed:
@@ -88,18 +72,32 @@ def pack_line(sequences: Sequence[np.ndarray], seconds: Sequence[int], causal: b
 
     Arguments as of `pack`. Raises ValueError for a sequence that is empty.
     """
-    sizes = np.array([len(ids) for ids in sequences], np.int64)
-    if not len(sizes) or not sizes.min():
+    sizes = [len(ids) for ids in sequences]
+    if not sizes or not min(sizes):
         raise ValueError("an empty sequence, or none")
+    return _layout(sequences, seconds, [list(range(len(sizes)))], sum(sizes), causal)
+
+
+def _layout(
+    sequences: Sequence[np.ndarray], seconds: Sequence[int], rows: list[list[int]], width: int, causal: bool
+) -> Packed:
+    """Rows of `width` tokens; `rows[r]` are the indices of row r's sequences in their order."""
+    sizes = np.array([len(ids) for ids in sequences], np.int64)
+    starts = np.empty_like(sizes)
+    lengths = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, members in enumerate(rows):
+        held = sizes[members]
+        lengths[row, : len(members)] = held
+        starts[members] = row * width + held.cumsum() - held
     ends = sizes.cumsum()
-    starts = ends - sizes
-    first = np.repeat(starts, sizes)
-    places = np.arange(ends[-1])
-    last = places + 1 if causal else np.repeat(ends, sizes)
-    segments = places - first >= np.repeat(np.array(seconds, np.int64), sizes)
-    rows = (np.concatenate(sequences), segments, places - first, first, last, sizes)
-    a, b, c, d, e, f = (torch.from_numpy(row.astype(np.int32))[None] for row in rows)
-    return Packed(a, b, c, d, e, f, starts)
+    positions = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    first = np.repeat(starts % width, sizes)
+    last = first + (positions + 1 if causal else np.repeat(sizes, sizes))
+    segments = positions >= np.repeat(seconds, sizes)
+    flat = np.zeros((5, len(rows) * width), np.int32)
+    flat[:, np.repeat(starts, sizes) + positions] = np.concatenate(sequences), segments, positions, first, last
+    a, b, c, d, e = torch.from_numpy(flat.reshape(5, len(rows), width))
+    return Packed(a, b, c, d, e, torch.from_numpy(lengths), starts)
 
 
 def groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:

@@ -36,8 +36,8 @@ def multiplies(monkeypatch) -> Any:
 
 
 def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path) -> None:
-    file, real = tmp_path / "cpuinfo", environment._match
-    monkeypatch.setattr(environment, "_match", lambda _, pattern: real(str(file), pattern))
+    file, real = tmp_path / "cpuinfo", environment.match_in
+    monkeypatch.setattr(environment, "match_in", lambda _, pattern: real(str(file), pattern))
     for flags in ("fpu avx2 avx512_bf16 sha_ni", "fpu amx_bf16", "fp asimd bf16 i8mm"):
         file.write_text(f"processor\t: 0\n{'Features' if 'asimd' in flags else 'flags'}\t: {flags}\nbugs\t: none\n")
         assert environment.multiplies_bf16()

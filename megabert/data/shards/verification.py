@@ -66,9 +66,8 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     listed = {shard.name for shard in m.shards}
     parts += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
-    small = m.model_copy(
-        update={"shards": (), "statistics": {}, "options": {}}
-    )  # a check must be cheap to send to a process
+    # a check must be cheap to send to a process
+    small = m.model_copy(update={"shards": (), "statistics": {}, "options": {}})
     for i, shard in enumerate(m.shards):
         if (folder / shard.name).is_file():
             parts.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
