@@ -57,10 +57,7 @@ def test_a_command_ends_with_one_line_and_its_code(error: BaseException, code: i
 
     assert main([]) == code
     assert capsys.readouterr() == ("", line)
-
-
-def test_a_defect_keeps_its_traceback() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # a defect keeps its traceback
         command(lambda argv: {}["a defect"])([])
 
 

@@ -60,11 +60,8 @@ def test_rows_have_values_and_class_names(name: str, tmp_path: Path) -> None:
         places = [f"{path}/data-0.arrow, row 0", f"{path}/data-0.arrow, row 1", f"{path}/data-1.arrow, row 0"]
     assert found == list(zip(places, want, strict=True))
     assert tables.columns(path) == list(ROWS[0])
-
-
-def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path, "t.parquet", ROWS, features=False)
-    assert [values for _, values in tables.rows(path, ["label"])] == [[1], [0], [-1]]
+    bare = write(tmp_path, "bare.parquet", ROWS, features=False)
+    assert [values for _, values in tables.rows(bare, ["label"])] == [[1], [0], [-1]]
 
 
 def test_columns_are_joined_in_every_kind_of_table(tmp_path: Path) -> None:
@@ -130,10 +127,7 @@ def test_empty_lines_are_skipped(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (4, "b"))]
-
-
-def test_numbers_are_columns_only_without_a_header(tmp_path: Path) -> None:
-    path = tmp_path / "t.tsv"
+    path = tmp_path / "t.tsv"  # numbers are columns only without a header
     path.write_text("0\t1\na\tb\n")
     assert [values for _, values in tables.rows(path, ["1"])] == [["b"]]
     assert [values for _, values in tables.rows(path, ["0"], headed=False)] == [["0"], ["a"]]

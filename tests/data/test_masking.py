@@ -23,15 +23,8 @@ def million():
 
 def masked(rows, strategy="token", seed=11, epoch=0, **options):
     ids, bounds, row_ids = rows
-    return mask(
-        ids,
-        bounds,
-        row_ids,
-        seed=seed,
-        epoch=epoch,
-        vocabulary=vocabulary(),
-        masking=MaskingConfig(strategy=strategy, **options),
-    )
+    masking = MaskingConfig(strategy=strategy, **options)
+    return mask(ids, bounds, row_ids, seed=seed, epoch=epoch, vocabulary=vocabulary(), masking=masking)
 
 
 def test_statistics_are_as_published_and_nothing_else_changes(million):
@@ -169,9 +162,6 @@ def test_the_rate_falls_in_equal_steps() -> None:
     kinds = [masking_at(cfg, share, 128) for share in (0.39, 0.4, 0.59, 0.61, 0.79, 0.81, 1.0)]
     assert kinds[0].causal and not any(masking.causal for masking in kinds[1:])
     assert [m.rate for m in kinds[1:]] == pytest.approx([0.3, 0.3, 0.29, 0.29, 0.28, 0.28])
-
-
-def test_a_rate_may_rise_and_slots_may_be_given() -> None:
     cfg = config("data.masking.rate=0.1", "data.masking.final_rate=0.2")
     found = [masking_at(cfg, share, 100) for share in (0.0, 1.0)]
     assert [m.rate for m in found] == pytest.approx([0.1, 0.2]) and [m.capacity(100) for m in found] == [21, 21]

@@ -81,6 +81,5 @@ def test_an_update_of_a_rank_opens_few_files():
     each = seen.sum(2)  # files that a process has had to do with
     assert each.max() <= OPEN_SHARDS, "none was closed in between: each was opened once"
     opens = each.sum() / ranks / updates
-    print(f"{opens:.2f} opens a rank an update, {each.sum() / ranks / updates / workers:.2f} a process")
     assert opens <= 4
     assert ACTIVE_SHARDS - 8 <= widest <= ACTIVE_SHARDS, "a batch is of as many shards as are open"

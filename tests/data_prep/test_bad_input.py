@@ -1,12 +1,6 @@
 """Every mistake ends the real command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
-import os
 import resource
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -52,22 +46,6 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     assert not list(tmp_path.rglob("manifest.json"))
     result = build(empty, bad, good, extra=("--on-error", "skip"))
     assert result.returncode == 0 and "empty file 1" in result.stdout and "invalid UTF-8 1" in result.stdout
-
-
-def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "data_prep", "build", "--input", corpus, "--output", out, "--tokenizer"]
-    command += [tokenizer_file, "--workers", "2", "--quiet"]
-    # A shell's background jobs ignore SIGINT.
-    options = {"cwd": Path(__file__).parents[2], "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
-    deadline = time.monotonic() + 30
-    while not list(out.glob(".work/read-*")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
-    assert os.listdir(out) == [".work"]
 
 
 def test_wrong_files_and_options_are_named(build, tmp_path):

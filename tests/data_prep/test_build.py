@@ -106,16 +106,6 @@ def test_held_out_documents_are_in_no_training_row(built):
     assert len(markers[0]) > 2000 and len(markers[1]) > 30 and not markers[0] & markers[1]
 
 
-def test_full_sentences_without_pairs(options, command, tmp_path):
-    result = command(*options, "--output", tmp_path / "data", "--no-nsp", "--seq-len", 64)
-    assert result.returncode == 0, result.stderr
-    assert "random next none" in result.stdout
-    assert {label for _, _, label in sequences(tmp_path / "data")} == {-1}
-    statistics = json.loads((tmp_path / "data" / "manifest.json").read_text())["statistics"]
-    assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
-    assert statistics["fill"] > 0.98
-
-
 def test_lowercase_tokenizer_and_one_held_out_document(topics, command, tmp_path):
     for i, text in enumerate(topics[:30]):
         (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")

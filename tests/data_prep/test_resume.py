@@ -46,7 +46,9 @@ def whole(arguments, tmp_path_factory):
 
 def start(arguments, output, *extra):
     command = [*arguments, "--output", output, *extra]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    # A shell's background jobs ignore SIGINT.
+    options = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
 
 
 def test_killed_builds_give_the_same_bytes(arguments, whole, tmp_path):
@@ -109,23 +111,10 @@ def test_parent_is_killed_and_other_options_refused(arguments, whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_only_a_corrected_file_is_read_again(arguments, whole, corpus, tmp_path):
-    """Bad input stops a build; what was read before stays, and the mended file gives what it would have given at once."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for path in corpus.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    last = max(folder.iterdir())
-    good = last.read_bytes()
-    last.write_bytes(good[:1_000_000] + b"\xff" + good[1_000_001:])
-    command = [*arguments[:5], f"wiki={folder}", *arguments[6:]]
-    output = tmp_path / "out"
-    result = run(command, output, "--workers", "1")
-    assert result.returncode == 2 and "invalid UTF-8" in result.stderr
-    assert not list(output.rglob("manifest.json"))
-    assert any((output / ".work/journal/read").iterdir())
-    last.write_bytes(good)
-    result = run(command, output, "--workers", "1")
-    assert result.returncode == 0, result.stderr
-    shards = [name for name in whole[1] if name.endswith(".tar")]
-    assert [contents(output)[name] for name in shards] == [whole[1][name] for name in shards]
+def test_an_interrupt_is_one_line(arguments, tmp_path):
+    process = interrupted([*arguments, "--workers", "2"], tmp_path / "out")
+    os.killpg(process.pid, signal.SIGCONT)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
+    assert os.listdir(tmp_path / "out") == [".work"]

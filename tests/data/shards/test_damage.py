@@ -1,10 +1,4 @@
-"""No damaged byte of a dataset is trained on: 400 flipped bits and 400 truncations, each named with its place.
-
-Where a byte lies is worked out by `tarfile`, not by the code under test. A flip in a row or its checksum must be refused
-by whoever reads that row. A flip that no row depends on (tar and npy headers, padding, the end of the archive) must leave
-every row as it was and must be found by `verify`. A truncation must be refused before a row is read, at whatever moment it
-happens.
-"""
+"""No damaged byte of a dataset is trained on: 400 flipped bits and 400 truncations, each named with its place by `tarfile`."""
 
 from __future__ import annotations
 
@@ -121,7 +115,6 @@ def test_flipped_bits_are_refused_or_touch_no_row(folder, sites, rows):
             flip(folder / name, at, bit)
             count["refused" if kind in IN_ROWS else "no row touched, found by verify"] += 1
     assert same(running.read(np.arange(ROWS)), rows)
-    print(dict(count))
     assert count == {"refused": 200, "no row touched, found by verify": 200}
 
 
@@ -155,7 +148,6 @@ def test_truncations_are_refused_before_a_row_is_read(folder, rows):
         place = f"is cut at byte {size} of {len(whole)}" if size < end else f"end of the archive at byte {end} "
         assert any(place in p for p in problems), (size, problems)
         path.write_bytes(whole)
-    print(dict(seen))
     assert seen == {"refused when opened": 200, "refused when read": 200}
 
 
@@ -164,12 +156,11 @@ def test_a_damaged_manifest_is_refused_or_only_respelled(folder, rows):
     path = folder / "manifest.json"
     text, good = path.read_bytes(), Manifest.load(folder)
     rng = np.random.default_rng(15)
-    spelling = [m.start() for m in re.finditer(rb"(?<=u00)[ef]|e(?=-07)", text)]
-    flips = [(int(at), int(rng.integers(8))) for at in rng.integers(len(text), size=990)]
-    flips += [(at, 5) for at in (spelling * 10)[:10]]  # bit 5: the other case of a letter
+    flips = [(at, int(rng.integers(8))) for at in rng.integers(len(text), size=990).tolist()]
+    flips.append((text.index(b"e-07"), 5))  # the other case of a letter
     damaged = [text[:at] + bytes([text[at] ^ 1 << bit]) + text[at + 1 :] for at, bit in flips]
     damaged += [text[:size] for size in range(len(text))]
-    refused = respelled = 0
+    respelled = 0
     for data in damaged:
         path.write_bytes(data)
         try:
@@ -177,16 +168,12 @@ def test_a_damaged_manifest_is_refused_or_only_respelled(folder, rows):
         except ValueError as error:
             assert str(error).startswith(f"{path}: ") and "\n" not in str(error), error
             assert plan(folder) == [str(error)]
-            refused += 1
         else:
-            assert dataset.manifest == good
-            if respelled % 5 == 0:
-                assert same(dataset.read(np.arange(ROWS)), rows)
+            assert dataset.manifest == good and same(dataset.read(np.arange(ROWS)), rows)
             assert plan(folder)[0] == f"{path}: is not as it was written: the same fields in other bytes"
             respelled += 1
     path.write_bytes(text)
-    print(f"{refused} refused, {respelled} respelled of {len(damaged)}")
-    assert refused + respelled == len(text) + 1000 and 10 <= respelled < 30
+    assert 1 <= respelled < 30
 
 
 def updates(folder: Path, workers: int = 0) -> list[Update]:

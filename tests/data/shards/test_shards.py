@@ -8,6 +8,7 @@ import json
 import pickle
 import tarfile
 import time
+import timeit
 import zlib
 from pathlib import Path
 
@@ -70,34 +71,26 @@ def test_members_follow_the_data_contract(folder, arrays):
     assert (entry.bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_read_equals_an_independent_reader(tmp_path, arrays, dtype):
-    ids = arrays[0].astype(dtype)
+@pytest.mark.parametrize(("dtype", "rows"), [("uint16", ROWS), ("uint32", ROWS), ("uint16", 1), ("uint16", 8)])
+def test_read_equals_an_independent_reader(tmp_path, arrays, dtype, rows):
+    ids, bounds, isnext = (array[:rows] for array in arrays)
     tree = {"kind": "sentencepiece", "file": "tokenizer.model", "sha256": "0" * 64, "vocab_size": 70_000}
     tree["special_ids"] = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
     changes = {"dtype": dtype, "tokenizer": tree} if dtype == "uint32" else {}
-    folder = make_dataset(tmp_path, ROWS, arrays=(ids, *arrays[1:]), seq_len=LENGTH, slots=SLOTS, **changes)
+    arrays = (ids.astype(dtype), bounds, isnext)
+    folder = make_dataset(tmp_path, rows, arrays=arrays, seq_len=LENGTH, slots=SLOTS, **changes)
     want = independent(folder)
     dataset = Dataset(folder)
     rng = np.random.default_rng(0)
-    picks = [np.arange(ROWS), rng.permutation(ROWS), rng.integers(0, ROWS, 400), np.array([147]), np.arange(0)]
+    picks = [np.arange(rows), rng.permutation(rows), rng.integers(0, rows, 400), np.array([rows - 1]), np.arange(0)]
     for pick in picks:
         got = pickle.loads(pickle.dumps(dataset)).read(pick) if len(pick) == 400 else dataset.read(pick)
         for name in ("ids", "bounds", "isnext"):
             part = getattr(got, name)
             assert part.dtype == want[name].dtype and (part == want[name][pick]).all()
-    for outside in ([-1], [ROWS]):
-        with pytest.raises(ValueError, match=r"row ids must lie in 0\.\.147"):
+    for outside in ([-1], [rows]):
+        with pytest.raises(ValueError, match=rf"row ids must lie in 0\.\.{rows - 1}"):
             dataset.read(np.array(outside))
-
-
-@pytest.mark.parametrize("rows", [1, 8, 65])
-def test_any_number_of_rows(tmp_path, rows):
-    dataset = Dataset(make_dataset(tmp_path, rows))
-    want = make_rows(rows, 32, 3)
-    got = dataset.read(np.arange(rows)[::-1])
-    assert (got.ids[::-1] == want[0]).all() and (got.bounds[::-1] == want[1]).all()
-    assert list(verify(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -224,10 +217,5 @@ def test_a_manifest_of_15000_shards_loads_fast(tmp_path):
     entries = [{"name": f"shard-{i:06d}.tar", "rows": rows, "bytes": size, "sha256": f"{i:064x}"} for i in range(count)]
     tree = manifest(count * rows, 512, 8, 256, entries)
     (tmp_path / "manifest.json").write_bytes(sealed(tree, "fingerprint", compact))
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
-        found = Manifest.load(tmp_path)
-        seconds.append(time.process_time() - began)
-    print(f"{min(seconds):.3f} s")
-    assert found.rows == count * rows and found.order == 2 and min(seconds) < 0.2
+    seconds = timeit.repeat(lambda: Manifest.load(tmp_path), timer=time.process_time, repeat=3, number=1)
+    assert Manifest.load(tmp_path).rows == count * rows and min(seconds) < 0.2

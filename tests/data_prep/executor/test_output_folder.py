@@ -142,10 +142,8 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", none)
     logs.setup()
-    for build in (
-        output_folder.joined(tmp_path / "out", ACCOUNT, (128,)),
-        opened(tmp_path / "out", ACCOUNT, (128,), False),
-    ):
-        with build as work:
-            assert work is not None
+    with output_folder.joined(tmp_path / "out", ACCOUNT, (128,)) as work:
+        assert work is not None
+    with opened(tmp_path / "out", ACCOUNT, (128,), False) as work:
+        assert work is not None
     assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err

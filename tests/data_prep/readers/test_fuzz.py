@@ -119,23 +119,13 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
     assert cut.counts == whole.counts and cut.dropped == whole.dropped
 
 
-texts = st.lists(
-    st.text(st.characters(codec="utf-8", exclude_characters="\n\r\x00"), max_size=30), min_size=1, max_size=20
-)
-
-
-@pytest.mark.parametrize("kind", PACK)
-@settings(few, max_examples=40)
-@given(values=texts)
+@settings(few, max_examples=100)
+@given(values=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=20))
 @example(values=["\ud7ff\ufeff", "\u2028", ""])
-def test_records_come_back_as_they_were_written(kind, folder, values):
+def test_records_come_back_as_they_were_written(folder, values):
     path = folder / "records"
-    path.write_bytes(PACK[kind]("".join(json.dumps({"text": value}) + "\n" for value in values).encode()))
+    path.write_text("".join(json.dumps({"text": value}, ensure_ascii=False) + "\n" for value in values))
     assert [text for _, text in read(path, Problems("stop"), format="jsonl")[1]] == values
-    documents = "".join(f'<doc id="1">\nT\n\n{value.replace("<", "")}\n</doc>\n' for value in values).encode()
-    path.write_bytes(PACK[kind](documents))
-    found = [text.decode() for _, text in read(path, Problems("stop"), format="wiki")[1]]
-    assert found == ["\n" + value.replace("<", "") + "\n" for value in values]
 
 
 @settings(few, max_examples=30)

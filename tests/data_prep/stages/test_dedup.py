@@ -131,7 +131,9 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
         report = json.loads((output / "report.json").read_text())
         assert report["read"]["documents"] == 370 and report["dropped"]["reasons"] == reasons
         assert report["dropped"]["repeated_paragraphs"] == paragraphs
-        assert ("exact duplicate 40" in result.stdout) == bool(reasons)
+        assert ("exact duplicate 40" in result.stdout) == bool(reasons) and "random next none" in result.stdout
+        statistics = report["datasets"]["128"]  # full sentences, of which nothing is lost
+        assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
 
 
 @pytest.mark.parametrize("size", [64, 1 << 21])

@@ -93,8 +93,7 @@ def test_lone_document_is_halved(lengths):
 def test_truncation_equals_one_token_at_a_time():
     rng = np.random.default_rng(5)
     for _ in range(300):
-        a, b, capacity = (int(v) for v in rng.integers(1, 60, 3))
-        capacity = max(capacity, 2)
+        a, b, capacity = rng.integers((1, 1, 2), 60).tolist()
         spans = np.array([[100, 100 + a, 300, 300 + b]])
         _truncate(spans, capacity, rng)
         la, lb = a, b

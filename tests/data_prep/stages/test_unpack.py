@@ -1,7 +1,6 @@
 """A large file gives the same rows whatever it is packed in."""
 
 import bz2
-import gzip
 import json
 
 import pytest
@@ -12,7 +11,6 @@ from data_prep.common.records import Corpus, ReadOptions
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, tasks
-from data_prep.stages import unpack
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_reading import PACK
 
@@ -98,26 +96,3 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         summary, _ = run("out", path, tmp_path / "good", on_error="skip", dedup=())
         assert sum(summary["problems"].values()) >= 1
         assert 60 <= summary["read"]["documents"] < 120
-
-
-def test_build_stopped_while_unpacking_resumes(topics, run, tmp_path, monkeypatch):
-    data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
-    for i in range(3):
-        (tmp_path / f"d{i}").write_bytes(gzip.compress(data))
-    paths, calls = [tmp_path / f"d{i}" for i in range(3)], []
-    real = unpack.unpack
-
-    def stopping(job, item):
-        calls.append(item.index)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(job, item)
-
-    stopping.__name__ = "unpack"
-    monkeypatch.setattr(unpack, "unpack", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        run("killed", *paths)
-    assert len(list((tmp_path / "killed/.work").glob("stream-*.zst"))) >= 2
-    found = run("killed", *paths)[1]
-    assert calls == [0, 1, 2, 2], "a file that was done is not done again"
-    assert found == run("at once", *paths)[1]

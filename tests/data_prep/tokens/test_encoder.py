@@ -27,8 +27,6 @@ def test_a_model_whose_pieces_cross_words_is_refused(topics, tmp_path):
     crossing = train_model(topics, tmp_path / "crossing", split_by_whitespace=False)
     with pytest.raises(ValueError, match="tokens cross word boundaries"):
         WordEncoder(crossing, np.dtype(np.uint16))
-    bare = train_model(topics, tmp_path / "bare", add_dummy_prefix=False)
-    assert not bare.word_local
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])

@@ -31,20 +31,6 @@ def test_numbers_equal_those_of_a_dictionary():
     assert lexicon.size == len(expected) > 100_000
 
 
-def test_colliding_places_are_resolved():
-    """Hashes that all begin their search at one place, in one batch and over several, and while the table grows."""
-    lexicon = WordNumbers()
-    hashes = (np.arange(1, 301, dtype=np.uint64) << np.uint64(52)) | np.arange(1, 301, dtype=np.uint64)
-    first, new = lexicon.numbers(hashes[:200])
-    assert first.tolist() == list(range(200)) == new.tolist()
-    again, new = lexicon.numbers(hashes[::-1])
-    assert again.tolist() == [*range(200, 300), *range(199, -1, -1)] and new.tolist() == list(range(100))
-    for size in (1 << 16, 1 << 17):
-        many = np.random.default_rng(size).integers(1, 1 << 63, size, dtype=np.uint64)
-        lexicon.numbers(np.unique(many))
-    assert lexicon.numbers(hashes[:200])[0].tolist() == list(range(200))
-
-
 def test_hashes_distinguish_words():
     rng = random.Random(1)
     blocks = ["p" * 64 + "q" * 64, "q" * 64 + "p" * 64]
