@@ -34,9 +34,6 @@ from megabert.finetune.tasks import KINDS, Task
 
 if TYPE_CHECKING:
     from megabert.distributed.session import Session
-    from megabert.finetune.run import Data
-    from megabert.finetune.settings import Settings
-    from megabert.hf import Pretrained
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -72,49 +69,22 @@ def task_of(args: argparse.Namespace) -> Task:
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
-def read(args: argparse.Namespace, files: dict[str, Path], task: Task, start: Pretrained, settings: Settings) -> Data:
-    """The task's files, encoded. Raises ValueError naming file and line of what cannot be used."""
-    from megabert.finetune import datasets, encoding, run
-
-    examples = {name: datasets.read(task, path) for name, path in files.items()}
-    labels = encoding.labels_of(task, examples["train"])
-    examples = {name: part[: args.limit or None] for name, part in examples.items()}
-    data = run.encode_splits(task, examples, start.tokenizer, settings, labels)
-    for name, part in data.examples.items():
-        log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
-    return data
-
-
 def train(args: argparse.Namespace, ranks: Session) -> int:
     """Every run that has no result yet, then the table and `summary.json`."""
-    from megabert import hf
-    from megabert.config import WatchdogConfig
-    from megabert.distributed.signals import REQUEUE
-    from megabert.engine import precision
-    from megabert.finetune import run
+    from megabert.finetune import datasets, run
 
-    stop, world, output = ranks.join(), ranks.world, Path(args.output)
     task = task_of(args)
     for name in ("train", "dev"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
     files = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
-    args.precision = precision.choose(args.precision, world)
-    start = hf.load(args.model, args.tokenizer)
-    runs = options.runs_of(args, min(task.max_length, start.config.model.max_positions), task.stride)
-    settings = next(iter(runs.values()))
-    data = read(args, files, task, start, settings)
-    # Whatever does not fit is reported before anything is written.
-    run.describe(data, start, settings, world.size)
-    common = run.common_settings(data, start, files, settings, args.limit)
-    run.claim(output, common, world)
-    watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
-    ranks.apart = True
-    summary = run.train_missing(output, common, data, start, runs, world, stop, watchdog, args.log_interval)
-    if summary is None:
-        return REQUEUE
-    log.info(run.table(summary["points"]))
-    return OK
+    return run.train_tasks(
+        args,
+        ranks,
+        tasks=[(task, files, Path(args.output))],
+        read=lambda task, files: {name: datasets.read(task, path) for name, path in files.items()},
+        show=lambda summary: run.table(summary["points"]),
+    )
 
 
 def predict(args: argparse.Namespace) -> int:

@@ -34,9 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common import tables
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK
 from megabert.common.files import write_whole
-from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
 from megabert.finetune.tasks import Task
@@ -110,15 +108,13 @@ def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[T
     return [e for e in examples if e.a not in held], [e for e in examples if e.a in held]
 
 
-def read_splits(entry: GlueTask, limit: int = 0) -> dict[str, list[TextExample]]:
-    """The first `limit` examples of each split, 0: all; "dev" decides. Raises ValueError naming file and line of what cannot be
-    used."""
+def read_splits(task: Task, files: Mapping[str, Path]) -> dict[str, list[TextExample]]:
+    """The examples of each split; "dev" decides. Raises ValueError naming file and line of what cannot be used."""
     from megabert.finetune import datasets
 
-    task, files = entry
     splits = {name: datasets.read(task, path) for name, path in files.items()}
     splits["train"], splits["dev"] = hold_out(splits["train"])
-    return {name: part[: limit or None] for name, part in splits.items()}
+    return splits
 
 
 # ---- the table
@@ -170,40 +166,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every task in turn: its runs, then the table of what exists so far."""
-    from megabert import hf
-    from megabert.config import WatchdogConfig
-    from megabert.distributed.signals import REQUEUE
-    from megabert.engine import precision
     from megabert.finetune import run
 
-    stop, world, output = ranks.join(), ranks.world, Path(args.output)
-    args.precision = precision.choose(args.precision, world)
-    entries = find_tasks(Path(args.data), args.tasks)
-    start = hf.load(args.model, args.tokenizer)
-    first = entries[0][0]
-    runs = options.runs_of(args, min(first.max_length, start.config.model.max_positions), first.stride)
-    settings = next(iter(runs.values()))
-    # Whatever does not fit is reported before anything is written.
-    for entry in entries:
-        run.configure(start.config, settings, len(read_splits(entry, args.limit)["train"]), world.size)
-    watchdog, page = None, ""
-    for entry in entries:
-        task, files = entry
-        folder = output / task.name
-        data = run.encode_splits(task, read_splits(entry, args.limit), start.tokenizer, settings)
-        log.info(", ".join(f"{name} {len(part):,}" for name, part in data.items.items()))
-        common = run.common_settings(data, start, files, settings, args.limit)
-        run.claim(folder, common, world)
-        watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
-        ranks.apart = True
-        watchdog.progress()
-        given = (folder, common, data, start, runs, world, stop, watchdog, args.log_interval)
-        if run.train_missing(*given) is None:
-            return REQUEUE
-        if world.is_main:
-            page = publish(output, args.model)
-    log.info(page)
-    return OK
+    output = Path(args.output)
+    tasks = [(task, files, output / task.name) for task, files in find_tasks(Path(args.data), args.tasks)]
+    return run.train_tasks(args, ranks, tasks, read_splits, lambda _: publish(output, args.model))
 
 
 def main(argv: list[str] | None = None) -> int:

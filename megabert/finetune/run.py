@@ -15,6 +15,7 @@ learning rates resumes.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -33,22 +34,24 @@ from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import Checkpoints
 from megabert.common import tables
+from megabert.common.errors import OK
 from megabert.common.files import sha256_of, write_whole
 from megabert.common.logs import duration, log
-from megabert.config import Config
+from megabert.config import Config, WatchdogConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, on_main
-from megabert.distributed.signals import Stop
+from megabert.distributed.session import Session
+from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import DTYPES, Engine
+from megabert.engine import DTYPES, Engine, precision
 from megabert.finetune import encoding, heads, save, scores
 from megabert.finetune.batches import TaskUpdate, steps_per_epoch, updates
 from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Described
-from megabert.finetune.settings import Settings
+from megabert.finetune.settings import Settings, runs_of
 from megabert.finetune.tasks import Task
 from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
@@ -102,20 +105,17 @@ class Data:
 
 
 def encode_splits(
-    task: Task,
-    examples: Mapping[str, Sequence[Example]],
-    tokenizer: Tokenizer,
-    settings: Settings,
-    labels: Sequence[str] = (),
+    task: Task, examples: Mapping[str, Sequence[Example]], tokenizer: Tokenizer, settings: Settings, limit: int = 0
 ) -> Data:
-    """The splits of a task, texts as long as `settings` allow. `labels`: where not those of the split "train".
+    """The first `limit` examples of each split (0: all), texts as long as `settings` allow. Labels are those of all of "train".
 
     Raises ValueError naming file and line of a label that is not among them.
     """
-    labels = tuple(labels or encoding.labels_of(task, examples["train"]))
+    labels = encoding.labels_of(task, examples["train"])
+    examples = {name: part[: limit or None] for name, part in examples.items()}
     lengths = settings.max_length, settings.stride
     items = {name: encoding.encode(task, part, tokenizer, labels, *lengths) for name, part in examples.items()}
-    return Data(task, labels, dict(examples), items)
+    return Data(task, labels, examples, items)
 
 
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
@@ -176,7 +176,8 @@ class FineTuning:
         self.config = self.described.config
         torch.manual_seed(settings.seed)
         weights = None if settings.from_scratch else start.weights
-        self.module: Any = self.described.build(weights, world.device, DTYPES[self.config.precision])
+        kind, outputs, dtype = data.task.kind, self.described.outputs, DTYPES[self.config.precision]
+        self.module: Any = heads.build(self.config, kind, outputs, weights, world.device, dtype)
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
         self.best = Best()
@@ -301,6 +302,46 @@ class FineTuning:
 def write_json(path: Path, tree: Any) -> None:
     """The file appears whole."""
     write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
+
+
+# ---- the commands
+
+# A task, its files by split, and the folder of its runs.
+TaskFiles = tuple[Task, dict[str, Path], Path]
+
+
+def train_tasks(
+    args: argparse.Namespace,
+    ranks: Session,
+    tasks: Sequence[TaskFiles],
+    read: Callable[[Task, Mapping[str, Path]], dict[str, list[Any]]],
+    show: Callable[[Mapping[str, Any]], str],
+) -> int:
+    """Every run of each task in turn that has no result yet; the exit code. `read` gives a task's splits, `show` the page to
+    print after its summary. Raises ValueError for whatever does not fit, before anything is written."""
+    stop, world, output = ranks.join(), ranks.world, Path(args.output)
+    args.precision = precision.choose(args.precision, world)
+    start, (first, *_) = hf.load(args.model, args.tokenizer), tasks[0]
+    runs = runs_of(args, min(first.max_length, start.config.model.max_positions), first.stride)
+    settings, limit = next(iter(runs.values())), args.limit
+    for task, files, _ in tasks:
+        configure(start.config, settings, len(read(task, files)["train"][: limit or None]), world.size)
+    watchdog, page = None, ""
+    for task, files, folder in tasks:
+        data = encode_splits(task, read(task, files), start.tokenizer, settings, limit)
+        for name, part in data.examples.items():
+            log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
+        common = common_settings(data, start, files, settings, limit)
+        claim(folder, common, world)
+        watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
+        ranks.apart = True
+        watchdog.progress()
+        summary = train_missing(folder, common, data, start, runs, world, stop, watchdog, args.log_interval)
+        if summary is None:
+            return REQUEUE
+        page = show(summary) if world.is_main else ""
+    log.info(page)
+    return OK
 
 
 # ---- the runs of a folder

@@ -56,10 +56,6 @@ class Described:
         """How its items become batches."""
         return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal)
 
-    def build(self, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype) -> Finetuner:
-        """As `heads.build`."""
-        return heads.build(self.config, self.task.kind, self.outputs, weights, device, dtype)
-
 
 @dataclass(frozen=True)
 class Finetuned:
@@ -121,7 +117,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
     dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
-    module = described.build(None, device, dtype)
+    module = heads.build(config, described.task.kind, described.outputs, None, device, dtype)
     try:
         module.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:

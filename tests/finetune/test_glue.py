@@ -42,7 +42,7 @@ def test_glue_layout_is_found_whole(base) -> None:
     for task, files in found.values():
         counts = {split: len(datasets.read(task, path)) for split, path in files.items()}
         assert counts.pop("train") == 40 and set(counts.values()) == {8}
-    splits = glue.read_splits(found["MNLI"])
+    splits = glue.read_splits(*found["MNLI"])
     assert {name: len(part) for name, part in splits.items()} == {
         **{"train": 36, "reported-m": 8, "reported-mm": 8, "dev": 4}
     }

@@ -9,7 +9,8 @@ import pytest
 
 from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
-from megabert.finetune.__main__ import main, parse, read, task_of
+from megabert.finetune import datasets, run
+from megabert.finetune.__main__ import main, parse, task_of
 from megabert.finetune.settings import Settings, runs_of
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
@@ -76,10 +77,10 @@ def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
 
 def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     (tmp_path / "sorted.tsv").write_text("label\ttext\n" + "even\tw2 w4\n" * 9 + "odd\tw1 w3\n" * 9)
-    args = parse(arguments(base, tmp_path / "out", limit="4"))
-    files, task = {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}, task_of(args)
-    start = pretrained.load(base / "run")
-    found = read(args, files, task, start, Settings(max_length=32, stride=8))
+    task, files = custom("classify", ["text"], "label"), {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}
+    splits = {name: datasets.read(task, path) for name, path in files.items()}
+    tokenizer = pretrained.load(base / "run").tokenizer
+    found = run.encode_splits(task, splits, tokenizer, Settings(max_length=32, stride=8), limit=4)
     assert found.labels == ("even", "odd")
     assert {name: len(part) for name, part in found.examples.items()} == {"train": 4, "dev": 4}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megabert import hf as pretrained
-from megabert.finetune import datasets, run, save
+from megabert.finetune import datasets, heads, run, save
 from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
 from tests.helpers import runs
@@ -32,7 +32,8 @@ def save_untrained(base: Path, task: Task, file: Path, **settings: Any) -> Path:
     data = run.encode_splits(task, {"train": datasets.read(task, file)}, start.tokenizer, chosen)
     described = run.describe(data, start, chosen, 1)
     torch.manual_seed(1)
-    module = described.build(start.weights, torch.device("cpu"), torch.float32)
+    cpu, kind, outputs = torch.device("cpu"), task.kind, described.outputs
+    module = heads.build(described.config, kind, outputs, start.weights, cpu, torch.float32)
     for parameter in module.head.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
     save.save(base / "best", described, module.state_dict(), start.tokenizer, {"step": 3, "dev": {"accuracy": 0.75}})
