@@ -31,7 +31,7 @@ from torch import Tensor
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS
-from megabert.config import Config, ModelConfig
+from megabert.config import Config, ModelConfig, flat
 
 if TYPE_CHECKING:
     from megabert.data.batch import Update
@@ -455,7 +455,7 @@ class TensorBoard(Sink):
             self._writer.add_text("samples", as_markdown(shown.samples), step)
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        self._writer.add_hparams(_flatten(self._config.model_dump()), _final(results), run_name="hparams")
+        self._writer.add_hparams(flat(self._config.model_dump()), _final(results), run_name="hparams")
 
     def close(self) -> None:
         self._writer.close()
@@ -596,11 +596,3 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`section.key` -> value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -186,22 +186,6 @@ def environment(run: ReportedRun) -> dict[str, Any]:
     return table | {name: run.config_json.get(name) for name in ("revision", "command")}
 
 
-def changed_settings(run: ReportedRun) -> dict[str, Any]:
-    """Settings that differ from the defaults."""
-    from megabert.config import Config
-
-    usual = dict(flat(Config().model_dump()))
-    return {name: value for name, value in flat(run.config_json["config"]) if value != usual.get(name)}
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The points of a curve by update, at most 4 x BUCKETS that look the same: no extreme is lost."""
     points = sorted(points)
@@ -293,6 +277,8 @@ def render(run: ReportedRun) -> bytes:
     """The page of a run."""
     import jinja2
 
+    from megabert.config import changed
+
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -303,7 +289,7 @@ def render(run: ReportedRun) -> bytes:
         charts=[drawn for chart in CHARTS if (drawn := plot(chart, run))],
         samples=sample_tables(run),
         most_events=MOST_EVENTS,
-        settings=changed_settings(run),
+        settings=changed(run.config_json["config"]),
         environment=environment(run),
         size=(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
         made=time.strftime(f"MegaBERT {__version__}, made %Y-%m-%d %H:%M UTC", time.gmtime()),

@@ -126,3 +126,17 @@ def _anywhere(root: Any, key: str) -> list[str]:
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 stack.append((field.annotation, f"{prefix}{name}."))
     return [names[match] for match in difflib.get_close_matches(key, names, n=1)]
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`section.key` -> value."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
+
+
+def changed(tree: dict[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value of the settings of a config that differ from the defaults."""
+    usual = flat(Config().model_dump())
+    return {name: value for name, value in flat(tree).items() if value != usual.get(name)}

@@ -20,7 +20,7 @@ from megabert.finetune import save
 from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
 from megabert.hf import mapping, tokenizer_files
-from megabert.hf.model_card import table
+from megabert.hf.model_card import page
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # The name a pipeline gives a number.
@@ -124,22 +124,16 @@ def card(finetuned: Finetuned, name: str) -> str:
     kind = HUB_KINDS[task.kind]
     text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
     code = MODEL if task.kind in TOKEN_KINDS else PIPELINE
-    about = {"kind": task.kind, "labels": ", ".join(f"`{label}`" for label in described.labels) or "none"}
-    about |= {"tokens of a text or window": str(described.max_length)}
-    recipe = {name.replace("_", " "): value for name, value in results.get("settings", {}).items()}
-    recipe |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
-    recipe |= {"tokenizer SHA-256": finetuned.tokenizer.sha256}
-    scores = {f"{name}, on the file that chose these weights": f"{v:.4f}" for name, v in results.get("dev", {}).items()}
-    parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {kind.task}\ntags:\n- bert\n- megabert\n---",
-        f"# {name}",
-        f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`.",
-        f"```python\n{code.format(name=name, text=text, of=kind.class_of)}\n```",
-        "## Task",
-        table(about),
-        "## Recipe",
-        table(recipe),
-        "## Scores",
-        table(scores or {"scores": "not measured"}),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    about = f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`."
+    shape: dict[str, Any] = {
+        "kind": task.kind,
+        "labels": ", ".join(f"`{label}`" for label in described.labels) or "none",
+    }
+    shape |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
+    shape |= {"max_length": described.max_length, "tokenizer SHA-256": finetuned.tokenizer.sha256}
+    scores = {metric: f"{value:.4f}" for metric, value in results.get("dev", {}).items()}
+    tables = {
+        "Settings": shape | results.get("settings", {}),
+        "Scores, on the file that chose these weights": scores or {"scores": "not measured"},
+    }
+    return page(kind.task, name, about, code.format(name=name, text=text, of=kind.class_of), tables)

@@ -1,4 +1,4 @@
-"""Model card of an exported model: figures from the run's files, and "not measured" for the rest."""
+"""Model card of an exported model: its config keys, figures from the run's files, and "not measured" for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megabert.common.logs import duration
 from megabert.common.run_files import METRICS
-from megabert.data.shards import Manifest
+from megabert.config import changed, flat
 from megabert.hf.read import Pretrained
 
 UNKNOWN = "not measured"
@@ -21,104 +21,45 @@ FIGURES = {
     "perf/tokens_per_sec": "training speed, real tokens/s",
     "perf/mfu": "model FLOPs utilisation",
 }
-FILL = """```python
-from transformers import pipeline
-print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))
-```"""
-CONTINUE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+FILL = """from transformers import pipeline
+print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))"""
+CONTINUE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = (kind.from_pretrained("{name}") for kind in (AutoTokenizer, AutoModelForCausalLM))
 ids = tokenizer("The capital of France is", return_tensors="pt").input_ids[:, :-1]  # without [SEP], which ends a text
-print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))
-```"""
+print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))"""
+
+
+def page(task: str, name: str, about: str, example: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """A README.md: the hub's `task`, a paragraph, Python code, and values by name under each title."""
+    head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---\n\n# {name}"
+    parts = [head, about, f"```python\n{example}\n```"]
+    for title, rows in tables.items():
+        lines = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+        parts += [f"## {title}", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
-    cfg, model = pretrained.config, pretrained.config.model
-    causal, distill = cfg.data.masking.causal, cfg.distill
-    task, peer, example = ("fill-mask", "AutoModelForMaskedLM", FILL)
-    if causal:
-        task, peer, example = ("text-generation", "AutoModelForCausalLM", CONTINUE)
-    shape = {
-        "layers, width, heads, feed-forward width": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
-        "layer norms": "after each block" if model.norm == "post" else "before each block",
-        "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
-        "feed-forward": "gated GELU" if model.modern else "GELU",
-        "vocabulary": f"{model.vocab_size:,} tokens, {pretrained.tokenizer.kind}",
-        "next-sentence head": "yes" if model.nsp else "none",
-        "attention": "causal" if causal else "bidirectional",
-    }
-    parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---\n\n# {name}",
+    task, example = ("text-generation", CONTINUE) if pretrained.config.data.masking.causal else ("fill-mask", FILL)
+    about = (
         f"A BERT pre-trained with MegaBERT, {pretrained.step:,} updates. All of its weights are in transformers' "
-        f"`{architecture}`; `AutoModel` and `{peer}` load their parts of them and name the rest.",
-        f"Distilled from `{Path(distill.teacher).name}`: soft targets at temperature {distill.temperature:g} (weight "
-        f"{distill.soft:g}), the language model's own loss ({distill.mlm:g}), cosine of the last hidden states "
-        f"({distill.cosine:g})."
-        if distill.teacher
-        else "",
-        example.format(name=name),
-        f"## Model\n\n{table(shape)}",
-        f"## Corpus\n\n{table(_corpus(pretrained))}",
-        f"## Recipe\n\n{table(recipe(pretrained))}",
-        f"## Figures\n\n{table(figures(pretrained) | {'GLUE, SQuAD and other tasks': UNKNOWN, 'social bias': UNKNOWN})}",
-        f"Written from the run's own files, at revision {pretrained.state.get('revision', 'unknown')}. Any setting that is "
-        f"not here is in the run's config, SHA-256 {pretrained.state.get('config_sha256', 'unknown')}.",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _corpus(pretrained: Pretrained) -> dict[str, Any]:
-    fingerprint = pretrained.state.get("dataset", "unknown")
-    rows: dict[str, Any] = {"dataset fingerprint": fingerprint, "tokenizer SHA-256": pretrained.tokenizer.sha256}
-    try:
-        manifest = Manifest.load(pretrained.config.data.path)
-    except (ValueError, OSError):
-        manifest = None
-    if manifest is None or manifest.fingerprint != fingerprint:
-        return rows | {"text": "unknown: the dataset is not at the run's path"}
-    units = {
-        "documents": "documents",
-        "sentences": "sentences",
-        "corpus_tokens": "tokens",
-        "text_bytes": "bytes of text",
-    }
-    rows |= {shown: f"{manifest.statistics[key]:,}" for key, shown in units.items() if key in manifest.statistics}
-    return rows | {"row length": manifest.seq_len, "rows": f"{manifest.rows:,}"}
+        f"`{architecture}`."
+    )
+    settings = recipe(pretrained)
+    tables = {"Settings": settings, "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
+    return page(task, name, about, example.format(name=name), tables)
 
 
 def recipe(pretrained: Pretrained) -> dict[str, Any]:
-    """How a model was trained: values by name."""
-    cfg = pretrained.config
-    if not pretrained.step:
-        return {"updates": "none"}
-    masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
-    rate = f"{masking.rate:.0%}" + (f" to {masking.final_rate:.0%}" if masking.final_rate else "")
-    shown = f"{rate} of the tokens, {masking.mask:.0%} masked, {masking.random:.0%} random"
-    if share := cfg.objective.causal_share:
-        shown = f"causal for the first {share:.0%} of the budget, then {shown}"
-    start = "random weights"
-    if source := cfg.init_from or cfg.distill.teacher:
-        start = f"the weights of {Path(source).name}"
-    length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
-    if schedule.unit != "steps":
-        unit = f"{schedule.budget_minutes:g} minutes"
-        if schedule.unit == "tokens":
-            unit = f"{schedule.budget_tokens:,} tokens"
-        length, warmup = "", f"{schedule.budget_warmup:.0%} of {unit}"
-    return {
-        "started from": start,
-        "updates": f"{pretrained.step:,}{length}",
-        "rows an update": cfg.batch.global_size,
-        "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
-        f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",
-        "schedule": f"{schedule.name}, warm-up {warmup}",
-        "masking": "none: each token is predicted from those before it" if masking.causal else shown,
-        "dropout": f"{cfg.model.dropout:g}, attention {cfg.model.attention_dropout:g}",
-        "precision": cfg.precision,
-        "seed": cfg.seed,
-    }
+    """How a model was trained: the model's config keys and those that differ from the defaults, paths by their last name."""
+    config, state = pretrained.config, pretrained.state
+    keys = flat({"model": config.model.model_dump()}) | changed(config.model_dump())
+    rows = {key: Path(value).name if isinstance(value, str) else value for key, value in keys.items()}
+    rows = {key: value for key, value in rows.items() if not key.startswith(("data.path", "data.mix"))}
+    names = {"dataset": "dataset fingerprint", "revision": "revision", "config_sha256": "config SHA-256"}
+    rows |= {shown: state.get(key, "unknown") for key, shown in names.items()}
+    return {"updates": f"{pretrained.step:,}"} | rows | {"tokenizer SHA-256": pretrained.tokenizer.sha256}
 
 
 def figures(pretrained: Pretrained) -> dict[str, Any]:
@@ -141,8 +82,3 @@ def figures(pretrained: Pretrained) -> dict[str, Any]:
             step, value = newest.get(key, (0, None))
             rows[shown.format(model)] = UNKNOWN if value is None else f"{value:.4g} (update {step:,})"
     return rows
-
-
-def table(rows: Mapping[str, Any]) -> str:
-    """A Markdown table of values by name."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

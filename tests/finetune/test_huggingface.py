@@ -145,7 +145,7 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == finetuned.LENGTH
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| labels | `bad`, `fine`, `good` |" in card
-    assert "| accuracy, on the file that chose these weights | 0.7500 |" in card and str(tmp_path) not in card
+    assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
 
 
 def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> None:
