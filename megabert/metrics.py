@@ -467,7 +467,9 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
         """`fresh`: the run starts. Raises ValueError where Weights & Biases refuses."""
         self._wandb: Any = importlib.import_module("wandb")
-        run_id = _known_id(folder, "wandb", fresh) or secrets.token_hex(8)
+        known = folder / SINK_IDS
+        ids = json.loads(known.read_text()) if known.is_file() and not fresh else {}
+        run_id = ids.get("wandb") or secrets.token_hex(8)
         try:
             self._run = self._wandb.init(
                 project=config.log.wandb,
@@ -484,7 +486,7 @@ class WeightsAndBiases(Sink):
             ) from None
         # by our own step: after a resume or a rollback steps come a second time
         self._run.define_metric("*", step_metric="step")
-        _keep_id(folder, "wandb", run_id)
+        write_whole(known, json.dumps({"wandb": run_id}).encode())
 
     def write(self, values: dict[str, Any]) -> None:
         self._run.log({"step": values["step"]} | _numbers(values))
@@ -561,24 +563,6 @@ def _escaped(token: str) -> str:
     """A token as Markdown shows it unchanged."""
     shown = token if token.isprintable() else ascii(token)
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in shown)
-
-
-def _ids(folder: Path) -> dict[str, str]:
-    """The ids under which the run is known elsewhere; a file that cannot be read counts as absent."""
-    try:
-        found = json.loads((folder / SINK_IDS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _known_id(folder: Path, sink: str, fresh: bool) -> str:
-    """The run's id at a sink; "" where the run starts, or had none."""
-    return "" if fresh else _ids(folder).get(sink, "")
-
-
-def _keep_id(folder: Path, sink: str, run_id: str) -> None:
-    write_whole(folder / SINK_IDS, (json.dumps(_ids(folder) | {sink: run_id}) + "\n").encode())
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 megabert export --model RUN --output HF_DIR
 megabert export --model RUN --output HF_DIR --sentence-transformers mean
 megabert export --model FINETUNED/seed1/best --output HF_DIR
-megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx --int8
+megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def export_finetuned(args: argparse.Namespace) -> None:
     from megabert.finetune import huggingface, onnx
 
     finetuned = huggingface.load(args.model)
-    described, as_onnx = finetuned.described, args.onnx or args.int8
-    if as_onnx:
+    described = finetuned.described
+    if args.onnx:
         onnx.require()
     with appearing(args.output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
         (folder / "README.md").write_text(huggingface.card(finetuned, Path(args.output).resolve().name))
-        difference = onnx.write(described, folder, args.int8) if as_onnx else None
+        difference = onnx.write(described, folder) if args.onnx else None
     log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
     if difference is not None:
         log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
@@ -89,7 +89,6 @@ def main(argv: list[str] | None = None) -> int:
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
     add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
-    add("--int8", action="store_true", help="of a fine-tuned model: onnx/model_quantized.onnx too")
     args = parser.parse_args(argv)
     from megabert.finetune import save
 
@@ -99,9 +98,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
         export_finetuned(args)
         return OK
-    for option, given in (("--onnx", args.onnx), ("--int8", args.int8)):
-        if given:
-            raise ValueError(f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})")
+    if args.onnx:
+        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})")
     from megabert.hf import mapping
 
     pool = args.sentence_transformers

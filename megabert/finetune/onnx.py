@@ -1,4 +1,4 @@
-"""ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime, and in 8 bits by its quantizer.
+"""ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime.
 
 What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those which
 servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids` (not of modern models), int64 [batch, sequence],
@@ -16,8 +16,8 @@ from megabert.config import ModelConfig
 from megabert.finetune import huggingface
 from megabert.finetune.save import Described
 
-# As the hub's folders name them.
-FOLDER, WHOLE, QUANTISED = "onnx", "model.onnx", "model_quantized.onnx"
+# As the hub's folders name it.
+FOLDER, WHOLE = "onnx", "model.onnx"
 # Of a logit, between onnxruntime and transformers' model.
 TOLERANCE = 1e-4
 
@@ -33,12 +33,11 @@ def require() -> None:
         raise ValueError(f"--onnx: {error.name} is not installed; pip install 'megabert[onnx]'") from None
 
 
-def write(described: Described, folder: Path, int8: bool = False) -> float:
-    """Write `folder`/onnx beside the Hugging Face files in `folder`, with `int8` in 8 bits too; the largest difference of a logit
-    between onnxruntime and transformers. Raises ValueError where it is above TOLERANCE."""
+def write(described: Described, folder: Path) -> float:
+    """Write `folder`/onnx beside the Hugging Face files in `folder`; the largest difference of a logit between onnxruntime and
+    transformers. Raises ValueError where it is above TOLERANCE."""
     import onnxruntime
     import transformers
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     transformers.utils.logging.disable_progress_bar()
     auto = getattr(transformers, f"AutoModel{huggingface.HUB_KINDS[described.task.kind].class_of}")
@@ -74,8 +73,6 @@ def write(described: Described, folder: Path, int8: bool = False) -> float:
         raise ValueError(
             f"{WHOLE}: onnxruntime's logits differ from the model's by {worst:.1e}, more than {TOLERANCE:g}"
         )
-    if int8:
-        quantize_dynamic(place / WHOLE, place / QUANTISED, weight_type=QuantType.QInt8)
     return worst
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import os
-import subprocess
-import sys
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ import transformers
 from megabert import hf
 from megabert.commands import export, features
 from megabert.commands.extraction import Extractor
-from tests.conftest import ROOT
+from megabert.distributed.ranks import World
 from tests.helpers import runs
+from tests.helpers.ranks import run_ranks
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog near the river bank.",
@@ -199,25 +198,20 @@ def test_a_mistake_is_one_line_and_no_file(run: Path, tmp_path: Path, capsys, mo
     assert Path("there.parquet").read_bytes() == b"kept"
 
 
+def peaks_of_features(world: World, model: str, folder: str) -> list[int]:
+    """Most bytes of memory after the small file's vectors, and after the large one's."""
+    peaks = []
+    for name in ("small", "large"):
+        given = command(Path(model), Path(folder, f"{name}.txt"), Path(folder, f"{name}.parquet"))
+        assert features.main([*given, "--pool", "none", "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]) == 0
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return peaks
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(run: Path, tmp_path: Path) -> None:
     """260 MB of vectors more, once all threads are busy, take less than 25 MB of memory more."""
-    program = (
-        "import resource, sys\nfrom megabert.commands.features import main\n"
-        "for name in ('small', 'large'):\n"
-        "    assert main([*sys.argv[1:], '--input', f'{name}.txt', '--output', f'{name}.parquet']) == 0\n"
-        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
     for name, times in (("small", 1200), ("large", 3600)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{text}\n" for text in TEXTS * times))
-    args = ["--model", str(run), "--pool", "none", "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    before, after = (int(line) * 1024 for line in done.stdout.split("\n") if line.isdecimal())
+    before, after = run_ranks(1, peaks_of_features, str(run), str(tmp_path))[0]
     assert (tmp_path / "large.parquet").stat().st_size > 300e6 and after - before < 25e6

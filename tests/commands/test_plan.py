@@ -344,18 +344,6 @@ def test_traffic_is_that_of_the_engine() -> None:
         assert found == pytest.approx(times * 4 * size * (ranks - 1) / ranks / 400e9)
 
 
-def test_traffic_of_an_optimizer_sharded_in_the_node() -> None:
-    found = traffic(MODEL, 1, 512, system(PLAIN, FREE))
-    size = 2 * parameters(MODEL)
-    assert found.during[0] == found.after[0] == pytest.approx(size * 7 / 8 / 450e9)
-    # each of eight groups of 64 all-reduces an eighth over an adapter of 50 GB/s
-    assert found.during[1] == pytest.approx(2 * 63 / 64 * size / 8 / 50e9)
-    assert found.after[1] == 0.0
-    for stage in (None, 0, 1, 2, 3):
-        alone = step(1, replace(PLAIN, zero=stage))
-        assert alone.inside == alone.network == 0.0
-
-
 def test_overlap_hides_at_most_half_the_backward_pass() -> None:
     software = replace(PLAIN, overlap=True)
     bare, found = step(512), step(512, software)

@@ -156,7 +156,6 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
     for model, option, message in (
         (source, ["--tokenizer", "x"], "--tokenizer: is for runs"),
         (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
-        (tmp_path / "run", ["--int8"], "--int8: is for fine-tuned models"),
     ):
         assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "hf").exists()
@@ -165,22 +164,21 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post")])
 @torch.no_grad()
-def test_onnx_in_onnxruntime_and_int8(kind: str, norm: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_onnx_in_onnxruntime(kind: str, norm: str, tmp_path: Path, monkeypatch, capsys) -> None:
     import onnxruntime
 
     task, path = problem(kind, tmp_path)
     fields = MODERN if norm == "modern" else {"norm": norm}
     source = finetuned.make(tmp_path, task, path, fields=fields, vocabulary="unigram")
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), "--onnx", "--int8"]) == 0
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), "--onnx"]) == 0
     assert "onnx/model.onnx: logits within" in capsys.readouterr().out
     inputs = onnx.probe(save.load(source, CPU).described.config.model, 2, 16)
     want = loaded(kind, tmp_path / "hf")(**inputs).to_tuple()
     mask = inputs["attention_mask"].numpy().astype(bool) if kind in ("tag", "span") else slice(None)
-    for name, least, most in ((onnx.WHOLE, 0, 1e-4), (onnx.QUANTISED, 1e-4, 2)):
-        session = onnxruntime.InferenceSession(tmp_path / "hf/onnx" / name)
-        assert [entry.name for entry in session.get_inputs()] == list(inputs)
-        got = session.run(None, {key: value.numpy() for key, value in inputs.items()})
-        assert least <= max(np.abs(a.numpy() - b)[mask].max() for a, b in zip(want, got, strict=True)) < most
+    session = onnxruntime.InferenceSession(tmp_path / "hf/onnx" / onnx.WHOLE)
+    assert [entry.name for entry in session.get_inputs()] == list(inputs)
+    got = session.run(None, {key: value.numpy() for key, value in inputs.items()})
+    assert max(np.abs(a.numpy() - b)[mask].max() for a, b in zip(want, got, strict=True)) < 1e-4
     monkeypatch.setattr(onnx, "TOLERANCE", 0.0)
     assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
     assert "differ from the model's by" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -143,15 +143,11 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         prediction.predict_file(folder, path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["classify", "tag", "span"])
+@pytest.mark.parametrize("kind", ["classify", "span"])
 def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
     """50 examples, 8 at a time."""
     if kind == "classify":
         model, file = folder, folder / "texts.tsv"
-    elif kind == "tag":
-        file = tmp_path / "words.conll"
-        file.write_text("".join(f"w{n} O\nw{n % 7} B-x\n\n" for n in range(50)))
-        model = save_untrained(tmp_path, tasks.custom("tag", metrics=["f1"]), file)
     else:
         file = finetune_problem.write_questions(tmp_path / "questions.json", 50, 1)
         model = save_untrained(tmp_path, tasks.preset("squad2.0"), file)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from megabert import config, ops
 from megabert.config import ModelConfig, OpsConfig
+from megabert.data.packing import pack
 from megabert.hf import mapping, read
 from megabert.hf.mapping import from_huggingface, from_huggingface_config, to_huggingface, to_huggingface_config
 from megabert.model import BertForPreTraining as Ours
@@ -58,57 +59,36 @@ def test_a_round_trip_is_bit_equal(name: str) -> None:
     assert from_huggingface_config(peer.config.to_dict(), "config.json") == again
 
 
-def packed(lengths: list[list[int]], width: int) -> dict[str, Tensor]:
-    """Rows of sequences of the given lengths, the second half of each in segment 1, padding after them."""
-    draw = torch.Generator().manual_seed(3)
-    shape = (len(lengths), width)
-    row = {name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "segment_ids", "position_ids")}
-    row |= {name: torch.zeros(shape, dtype=torch.int32) for name in ("key_start", "key_end")}
-    for r, parts in enumerate(lengths):
-        start = 0
-        for length in parts:
-            here = slice(start, start + length)
-            row["input_ids"][r, here] = torch.randint(5, 300, (length,), generator=draw, dtype=torch.int32)
-            row["segment_ids"][r, start + length // 2 : start + length] = 1
-            row["position_ids"][r, here] = torch.arange(length, dtype=torch.int32)
-            row["key_start"][r, here], row["key_end"][r, here] = start, start + length
-            start += length
-    slots = max(map(len, lengths))
-    counts = [parts + [0] * (slots - len(parts)) for parts in lengths]
-    return row | {"lengths": torch.tensor(counts, dtype=torch.int32)}
-
-
 @needs_native
 @pytest.mark.parametrize("choice", OPS, ids=["torch", "native"])
 @pytest.mark.parametrize("name", ["post-True", "pre-True", "pre-untied", "modern"])
-@pytest.mark.parametrize("lengths", [[[24], [7], [1]], [[5, 12, 7], [1, 2, 3, 18], [24]]], ids=["padded", "packed"])
+@pytest.mark.parametrize("lengths", [[24, 23, 22], [5, 12, 7, 1, 2, 3, 18, 24]], ids=["padded", "packed"])
 @torch.no_grad()
-def test_logits_are_transformers_own(name: str, lengths: list[list[int]], choice: OpsConfig) -> None:
+def test_logits_are_transformers_own(name: str, lengths: list[int], choice: OpsConfig) -> None:
     """Hidden states, masked-LM and next-sentence logits in fp32, at most 1e-5 apart; packed against each one alone."""
     built = runs.model(ModelConfig(**MODELS[name]), ops=choice)
     for parameter in built.parameters():  # so that a misplaced bias or norm shows
         parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) * 0.05)
     built.embeddings.word.weight[300:] = 0
-    peer, batch = peer_of(built), packed(lengths, 24)
-    hidden = built.encode(**batch)
-    for r, parts in enumerate(lengths):
-        for start, length in zip(torch.tensor([0, *parts]).cumsum(0).tolist(), parts, strict=False):
-            part = slice(start, start + length)
-            inputs = {"input_ids": batch["input_ids"][r : r + 1, part].long()}
-            if not built.cfg.modern:
-                inputs["token_type_ids"] = batch["segment_ids"][r : r + 1, part].long()
-            here = hidden[r, part]
-            want = peer(**inputs)
-            if built.cfg.modern:
-                pairs = [(built.mlm_logits(here), want.logits[0])]
-            else:
-                pairs = [
-                    (here, peer.bert(**inputs).last_hidden_state[0]),
-                    (built.mlm_logits(here), want.prediction_logits[0]),
-                    (built.nsp_logits(here[:1]), want.seq_relationship_logits),
-                ]
-            for ours, theirs in pairs:
-                assert (ours - theirs).abs().max() <= 1e-5
+    peer, draw = peer_of(built), np.random.default_rng(3)
+    texts = [draw.integers(5, 300, length, np.int32) for length in lengths]
+    batch = pack(texts, [length // 2 for length in lengths], 24)
+    hidden = built.encode(**batch.inputs()).flatten(0, 1)
+    for text, start in zip(texts, batch.starts, strict=True):
+        inputs = {"input_ids": torch.from_numpy(text).long()[None]}
+        if not built.cfg.modern:
+            inputs["token_type_ids"] = (torch.arange(len(text)) >= len(text) // 2).long()[None]
+        here, want = hidden[start : start + len(text)], peer(**inputs)
+        if built.cfg.modern:
+            pairs = [(built.mlm_logits(here), want.logits[0])]
+        else:
+            pairs = [
+                (here, peer.bert(**inputs).last_hidden_state[0]),
+                (built.mlm_logits(here), want.prediction_logits[0]),
+                (built.nsp_logits(here[:1]), want.seq_relationship_logits),
+            ]
+        for ours, theirs in pairs:
+            assert (ours - theirs).abs().max() <= 1e-5
     assert pairs[0][1].std() > 0.1
 
 
