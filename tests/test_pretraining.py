@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from megabert import pretraining
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data.shards import Dataset, Manifest
-from megabert.distributed.ranks import RankRefused, on_every_rank
+from megabert.distributed.ranks import RankRefused, World, on_every_rank
+from megabert.distributed.watchdog import Watchdog
 from megabert.model import BertForPreTraining
 from megabert.pretraining import Pretraining, open_dataset, open_run
 from tests.helpers import tiny
+from tests.helpers.loop import StopAt
+from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
 
 CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parent / "data" / "golden" / "dataset"
 
 
 @dataclass
@@ -123,6 +129,26 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]  # type: ignore[method-assign]
     with pytest.raises(RankRefused, match="rank 8: its disk is gone"):
         on_every_rank(other, lambda: "read")  # type: ignore[arg-type]
+
+
+def open_where_rank_1_has_no_model(world: World, folder: str) -> tuple[str, int]:
+    """The refusal of a run whose model rank 1 cannot build."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no weights fit here")
+
+    if world.rank == 1:
+        pretraining.new_model = fail
+    cfg, watchdog = config(GOLDEN, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
+    with pytest.raises(RankRefused) as found:
+        open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)  # type: ignore[arg-type]
+    return str(found.value), exit_code(found.value)
+
+
+@pytest.mark.dist
+def test_a_model_that_one_rank_cannot_build_stops_all(tmp_path) -> None:
+    found = run_ranks(2, open_where_rank_1_has_no_model, str(tmp_path), timeout=60)
+    assert found == [("rank 1: no weights fit here", USER_ERROR)] * 2
 
 
 def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> None:

@@ -14,7 +14,6 @@ CONFIG_KEYS = {
     "scheduler": "remove it and set schedule.*",
     "zero_optimization.offload_optimizer": "remove it: the optimizer's state stays on the device",
 }
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def read_deepspeed(file: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +104,30 @@ def parse_value(text: str, kind: Any = None) -> Any:
         return text
 
 
-def refuse_unknown(model: Any, tree: dict[str, Any], prefix: str = "", root: Any = None) -> None:
-    """Raises ValueError for the first key of `tree` that `model` does not have, with the nearest name there is."""
-    for key, value in tree.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            near = difflib.get_close_matches(key, model.model_fields, n=1) or _anywhere(root or model, key)
-            hint = f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?" if near else ""
-            raise ValueError(f"unknown config key {prefix}{key}{hint}")
-        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            refuse_unknown(field.annotation, value, f"{prefix}{key}.", root or model)
+def refuse_unknown(model: Any, tree: dict[str, Any]) -> None:
+    """Raises ValueError for the first key of `tree` that `model` does not have, with the nearest name there is: of its section,
+    else of any, which catches a key set in the wrong section."""
+    names = list(_field_names(model))
+
+    def check_section(section: dict[str, Any], prefix: str) -> None:
+        siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        for key, value in section.items():
+            if key not in siblings:
+                others = siblings, {name.rpartition(".")[2]: name for name in names}
+                near = [of[match] for of in others for match in difflib.get_close_matches(key, of, n=1)]
+                raise ValueError(f"unknown config key {prefix}{key}" + (f"; did you mean {near[0]}?" if near else ""))
+            if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in siblings):
+                check_section(value, f"{prefix}{key}.")
+
+    check_section(tree, "")
 
 
-def _anywhere(root: Any, key: str) -> list[str]:
-    """Full names whose last part is close to `key`: catches a key set in the wrong section."""
-    names: dict[str, str] = {}
-    stack: list[tuple[Any, str]] = [(root, "")]
-    while stack:
-        model, prefix = stack.pop()
-        for name, field in model.model_fields.items():
-            names[name] = prefix + name
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                stack.append((field.annotation, f"{prefix}{name}."))
-    return [names[match] for match in difflib.get_close_matches(key, names, n=1)]
+def _field_names(model: Any, prefix: str = "") -> Iterator[str]:
+    """Full names of all sections and fields."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _field_names(field.annotation, f"{prefix}{name}.")
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -189,6 +189,7 @@ class Muon(AdamW):
         """As `GuardedOptimizer.attach`; a collective."""
         super().attach(segments or self._whole, reduce_on, world)
         self._ranks, self._rank = (world.size, world.rank) if world else (1, 0)
+        self._device = next(iter(self._segments)).device
         self._place = {tensor: n for n, tensor in enumerate(self._segments)}
         local = [self._segments[tensor] for tensor in self._place]
         self._segments_by_rank = [local] * self._ranks
@@ -220,7 +221,6 @@ class Muon(AdamW):
 
     def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         """Gradients are consumed. A step that is not taken runs with g = 0, momentum times 1 and a rate of 0."""
-        device = tensors[0].device
         taken = 1 - self.found_inf
         torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))
         weights = [t.detach().view(-1) for t in tensors]
@@ -235,7 +235,7 @@ class Muon(AdamW):
         exchange = self._exchanges[places]
         by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         owned = self._orthogonalize(exchange, self._collect(exchange, directions))
-        for part, update in self._return_updates(exchange, owned, device):
+        for part, update in self._return_updates(exchange, owned):
             slices, updates = by_scale.setdefault(exchange.matrices[part.matrix].scale, ([], []))
             slices.append(weights[part.tensor][part.start : part.end])
             updates.append(update)
@@ -262,7 +262,7 @@ class Muon(AdamW):
         # Where every rank holds everything, its own parts are all it needs.
         partitioned = self._reduce_on is not None
         parts = tuple(chain.from_iterable(exchange.held)) if partitioned else exchange.owned[self._rank]
-        packed = self._pack([directions[p.tensor][p.start : p.end] for p in parts], directions[0].device)
+        packed = self._pack([directions[p.tensor][p.start : p.end] for p in parts])
         if partitioned:
             parts = tuple(chain.from_iterable(exchange.owned))
             packed = self._all_to_all(packed, exchange.held, exchange.owned)
@@ -284,19 +284,19 @@ class Muon(AdamW):
         return orthogonal
 
     def _return_updates(
-        self, exchange: MatrixExchange, owned: Mapping[int, Tensor], device: torch.device
+        self, exchange: MatrixExchange, owned: Mapping[int, Tensor]
     ) -> Iterable[tuple[MatrixPart, Tensor]]:
         """Every part that this rank holds with its update, fp32."""
         sent = chain.from_iterable(exchange.owned)
-        packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent], device)
+        packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent])
         parts = tuple(chain.from_iterable(exchange.held))
         received = self._all_to_all(packed, exchange.owned, exchange.held).float()
         return zip(parts, received.split([p.size for p in parts]), strict=True)
 
-    def _pack(self, slices: list[Tensor], device: torch.device) -> Tensor:
+    def _pack(self, slices: list[Tensor]) -> Tensor:
         """Slices as one flat tensor in the type of the iteration."""
         sizes = [part.numel() for part in slices]
-        packed = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+        packed = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         if slices:
             torch._foreach_copy_(list(packed.split(sizes)), slices)
         return packed

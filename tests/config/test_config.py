@@ -31,11 +31,8 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         (["precision=fp16"], "precision: Input should be 'auto', 'bf16', 'fp32' or 'fp8' (got 'fp16')"),
         (["zero.stage=5"], "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
-        (["model.layers=2.0"], "model.layers: Input should be a valid integer"),
-        (["model.dropout=1.5"], "model.dropout: Input should be less than 1"),
         (["model.heads=7"], "model.heads=7 does not divide model.hidden=768"),
         (["model"], "write section.key=value"),
-        (["seed.x=1"], "seed: Input should be a valid integer"),
         (["data.masking.strategy=causal"], "data.masking.strategy=causal: [CLS] attends only to itself"),
         (["objective.causal_share=0.4"], "objective.causal_share above 0: [CLS] attends only to itself"),
         ([*CAUSAL, "data.masking.strategy=causal"], "objective.causal_share is for runs that end with masked LM"),
@@ -133,34 +130,22 @@ def test_deepspeed_snapshot() -> None:
     assert fp8 == bf16
 
 
-def ours() -> dict:
-    return c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1)
-
-
-def test_a_users_deepspeed_file_adds_keys() -> None:
+def test_a_users_deepspeed_file_adds_keys_and_contradicts_none() -> None:
+    ours = c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1)
     no_offload = {"device": "none"}  # as it is without the key
     user = {"zero_optimization": {"reduce_bucket_size": 5, "offload_optimizer": no_offload}, "gradient_clipping": 1.0}
-    merged = c.merge_deepspeed(ours(), user, "f")
+    merged = c.merge_deepspeed(ours, user, "f")
     assert merged["zero_optimization"]["reduce_bucket_size"] == 5 and merged["zero_optimization"]["stage"] == 2
-    assert c.merge_deepspeed(ours(), {"fp16": {"enabled": "auto"}}, "f") == ours()
-
-
-@pytest.mark.parametrize(
-    ("user", "message"),
-    [
+    assert c.merge_deepspeed(ours, {"fp16": {"enabled": "auto"}}, "f") == ours
+    wrong: tuple[tuple[dict, str], ...] = (
         ({"zero_optimization": {"stage": 3}}, r"f\.json: zero_optimization\.stage=3 contradicts the run's 2"),
         ({"fp16": {"enabled": True}}, r"f\.json: fp16\.enabled=True contradicts the run's False"),
         ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
-        ({"scheduler": {"type": "WarmupLR"}}, r"f\.json: scheduler is not for this file; .* set schedule\.\*"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            r"offload_optimizer is not for this file; remove it",
-        ),
-    ],
-)
-def test_a_users_deepspeed_file_contradicts_nothing(user: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        c.merge_deepspeed(ours(), user, "f.json")
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
+    )
+    for user, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            c.merge_deepspeed(ours, user, "f.json")
 
 
 def test_a_malformed_deepspeed_file_is_named(tmp_path) -> None:

@@ -21,7 +21,6 @@ BACKENDS = ("native", "fused_softmax")  # of attention, beside native ones of th
 USUAL = (("fp32", 3), ("bf16", 0), ("bf16", 1), ("bf16", 2))
 OTHERS = (("fp32", 0), ("fp32", 1), ("fp32", 2), ("bf16", 3))
 CASES = [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-every_case = pytest.mark.parametrize(("precision", "stage"), CASES)
 
 
 def same_updates(world: Any) -> dict[Any, Any]:
@@ -200,33 +199,20 @@ def test_native_operations_under_stage_3_recompute(attention, two, plain):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-@pytest.fixture
-def runs(precision: str, stage: int, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank found of the test's case."""
+@pytest.mark.parametrize(("precision", "stage"), CASES)
+def test_precisions_bad_numbers_and_loaded_weights(precision, stage, request, plain):
+    """4 updates of bf16 within 0.5%: it carries 8 bits, masters and accumulation are fp32. Bad numbers of one rank skip the
+    update on all. Weights can be set, and read whole."""
     case = precision, stage
-    return [found[case] for found in request.getfixturevalue("two" if case in USUAL else "more")]
-
-
-@every_case
-def test_precisions_follow_fp32_with_fp32_masters(precision, stage, runs, plain):
-    """4 updates of bf16 within 0.5%: it carries 8 bits, masters and accumulation are fp32."""
+    runs = [found[case] for found in request.getfixturevalue("two" if case in USUAL else "more")]
     for ours, theirs in zip(runs[0]["straight"], plain["losses"], strict=False):
         assert ours == pytest.approx(theirs, rel=1e-5 if precision == "fp32" else 5e-3)
     model = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
     assert runs[0]["types"] == [{model}, {"torch.float32"}, {"torch.float32"} if stage == 0 else set()]
-
-
-@every_case
-def test_bad_numbers_on_one_rank_skip_all(runs):
     for run in runs:
         assert run["gradient"] == (True, True, False, 1) and run["loss"] == (True, True, False, 2)
         # moments, accumulators and masters hold no trace of them: bit-equal from there on
         assert run["losses"] == run["straight"] and run["same weights"]
-
-
-@every_case
-def test_weights_can_be_set_and_read_whole(precision, runs):
-    for run in runs:
         exact, loss, expected = run["weights"]
         assert exact and loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-3)
 

@@ -41,20 +41,13 @@ def two_ranks(tmp_path_factory) -> dict[Any, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", USUAL)
-def test_optimizers_under_zero_equal_unsharded_ones(name, two_ranks):
-    reference = plain_run(name)
-    for stage in USUAL[name]:
-        check(two_ranks[name, stage], reference)
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_optimizers_are_equal_at_every_stage():
-    found = run_ranks(2, under_zero, OTHERS, timeout=480)[0]
-    references = {name: plain_run(name) for name in OTHERS}
-    for key in found:
-        check(found[key], references[key[0]])
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_optimizers_under_zero_equal_unsharded_ones(others, request):
+    found = run_ranks(2, under_zero, OTHERS, timeout=480)[0] if others else request.getfixturevalue("two_ranks")
+    for name, stages in (OTHERS if others else USUAL).items():
+        reference = plain_run(name)
+        for stage in stages:
+            check(found[name, stage], reference)
 
 
 @pytest.mark.dist

@@ -26,19 +26,12 @@ def test_warm_up_and_decay(name, extra, expected):
         assert learning_rate(schedule(name, **extra), 2.0, step) == pytest.approx(value, abs=1e-12), step
 
 
-def test_a_budget_counts_minutes_not_steps():
-    budget = ScheduleConfig(name="budget", budget_minutes=100.0, budget_warmup=0.1, total_steps=1000)
-    for minutes, value in {5.0: 1.0, 10.0: 2.0, 55.0: 1.0, 100.0: 0.0, 120.0: 0.0}.items():
-        assert learning_rate(budget, 2.0, 3, minutes) == pytest.approx(value)
-    assert learning_rate(budget, 2.0, 0, 0.0) > 0
-    assert [finished(budget, *used) for used in ((5, 99.9), (5, 100.0), (1000, 1.0))] == [False, True, True]
-
-
 @pytest.mark.parametrize("unit", ["minutes", "tokens"])
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("linear", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0, 120: 0.0}),
+        ("budget", {5: 1.0, 10: 2.0, 55: 1.0, 99.9: 0.002 / 0.9, 100: 0.0, 120: 0.0}),
         ("wsd", {5: 1.0, 10: 2.0, 70: 2.0, 85: 1.0, 100: 0.0}),
     ],
 )
@@ -47,7 +40,7 @@ def test_shapes_by_minutes_and_by_tokens(unit, name, expected):
     fields = {"budget_minutes": 100.0, "budget_tokens": 1000, "budget_warmup": 0.1, "decay_share": 0.3}
     plan = ScheduleConfig(name=name, by=unit, total_steps=1_000_000, **fields)
     for used, value in expected.items():
-        spent = {"minutes": used} if unit == "minutes" else {"tokens": round(10 * used)}
+        spent = {"minutes": used} if "minutes" in (unit, plan.unit) else {"tokens": round(10 * used)}
         assert learning_rate(plan, 2.0, 999_999, **spent) == pytest.approx(value), used
         assert share_used(plan, 999_999, **spent) == min(used / 100, 1.0)
         assert finished(plan, 999_999, spent.get("minutes", 0.0), spent.get("tokens", 0)) == (used >= 100)
