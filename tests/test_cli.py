@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,6 @@ def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-def test_the_console_script_is_this_command() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"megabert": "megabert.__main__:main"}
 
 
 @pytest.mark.parametrize("call", ["", "import", *CALLS])

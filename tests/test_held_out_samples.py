@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,9 @@ from megabert import evaluation
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World
-from megabert.distributed.signals import Stop
-from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import HeldOutSamples
 from megabert.model import BertForPreTraining
-from megabert.pretraining import open_run
 from tests.helpers import runs
-from tests.helpers.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data" / "golden" / "dataset"
 CPU = torch.device("cpu")
@@ -88,30 +82,3 @@ def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None
     assert {int(r) for batch in few for r in batch.row_ids} == {0, 1} and cfg.eval.rows == 2
     nothing = [replace(batch, mlm_labels=torch.full_like(batch.mlm_labels, -100)) for batch in few]
     assert HeldOutSamples(nothing, tokenizer, False).look(runs.model(cfg.model), CPU) == []
-
-
-def trained(world: World, folder: Path, stage: int) -> None:
-    more = [f"zero.stage={stage}", f"data.path={DATA}", "batch.global_size=8", "schedule.total_steps=2"]
-    more += ["schedule.warmup_steps=1", "eval.interval=1", "eval.rows=8", "peak_tflops=1.0", "log.tensorboard=false"]
-    more += ["data.workers=0", "precision=fp32"]
-    cfg = configuration.load("tiny", [*TINY, *more])
-    trainer = open_run(folder, cfg, world, Stop(), Watchdog(world, folder, 0.0))
-    assert trainer.train()
-    trainer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_ranks_that_share_the_weights_look_together(tmp_path: Path) -> None:
-    lines = []
-    for ranks, stage in ((1, 1), (2, 3)):
-        folder = tmp_path / str(stage)
-        run_ranks(ranks, trained, folder, stage)
-        lines.append([json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()])
-    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2]
-    for one, two in zip(*lines, strict=True):
-        for a, b in zip(one["samples"], two["samples"], strict=True):
-            assert a["tokens"] == b["tokens"] and len(a["masks"]) == len(b["masks"]) > 0
-            for one, other in zip(a["masks"], b["masks"], strict=True):
-                shares = [[p for _, p in mask["said"]] for mask in (one, other)]
-                assert shares[0] == pytest.approx(shares[1], abs=2e-4)

@@ -20,7 +20,6 @@ from megabert.evaluation import evaluate_run
 from megabert.pretraining import open_run
 from megabert.trainer import Trainer
 from tests.helpers.loop import StopAt
-from tests.helpers.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data" / "golden" / "dataset"
 STEPS = 10
@@ -72,13 +71,7 @@ BY_TOKENS = ("schedule.by=tokens", f"schedule.budget_tokens={TOKENS}")
 
 
 @pytest.mark.parametrize(
-    ("budget", "stops"),
-    [
-        ((), (4, None)),
-        pytest.param((), (3, 5, 6, None), marks=pytest.mark.slow),
-        pytest.param(BY_TOKENS, (3, 4, 5, None), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("budget", "stops"), [((), (4, None)), pytest.param(BY_TOKENS, (3, 4, 5, None), marks=pytest.mark.slow)], ids=str
 )
 def test_a_run_stopped_around_the_change_is_the_same(
     world: World, tmp_path: Path, budget: tuple[str, ...], stops: tuple[int | None, ...]
@@ -98,16 +91,6 @@ def test_a_run_stopped_around_the_change_is_the_same(
     if budget:
         tokens = [line["data/tokens"] for line in straight[0].values()]
         assert tokens[-2] < TOKENS <= tokens[-1]
-
-
-@pytest.mark.slow
-def test_an_update_after_the_change_is_replayed(world: World, tmp_path: Path) -> None:
-    lines, _ = trained(world, tmp_path, "checkpoint.interval=3")
-    for step in (4, 5, 8):  # from the checkpoint of step 3, 3 and 6
-        trainer = opened(world, tmp_path, replay=step)
-        again = json.loads(trainer.replay(step))
-        trainer.close()
-        assert again["train/mlm_loss"] == lines[step]["train/mlm_loss"]
 
 
 def test_held_out_figures_are_of_masked_lm_throughout(world: World, tmp_path: Path) -> None:
@@ -175,37 +158,3 @@ def test_a_start_from_frequencies_survives_a_resume(world: World, tmp_path: Path
     first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
     same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
-
-
-def elastic(world: World, folder: Path) -> list[dict[str, float]]:
-    """A run at each ZeRO stage that the next one resumes, its micro-batches and ranks as the world's size says."""
-    found = []
-    for stage, until in ((0, 3), (1, 5), (2, 7), (3, None)):
-        own = (f"zero.stage={stage}", "precision=fp32", f"batch.micro_size={8 // world.size // 2}")
-        own += ("model.dropout=0.0", "model.attention_dropout=0.0")
-        trainer = opened(world, folder, *own, stop_after=until)
-        assert trainer.train()
-        trainer.close()
-        found.append({"step": trainer.state.step, "objective": trainer.state.objective})
-    return found
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_ranks_and_stages_change_at_the_same_update(tmp_path: Path) -> None:
-    lines = []
-    for size in (1, 2):
-        states = run_ranks(size, elastic, tmp_path / str(size))
-        assert all(state == states[0] for state in states)
-        assert [state["objective"] for state in states[0]] == ["causal", "masked", "masked", "masked"]
-        text = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
-        lines.append({m["step"]: m for m in map(json.loads, text) if "train/loss" in m})
-    alone, both = (load_weights(tmp_path / size) for size in ("1", "2"))
-    assert alone[1]["step"] == both[1]["step"] == STEPS
-    for name, value in alone[0].items():
-        torch.testing.assert_close(both[0][name], value, rtol=1e-4, atol=1e-5)
-    assert list(lines[0]) == list(lines[1]) == list(range(1, STEPS + 1))
-    for step, line in lines[0].items():
-        assert line["data/row_digest"] == lines[1][step]["data/row_digest"]
-        assert line["train/objective"] == lines[1][step]["train/objective"]
-        assert line["train/loss"] == pytest.approx(lines[1][step]["train/loss"], rel=1e-5)

@@ -189,17 +189,3 @@ def test_every_rule_is_about_what_exists() -> None:
     for package in PACKAGES:
         folders = {f"{package}.{p.parent.name}" for p in (ROOT / package).glob("*/__init__.py")}
         assert folders <= set(STAIRS), folders - set(STAIRS)
-
-
-def test_every_form_of_import_is_seen() -> None:
-    source = (
-        "import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\nfrom ..h import i\n"
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hidden\n"
-        "def function():\n    import late\n    def inner():\n        from later import x\n"
-        "class C:\n    import early\n"
-    )
-    eager = {"a.b", "c.d", "p.q.e", "p.q.f.g", "p.h.i", "typing.TYPE_CHECKING", "early"}
-    assert set(imports_of(ast.parse(source), ("p", "q"))) == {
-        *(Import(name, True) for name in eager),
-        *(Import(name, False) for name in ("late", "later.x")),
-    }

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed
 
+from benchmarks.common.hardware import free_port
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.distributed import ranks
 from megabert.distributed.ranks import World, _share_cores, discover, first_host, init
 from tests.helpers.ranks import run_ranks
-from tests.integration.conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

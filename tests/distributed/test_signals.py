@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from benchmarks.common.hardware import free_port
 from megabert.distributed import signals
 from megabert.distributed.signals import Stop, end_of_time, parse_duration
-from tests.integration.conftest import free_port
 
 pytestmark = pytest.mark.usefixtures("own_signals")
 

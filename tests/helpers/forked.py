@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.hardware import free_port
 from tests.helpers.ranks import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,16 +55,28 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def run(argv: Sequence[Any], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """`megabert argv…` to its end, as subprocess.run with its output captured."""
+def run(
+    argv: Sequence[Any], env: Mapping[str, str], timeout: float, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """`megabert argv…` to its end, as subprocess.run with its output captured; the exit code is the ranks' largest."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = Forked([str(word) for word in argv], env, output, errors)
+        words = [str(word) for word in argv]
+        processes = [Forked(words, {**env, **rank}, output, errors) for rank in environments(ranks)]
         try:
-            code = process.wait(timeout)
+            code = max(process.wait(timeout) for process in processes)
         finally:
-            process.kill()
+            for process in processes:
+                process.kill()
         return subprocess.CompletedProcess(list(argv), code, output.read_text(), errors.read_text())
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What a launcher gives each rank of this machine; nothing to one alone."""
+    if ranks == 1:
+        return [{}]
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    return [master | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _command(argv: list[str], env: dict[str, str], output: str, errors: str, driver: str) -> None:

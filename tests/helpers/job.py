@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from megabert.distributed.watchdog import is_alive
-from tests.helpers.forked import ROOT, Forked
-from tests.integration.conftest import free_port
+from tests.helpers.forked import ROOT, Forked, environments
 
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=8"),
@@ -32,15 +31,9 @@ class Job:
         self.log = Path(tempfile.mkstemp(".log", f"{run.name}-", run.parent)[1])
         self._read = 0
         base = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        words = ["train", *arguments]
         self.processes = [
-            Forked(
-                ["train", *arguments],
-                base | ({} if ranks == 1 else master | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-                self.log,
-                driver=str(script or ""),
-            )
-            for rank in range(ranks)
+            Forked(words, base | rank, self.log, driver=str(script or "")) for rank in environments(ranks)
         ]
 
     def wait_for(self, text: str, timeout: float = 120) -> str:

@@ -11,24 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.hardware import free_port
 from tests.helpers import forked, once
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(*args: object, ranks: int = 0, timeout: int = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python args…` from the repository's root; with `ranks` through the deepspeed launcher, else a command of ours is
-    forked where its imports are done."""
+def command(*args: object, ranks: int = 1, timeout: int = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python args…` from the repository's root; a command of ours is forked where its imports are done, on `ranks`."""
     words = [str(word) for word in args]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
-    if not ranks and (forked_as := _forked_as(words)):
-        return forked.run(forked_as, environment, timeout)
-    head = [sys.executable]
-    if ranks:
-        launcher = str(Path(sys.executable).with_name("deepspeed"))
-        head = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    return subprocess.run(head + words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    if forked_as := _forked_as(words):
+        return forked.run(forked_as, environment, timeout, ranks)
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def _forked_as(words: list[str]) -> list[str]:

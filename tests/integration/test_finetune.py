@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.common.hardware import free_port
 from tests.helpers import finetune_problem
-from tests.integration.conftest import ROOT, command, free_port
+from tests.integration.conftest import ROOT, command
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--max-length", "32", "--batch", "8", "--log-interval", "1")

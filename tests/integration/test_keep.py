@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, free_port, metrics
+from benchmarks.common.hardware import free_port
+from tests.integration.conftest import ROOT, metrics
 
 KEEP = str(ROOT / "launch/keep.sh")
 BIN = Path(sys.executable).parent

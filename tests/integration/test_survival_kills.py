@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bench_survival
 from benchmarks.survival import kills
 from benchmarks.survival.kills import differences
 from benchmarks.survival.life import Case, Life, Server
@@ -47,18 +46,6 @@ def test_nine_kills_leave_no_trace(dataset, tmp_path):
     assert fell["inside a checkpoint write"] >= 2 and fell["in training"] >= 1
     assert results[1]["killed"]["one rank"] >= 1
     assert max(step for result in results for step in result["resumed_at"]) >= 5
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-@pytest.mark.dist
-def test_two_hundred_kills_leave_no_trace(dataset, tmp_path):
-    result = bench_survival.sums(bench_survival.kills(dataset, tmp_path, 200, seed=1))
-    print(json.dumps(result, indent=1))
-    assert result["failures"] == {} and result["runs_that_differ"] == 0
-    assert result["runs"] == len(bench_survival.CASES)
-    assert result["kills"] >= 200 and result["fell"]["inside a checkpoint write"] >= 50
-    assert result["aimed"]["slow"] >= 10
 
 
 def finished_run(folder: Path) -> Path:

@@ -19,7 +19,7 @@ SMALL = (
 )
 
 
-def train(data, run, *extra, ranks=0, **kwargs):
+def train(data, run, *extra, ranks=1, **kwargs):
     return command(
         *("megabert/train.py", "--config", "tiny", "--data", data, "--run", run), *SMALL, *extra, ranks=ranks, **kwargs
     )
@@ -88,7 +88,7 @@ def test_one_rank_and_init_from(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_causal_run_learns(dataset, tmp_path):
+def test_causal_run_learns_and_is_replayed(dataset, tmp_path):
     run, causal = tmp_path / "run", ("data.masking.strategy=causal", "model.nsp=false")
     done = train(dataset, run, *causal)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,13 +101,6 @@ def test_causal_run_learns(dataset, tmp_path):
     done = train(dataset, run, "model.nsp=false")
     assert done.returncode == 2 and "data.masking.strategy is 'token'" in done.stderr
 
-
-@pytest.mark.slow
-def test_causal_run_is_replayed(dataset, tmp_path):
-    run, causal = tmp_path / "run", ("data.masking.strategy=causal", "model.nsp=false")
-    done = train(dataset, run, *causal)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = {m["step"]: m["train/mlm_loss"] for m in metrics(run) if "train/loss" in m}
     done = train(dataset, run, *causal, "--replay", 14)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["train/mlm_loss"] == losses[14]

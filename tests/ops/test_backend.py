@@ -112,7 +112,9 @@ def run(command: list[str], isa: str) -> subprocess.CompletedProcess[str]:
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here their numerics run again with those below it."""
     files = [f"tests/ops/test_{part}.py" for part in ("attention", "layer", "mlm_loss", "softmax_mask", "operations")]
-    chosen = "(fp64 or strides or gelu or norm or rotate or dropout or native_mask) and not 40000 and not long and not micro_batches"
+    chosen = (
+        "(fp64 or gelu or norm or rotate or dropout or native_mask) and not 40000 and not long and not micro_batches"
+    )
     command = [
         sys.executable,
         *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"],

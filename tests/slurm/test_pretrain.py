@@ -76,7 +76,7 @@ class Job:
 
 
 def uninterrupted(folder: Path, dataset: Path, steps: int, total: int, ranks: int = 2) -> dict[int, float]:
-    """Losses of the same run by another launcher, never stopped."""
+    """Losses of the same run without SLURM, never stopped."""
     run = folder / "straight"
     done = command(
         *("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", run),
@@ -121,18 +121,6 @@ def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, curve, tmp_path)
     assert job.log.count("2 rank(s) on cpu (srun)") == 2
     assert f"starting from the weights of {tmp_path}/runs/large_phase1 at step {STEPS}" in job.log
     assert not list((tmp_path / "runs").glob(".job-*")), "the job's own notes are gone"
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_batch_shell_alone_saves_and_requeues(cluster, dataset, curve, tmp_path) -> None:
-    job = Job(cluster, tmp_path, dataset)
-    job.trained(3)
-    cluster.run("scancel", "--batch", "--signal=USR2", str(job.number))
-    cluster.restarted(job.number, 1)
-    job.finished()
-    assert job.losses() == curve and len(job.losses(2)) == 2
-    assert "SIGUSR2 in the batch shell" in job.log
-    assert "ended with 85: requeued; attempts in a row without progress: 0" in job.log
 
 
 @pytest.mark.slow
@@ -197,7 +185,7 @@ def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeue
     dies.write_text("#!/usr/bin/env bash\nkill -9 $$\n")
     dies.chmod(0o755)
     (folders[0] / "bin").symlink_to(folders[0] / "python")
-    lost = Job(cluster, folders[0], dataset, VENV=str(folders[0]), MAX_RESTARTS="1")
+    lost = Job(cluster, folders[0], dataset, VENV=str(folders[0]), MAX_RESTARTS="1", RESTART_WAIT="0")
     assert cluster.ended(lost.number) == "FAILED"
     assert cluster.job(lost.number)["Restarts"] == "1"
     assert "ended with 4, and 1 restarts in a row made no progress" in lost.log
@@ -227,28 +215,6 @@ def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
             cwd=ROOT, env=cluster.env, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(cluster, corpus, tmp_path) -> None:
-    (tmp_path / "in").mkdir()
-    for i in range(3):  # tasks
-        (tmp_path / "in" / f"{i}.jsonl").write_text((corpus / "topics.jsonl").read_text() * 8)
-    common = f"{sys.executable} -m data_prep build --input {tmp_path / 'in'} --vocab-size 1000 --workers 1 --quiet"
-    common += " --dedup none"
-    site = {"PYTHONPATH": str(ROOT)}
-    build = f"{common} --output {tmp_path / 'parts'}"
-    part = f"{build} --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"
-    array = cluster.submit("--array=1-3", "--wrap", part, cwd=tmp_path, **site)
-    last = cluster.submit(f"--dependency=afterok:{array}", "--wrap", build, cwd=tmp_path, **site)
-    assert cluster.ended(last) == "COMPLETED", [log.read_text() for log in tmp_path.glob("*.out")]
-    done = subprocess.run([*common.split(), "--output", tmp_path / "whole"], cwd=ROOT, timeout=600)
-    assert done.returncode == 0
-    found, whole = (
-        {path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*")) if path.is_file()}
-        for name in ("parts", "whole")
-    )
-    assert len(whole) >= 5 and found == whole
 
 
 @pytest.mark.slow
