@@ -48,13 +48,8 @@ class BuildOptions:
     )  # fmt: skip
     lowercase: bool = _option(False, "tokenizer", "train an uncased tokenizer")
     character_coverage: float = _option(
-        0.9995,
-        "tokenizer",
-        "of the sample's characters that get a token; 1 for small alphabets",
-        0.9,
-        1,
-        metavar="SHARE",
-    )
+        0.9995, "tokenizer", "of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
+    )  # fmt: skip
     sample_megabytes: int = _option(20, "tokenizer", "text to train the tokenizer on", 1, 200)
 
     format: str = _option(AUTO, "reading", "auto: by content", choices=(AUTO, *FORMATS))

@@ -247,17 +247,20 @@ def split_blank(
         yield from block(base, buffer)
 
 
-def split_file(runs: Iterator[Slice], synced: bool) -> Iterator[Slice]:
+def split_file(runs: Iterator[Slice], base: int, synced: bool) -> Iterator[Slice]:
     """The whole file as one document, or as parts: one ends at the first line end at or after each multiple of FILE_PART.
 
-    Without `synced` what comes before the first such end belongs to the range before.
+    Without `synced` what comes between `base`, where reading began, and the first such end belongs to the range before.
+    A line that was left out as too long ends a part.
     """
     parts: list[bytes] = []
-    start, cut = 0, -1
+    start, end, cut = base, base, (base // FILE_PART + 1) * FILE_PART
     for offset, run in runs:
-        at = 0
-        if cut < 0:
-            cut = (offset // FILE_PART + 1) * FILE_PART
+        if offset != end:
+            if synced and parts:
+                yield start, b"".join(parts)
+            parts, synced, cut = [], True, (offset // FILE_PART + 1) * FILE_PART
+        at, end = 0, offset + len(run)
         while offset + len(run) >= cut:
             line_end = run.find(b"\n", max(at, cut - offset - 1)) + 1 or len(run) if offset + at < cut else at
             if line_end > at:

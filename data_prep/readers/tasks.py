@@ -51,10 +51,8 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
         for number, corpus in enumerate(corpora):
             for item in corpus.paths:
                 if item == PYDOC and not os.path.exists(item):
-                    modules = [
-                        (path, [FileRange(path, format=PYDOC, size=size)]) for path, size in pydoc_corpus.files()
-                    ]
-                    planned = ((os.path.realpath(path), module, Problems("skip")) for path, module in modules)
+                    modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
+                    planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
                 else:
                     planned = _plan_all(files.expand(item, problems), options, problems.policy, threads)
                 for real, parts, its_problems in planned:

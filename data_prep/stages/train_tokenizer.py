@@ -1,7 +1,7 @@
 """Training of a tokenizer on a bounded sample spread over the corpora, to the same bytes each time.
 
-The sample is the beginning of tasks at even distances, from each corpus in the proportion of its bytes. The number of training threads is fixed: it decides in which order SentencePiece
-adds its floating-point sums.
+The sample is the beginning of tasks at even distances, from each corpus in the proportion of its bytes. The number of training
+threads is fixed: it decides in which order SentencePiece adds its floating-point sums.
 
 A WordPiece vocabulary is made of the tokens that SentencePiece's merges make of BERT's words. (The trainer of Hugging Face's
 tokenizers depends on the order of a hash table: two runs on the same text differ.)
@@ -42,6 +42,8 @@ SAMPLED_TASKS = 128
 THREADS = 2
 # of a unigram score in 1: fp32 sums are then exact down to -65,536, some thousand tokens
 STEPS = 256
+# SentencePiece's names of the first special tokens
+ROLES = ("pad", "unk", "bos", "eos")
 # characters; longer sentences are cut
 MAX_SENTENCE = 4096
 
@@ -148,6 +150,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
     model = io.BytesIO()
     if not lines:
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
+    special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
+    special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
     rule = "identity"
     if options.kind == "sentencepiece":
         rule = "nmt_nfkc_cf" if options.lowercase else "nmt_nfkc"
@@ -158,14 +162,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             vocab_size=options.vocab_size,
             model_type="unigram" if options.model_type == "unigram" else "bpe",
             normalization_rule_name=rule,
-            pad_id=0,
-            unk_id=1,
-            bos_id=2,
-            eos_id=3,
-            pad_piece="[PAD]",
-            unk_piece="[UNK]",
-            bos_piece="[CLS]",
-            eos_piece="[SEP]",
+            **special,
             control_symbols=["[MASK]"],
             character_coverage=options.character_coverage,
             max_sentence_length=4 * MAX_SENTENCE,

@@ -77,19 +77,12 @@ def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
         assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
         assert offsets.min() >= 0 and offsets.max() <= len(text)
         assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
-
-
-def test_offsets_survive_normalisation(path, tmp_path):
-    """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
-    text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
-    spans, lower = (
-        Tokenizer.load(p).encode_with_offsets([text])[0][1] for p in (path, wordpiece.write(tmp_path / "v.txt"))
-    )
-    for offsets in (spans, lower):
-        covered = set().union(*(range(a, b) for a, b in offsets))
-        assert {i for i, c in enumerate(text) if c != " " and c != "\u0301"} <= covered
-        assert not covered & {i for i, c in enumerate(text) if c == " "}
-        assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index(" sea") + 1
+    text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"  # NFKC makes one character several and several one, BERT drops accents
+    ((_, offsets),) = tokenizer.encode_with_offsets([text])
+    covered = set().union(*(range(a, b) for a, b in offsets))
+    solid = {i for i, c in enumerate(text) if c != " "}
+    assert solid - {text.index("\u0301")} <= covered <= solid
+    assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index("sea")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +205,6 @@ def test_the_kind_depends_on_content_alone(path, tmp_path):
         (lambda lines: [*lines, "", "last"], r"line \d+ is empty"),
         (lambda lines: lines[:1] + [p for p in lines[1:] if p[0] == "[" and p.isupper()], "special tokens alone"),
         (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is no text"),
-        (lambda lines: ["text"], r"no line is \[PAD\] or \[UNK\]"),
     ],
 )  # fmt: skip
 def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, message):

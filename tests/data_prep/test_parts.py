@@ -75,7 +75,6 @@ def test_bad_parts_are_refused(tmp_path, capfd):
         ("3/2", "--part 3/2: give K/N with K from 1 to N"),
         ("one", "--part one: give K/N"),
         ("1/2 --overwrite", "excludes --overwrite and --json"),
-        ("1/2 --json summary.json", "excludes --overwrite and --json"),
     ):
         assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *extra.split()]) == 2
         assert error in capfd.readouterr().err and not (tmp_path / "out").exists()

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import tarfile
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +91,6 @@ def test_flipped_bits_are_refused_or_touch_no_row(folder, sites, rows):
     rng = np.random.default_rng(11)
     running = Dataset(folder)
     running.read(np.arange(ROWS))
-    count: Counter[str] = Counter()
     for kind, bytes_of_kind in sites.items():
         for pick in rng.choice(len(bytes_of_kind), 50, replace=len(bytes_of_kind) < 50).tolist():
             name, at, place = bytes_of_kind[pick]
@@ -113,26 +110,18 @@ def test_flipped_bits_are_refused_or_touch_no_row(folder, sites, rows):
                     byte = (folder / name).stat().st_size - END if end else at
                     assert re.search(rf"byte {byte}\b", problems[0]), (kind, at, problems)
             flip(folder / name, at, bit)
-            count["refused" if kind in IN_ROWS else "no row touched, found by verify"] += 1
     assert same(running.read(np.arange(ROWS)), rows)
-    assert count == {"refused": 200, "no row touched, found by verify": 200}
-
-
-def cuts(rng: np.random.Generator, folder: Path, number: int) -> Iterator[tuple[Path, bytes, int]]:
-    """(shard, its bytes, the size it is cut to): anywhere, and in one of four at a unit of 512 bytes."""
-    shards = sorted(folder.glob("*.tar"))
-    for trial in range(number):
-        path = shards[trial % len(shards)]
-        whole = path.read_bytes()
-        size = int(rng.integers(len(whole)))
-        yield path, whole, size // 512 * 512 if trial % 4 == 0 else size
 
 
 def test_truncations_are_refused_before_a_row_is_read(folder, rows):
     """Cut before the dataset is opened (200), after it was opened (100), and while the shard is mapped (100)."""
     rng = np.random.default_rng(13)
-    seen: Counter[str] = Counter()
-    for trial, (path, whole, size) in enumerate(cuts(rng, folder, 400)):
+    shards = sorted(folder.glob("*.tar"))
+    for trial in range(400):
+        path = shards[trial % len(shards)]
+        whole = path.read_bytes()
+        size = int(rng.integers(len(whole)))
+        size -= size % 512 if trial % 4 == 0 else 0  # at a unit of the archive
         reader = Dataset(folder)
         if trial % 4 == 3:
             reader.read(np.arange(ROWS))
@@ -140,7 +129,6 @@ def test_truncations_are_refused_before_a_row_is_read(folder, rows):
         end = len(whole) - END
         with pytest.raises(ValueError) as refused:
             Dataset(folder) if trial % 4 < 2 else reader.read(rng.permutation(ROWS))
-        seen["refused when opened" if trial % 4 < 2 else "refused when read"] += 1
         expected = f"{path}: has {size} bytes, the manifest says {len(whole)}; "
         assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
         problems = shard_problems(folder, path.name)
@@ -148,7 +136,6 @@ def test_truncations_are_refused_before_a_row_is_read(folder, rows):
         place = f"is cut at byte {size} of {len(whole)}" if size < end else f"end of the archive at byte {end} "
         assert any(place in p for p in problems), (size, problems)
         path.write_bytes(whole)
-    assert seen == {"refused when opened": 200, "refused when read": 200}
 
 
 def test_a_damaged_manifest_is_refused_or_only_respelled(folder, rows):

@@ -1,7 +1,6 @@
 """Decompression: every format, truncation and damage, ranges of bzip2 files."""
 
 import bz2
-import gzip
 import random
 
 import pytest
@@ -19,8 +18,8 @@ def test_streams_and_padding_unpack(kind, tmp_path):
     path = tmp_path / "file"
     packed = PACK[kind](DATA)
     assert compression_of(packed) == kind
-    for content, want in ((packed, DATA), (packed + PACK[kind](b"tail"), DATA + b"tail"), (packed + b"\0" * 512, DATA)):
-        path.write_bytes(content)
+    for more, want in ((b"", DATA), (bytes(300) + PACK[kind](b"tail"), DATA + b"tail"), (bytes(512), DATA)):
+        path.write_bytes(packed + more)
         chunks = list(read_chunks(str(path), kind))
         assert b"".join(chunks) == want
         assert max(map(len, chunks)) <= 16 << 20
@@ -53,10 +52,8 @@ def test_a_bomb_costs_bounded_memory_and_time(kind, tmp_path):
     assert largest <= 64 << 20 and 36 << 20 <= total <= 100 << 20
 
 
-def test_padding_and_skippable_frames_are_skipped(tmp_path):
+def test_skippable_frames_are_skipped(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(gzip.compress(b"one ") + bytes(300) + gzip.compress(b"two"))
-    assert b"".join(read_chunks(str(path), "gz")) == b"one two"
     frame = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
     path.write_bytes((frame + PACK["zst"](b"text ")) * 2 + frame)
     assert compression_of(path.read_bytes()) == "zst"

@@ -2,7 +2,7 @@
 
 import gzip
 import os
-import socket
+import shutil
 
 import pytest
 
@@ -44,22 +44,17 @@ def test_broken_links_are_named_or_counted(tmp_path):
     assert plan([tmp_path], problems) == [] and problems.counts == {"unreadable file": 2}
 
 
-def test_pipes_devices_and_sockets_are_never_opened(tmp_path, monkeypatch):
+def test_pipes_and_devices_are_never_opened(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe.txt")
-    with socket.socket(socket.AF_UNIX) as server:
-        here = os.getcwd()
-        os.chdir(tmp_path)  # a socket's path must be short
-        server.bind("socket.txt")
-        os.chdir(here)
     (tmp_path / "device.txt").symlink_to("/dev/zero")
     opened = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: (opened.append(path), real(path, *rest, **more))[1])
-    for name in ("pipe.txt", "socket.txt", "device.txt"):
+    for name in ("pipe.txt", "device.txt"):
         with pytest.raises(BadInput, match=rf"{name}: not a regular file"):
             plan([tmp_path / name])
     problems = Problems("skip")
-    assert plan([tmp_path], problems) == [] == opened and problems.counts == {"unknown format": 3}
+    assert plan([tmp_path], problems) == [] == opened and problems.counts == {"unknown format": 2}
 
 
 def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
@@ -97,17 +92,13 @@ def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch
         path.write_bytes(content)
         os.utime(path, ns=(1, 1))
 
-    def alter():
-        if change == "grow":
-            with open(path, "ab") as file:
-                file.write(pack(b"more"))
-        elif change == "shrink":
-            os.truncate(path, path.stat().st_size // 2)
-        elif change == "replace":
-            (tmp_path / "new").write_bytes(content)
-            (tmp_path / "new").replace(path)
-        else:
-            path.unlink()
+    (tmp_path / "other").write_bytes(content)
+    alter = {
+        "grow": lambda: path.write_bytes(content + pack(b"more")),
+        "shrink": lambda: os.truncate(path, len(content) // 2),
+        "replace": lambda: shutil.move(shutil.copy(tmp_path / "other", tmp_path / "copy"), path),
+        "vanish": path.unlink,
+    }[change]
 
     def read(problems, when):
         """Read the file, which changes before or after its sixth document."""

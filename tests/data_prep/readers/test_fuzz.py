@@ -26,6 +26,7 @@ SNIPPETS = {
     "mediawiki": (b"<page>", b"</page>", b"<title>", b"</title>", b"<text>", b"</text>", b"word ", b"&l;", b"[[", b"]]", b"{{", b"}}",
                   b"<pa", b"ge>", b"\n", b"\xff", b"\0"),
     "line": (b"a", b"line of words", b"\n", b"\r\n", b" ", b"\t", b"\x0c", b"\xff", b"\0", b"\xc3\xa9"),
+    "file": (b"a", b"line of words", b"\n", b"\n\n", b" ", b"\xc3\xa9"),
     "blank-line": (b"a", b"two words", b"\n", b"\n\n", b"\r\n", b" ", b"  \t", b"\x0c", b"\x0b", b"\xff", b"\n \n"),
     "jsonl": (b'{"text": "', b'"}', b"\n", b"\\ud800", b"a", b"[", b"{", b"null", b"\xff", b'{"text": null}\n', b'{"text": "x"}\n'),
 }  # fmt: skip
@@ -88,7 +89,8 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
     path.write_bytes(content)
     format_ = kind if kind in FORMATS else "text"
     options = {"format": format_, "text_documents": kind if format_ == "text" else "auto"}
-    with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
+    part = data.draw(st.sampled_from([9, 30, 1 << 20]))
+    with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document, FILE_PART=part):
         one, want = read(path, whole := Problems("skip"), **options)
         many, small = mock.patch.object(documents, "RANGE_BYTES", step), data.draw(st.integers(1, 50))
         with many, mock.patch.object(formats, "STEP", small):
@@ -96,6 +98,11 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
     assert one == 1 and (parts > 1 or len(content) <= step * 3 // 2)
     assert found == want
     assert cut.counts == whole.counts and cut.dropped == whole.dropped
+    if kind == "file" and line == 1 << 20:
+        ends = [0]  # of lines, each the first at or after a multiple of `part`
+        while end := content.find(b"\n", (ends[-1] // part + 1) * part - 1) + 1:
+            ends.append(end)
+        assert [text for _, text in want] == [content[a:b] for a, b in pairwise([*ends, len(content)]) if a < b]
 
 
 @pytest.mark.parametrize("kind", ["wiki", "mediawiki"])

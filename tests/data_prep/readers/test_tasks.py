@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.common.errors import BadInput
-from data_prep.readers import documents, formats, pydoc_corpus, tasks
+from data_prep.readers import formats, pydoc_corpus, tasks
 from tests.helpers.prep_reading import PACK, plan, read_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,7 +45,6 @@ def test_what_a_document_is_in_plain_text(tmp_path):
         ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 25: invalid UTF-8"),
         ("a.jsonl", b'{"te\0xt": 1}\n', r"a\.jsonl: byte 0: not a JSON object"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl: byte 14: not a JSON object"),
         ("a", b"<!DOCTYPE html><html>", r"a: XML or HTML with a DOCTYPE"),
         ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
         ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
@@ -127,21 +126,6 @@ def test_what_a_document_is_follows_from_the_opening():
         assert formats.text_kind(text.encode(), whole=True) == "blank-line"
     for text in (WRAPPED * 9, LINES * 9, "A file without blank lines.\n" * 9, SENTENCES * 2, ""):
         assert formats.text_kind(text.encode(), whole=True) == "file"
-
-
-def test_file_parts_do_not_depend_on_ranges(tmp_path, monkeypatch):
-    path = tmp_path / "f.txt"
-    lines = [f"Line {i} {'x' * (i * 37 % 91)}" for i in range(3_000)]
-    lines[1_000] = "y" * 2_500  # longer than a part
-    path.write_text("\n".join(lines))
-    monkeypatch.setattr(formats, "FILE_PART", 1_024)
-    want = read_all([path], text_documents="file")[0]
-    assert "".join(want) == path.read_text() and len(want) > 100
-    assert all(text.endswith("\n") for text in want[:-1]) and max(map(len, want)) < 2_500 + 2 * 1_024
-    for size in (700, 1_024, 8_192):
-        monkeypatch.setattr(documents, "RANGE_BYTES", size)
-        assert sum(len(task.ranges) for task in plan([path], text_documents="file")) > 10
-        assert read_all([path], text_documents="file")[0] == want
 
 
 def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):

@@ -9,8 +9,6 @@ from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
-from data_prep.stages.shuffle import RowSplit
-from data_prep.stages.write import plan_shards
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 
@@ -59,14 +57,6 @@ def test_neighbouring_rows_are_strangers(make):
     for part in tenths:
         assert abs(part.mean() - share.mean()) < 5 * share.std() / np.sqrt(len(part))
     assert abs(np.corrcoef(share[:-1], share[1:])[0, 1]) < 5 / np.sqrt(len(share))
-
-
-def test_shards_cut_buckets_where_the_rows_say():
-    part = RowSplit("train", 128, 2, 1, "uint16", "out")
-    plans = plan_shards(part, [300, 0, 500, 248], 512)
-    assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [(0, 0, 512), (1, 512, 512), (2, 1024, 24)]
-    slices = [((0, 0, 300), (2, 0, 212)), ((2, 212, 288), (3, 0, 224)), ((3, 224, 24),)]
-    assert [plan.slices for plan in plans] == slices
 
 
 def test_slots_are_as_few_as_fill_rows():

@@ -6,35 +6,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-import sentencepiece
 
+from data_prep.options import BuildOptions
+from data_prep.stages.train_tokenizer import train
 from data_prep.text import clean, sentences
-from data_prep.tokens.encoder import Encoded, WordEncoder, word_facts
+from data_prep.tokens.encoder import WordEncoder, word_facts
 from megabert.data.tokenizer import Tokenizer
 
 
-def train_model(topics, path, **options):
-    lines = [line for text in topics for line in text.splitlines() if line.strip()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=2000, pad_id=0, unk_id=1, bos_id=2, eos_id=3,
-        pad_piece="[PAD]", unk_piece="[UNK]", bos_piece="[CLS]", eos_piece="[SEP]", control_symbols=["[MASK]"],
-        minloglevel=2, **options,
-    )  # fmt: skip
-    return Tokenizer.load(f"{path}.model")
-
-
-def test_a_model_whose_pieces_cross_words_is_refused(topics, tmp_path):
-    crossing = train_model(topics, tmp_path / "crossing", split_by_whitespace=False)
+def test_a_model_whose_tokens_cross_words_is_refused(tokenizer_file):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    tokenizer.word_local = False
     with pytest.raises(ValueError, match="tokens cross word boundaries"):
-        WordEncoder(crossing, np.dtype(np.uint16))
+        WordEncoder(tokenizer, np.dtype(np.uint16))
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])
 def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topics, tmp_path):
     tokenizer = Tokenizer.load(tokenizer_file)
     if kind != "unigram":
-        rule = "nmt_nfkc_cf" if "lower" in kind else "nmt_nfkc"
-        tokenizer = train_model(topics, tmp_path / kind, model_type="bpe", normalization_rule_name=rule)
+        options = BuildOptions(vocab_size=2000, model_type="bpe", lowercase="lower" in kind)
+        tokenizer = Tokenizer.parse(train("\n".join(topics).splitlines(), options), tmp_path / kind)
     assert tokenizer.word_local
     encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
     extra = ["ﬁne ½ e\u0301 \u4f60\u597d\u3002\u518d\u89c1 \u200b", "", "x" * 40 + " [MASK] \u2581"]
@@ -94,13 +86,3 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     for name in ("documents", "paragraphs"):
         assert getattr(alone, name).tolist() == getattr(batch.words, name).tolist()
     assert (alone.facts == batch.words.facts).all()
-
-
-def test_selections_keep_whole_documents_and_sentences():
-    encoded = Encoded(np.arange(10, dtype=np.uint16), np.array([1, 2, 3, 4]), np.array([1, 0, 2, 1]))
-    assert encoded.document_tokens().tolist() == [1, 0, 5, 4]
-    some = encoded.select(np.array([True, True, False, True]))
-    assert some.tokens.tolist() == [0, 6, 7, 8, 9] and some.document_sizes.tolist() == [1, 0, 1]
-    few = encoded.select_sentences(np.array([False, True, False, True]))
-    assert few.tokens.tolist() == [1, 2, 6, 7, 8, 9] and few.document_sizes.tolist() == [0, 0, 1, 1]
-    assert few.sentence_lengths.tolist() == [2, 4]
