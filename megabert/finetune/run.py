@@ -239,12 +239,8 @@ class FineTuning:
         self, module: heads.Finetuner, split: str, progress: Callable[[], None]
     ) -> tuple[dict[str, float], list[Any]]:
         """A split's scores and predictions, on every rank. A collective."""
-        task, labels, examples, items = (
-            self.data.task,
-            self.data.labels,
-            self.data.examples[split],
-            self.data.items[split],
-        )
+        task, labels = self.data.task, self.data.labels
+        examples, items = self.data.examples[split], self.data.items[split]
         logits = logits_of(module, items, self.described.layout, self.world, progress=progress)
         predictions = scores.decode(task, examples, items, logits, labels)
         return scores.score(task, examples, predictions, labels), predictions

@@ -42,12 +42,8 @@ def page(task: str, name: str, about: str, example: str, tables: Mapping[str, Ma
 def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
     task, example = ("text-generation", CONTINUE) if pretrained.config.data.masking.causal else ("fill-mask", FILL)
-    about = (
-        f"A BERT pre-trained with MegaBERT, {pretrained.step:,} updates. All of its weights are in transformers' "
-        f"`{architecture}`."
-    )
-    settings = recipe(pretrained)
-    tables = {"Settings": settings, "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
+    about = f"A BERT pre-trained with MegaBERT; all of its weights are in transformers' `{architecture}`."
+    tables = {"Settings": recipe(pretrained), "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
     return page(task, name, about, example.format(name=name), tables)
 
 

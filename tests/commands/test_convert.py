@@ -196,9 +196,3 @@ def test_a_refused_conversion_leaves_no_folder(case: str, tmp_path: Path, capsys
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
     assert message in one_line(capsys)
     assert {p.name for p in tmp_path.iterdir()} <= {"hf"}
-
-
-def test_a_folder_in_use_is_refused(tmp_path: Path, capsys) -> None:
-    make(tmp_path / "hf")
-    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(runs.make(tmp_path / "full"))]) == 2
-    assert "is not empty" in one_line(capsys)

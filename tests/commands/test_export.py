@@ -190,14 +190,11 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
 
 
 def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run")
-    (tmp_path / "hf").mkdir()
+    command = ["--model", str(runs.make(tmp_path / "run")), "--output", str(tmp_path / "hf")]
+    assert export.main(command) == 0
     (tmp_path / "hf/extra").write_text("1")
-    command = ["--model", str(run), "--output", str(tmp_path / "hf")]
+    capsys.readouterr()
     assert export.main(command) == 2
     assert "is not empty" in one_line(capsys) and (tmp_path / "hf/extra").is_file()
-    (tmp_path / "hf/extra").unlink()
-    export_of(run)
-    (tmp_path / "hf/extra").write_text("1")
     assert export.main([*command, "--overwrite"]) == 0
     assert not (tmp_path / "hf/extra").exists() and (tmp_path / "hf/config.json").is_file()
