@@ -1,6 +1,6 @@
 """Real runs under faults: signals, dead and hanging ranks, damaged rows, spikes, other numbers of ranks.
 
-One of each kind runs by default or under `-m slow`; the rest under `make soak`.
+One of each kind runs by default or under `-m slow`, the stopped rank and the death of rank 0 under `make soak`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that are killed end as the one that was never killed: nine kills by default, two hundred and a long run under `make soak`.
+"""Runs that are killed end as the one that was never killed: nine kills by default, a long run under `make soak`.
 
 The harness is `benchmarks/survival`. It compares every logged figure but times, bit for bit, the digest of the rows among them,
 and the hash of every file of the final checkpoint. That it would see a difference, or growth, is tested here too.
