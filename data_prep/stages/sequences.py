@@ -112,11 +112,9 @@ def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int
         if tokens:
             members.append(part)
             weight += tokens
-        if weight >= HELD_UNIT_TOKENS:
+        if weight >= HELD_UNIT_TOKENS or (members and part is parts[-1]):
             groups.append(SequenceDraw("heldout", len(groups), seq_len, tuple(members)))
             members, weight = [], 0
-    if members:
-        groups.append(SequenceDraw("heldout", len(groups), seq_len, tuple(members)))
     return groups
 
 

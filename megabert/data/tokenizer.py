@@ -52,7 +52,6 @@ CASING_FIELDS = {"lowercase": "do_lower_case", "strip_accents": "strip_accents",
 # tokenizer classes of Hugging Face that split text as BERT's does, with or without "Fast" at the end
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 SPLIT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
-UNSPECIFIED: Mapping[str, bool | None] = {}
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Tokenizer:
         return Tokenizer.parse(data, path, casing)
 
     @staticmethod
-    def parse(data: bytes, path: Path, casing: Mapping[str, bool | None] = UNSPECIFIED) -> Tokenizer:
+    def parse(data: bytes, path: Path, casing: Mapping[str, bool | None] | None = None) -> Tokenizer:
         """The tokenizer whose file holds `data`; errors as of `load`, `path` is the file they name.
 
         `casing`: fields of `Casing` that are known, for a vocab.txt.
@@ -167,7 +166,7 @@ class Tokenizer:
         binary = _first_binary_byte(data)
         parsed: Tokenizer
         if binary is None:
-            parsed = _WordPiece(path, sha256, data.decode(), casing)
+            parsed = _WordPiece(path, sha256, data.decode(), casing or {})
         else:
             parsed = _SentencePiece(path, sha256, data, binary)
         parsed.data = data
