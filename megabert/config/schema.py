@@ -174,7 +174,7 @@ class OpsConfig(Section):
     """Which implementation each operation uses; `megabert.commands.doctor` shows what `auto` picks and why."""
 
     attention: Literal["auto", "sdpa", "varlen", "cudnn", "native", "fused_softmax"] = Field(
-        "auto", description="attention backend; auto: on CUDA the fastest right one, measured at the run's start"
+        "auto", description="attention backend; auto: on CUDA the fastest correct one, measured at the run's start"
     )
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend; auto as above")
     layer: Literal["auto", "torch", "native", "compiled"] = Field(

@@ -1,4 +1,4 @@
-"""Training engine on DeepSpeed: an update, its kinds of step, the layout of ZeRO's partitions, precision."""
+"""Training engine on DeepSpeed: an update and its step, the layout of ZeRO's partitions, precision."""
 
 from megabert.engine.deepspeed_engine import Engine
 from megabert.engine.precision import DTYPES

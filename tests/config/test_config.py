@@ -43,16 +43,13 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         (["schedule.by=tokens"], "schedule.by=tokens needs schedule.budget_tokens"),
         (
             ["schedule.by=minutes", "schedule.budget_minutes=1.0", "deterministic=true"],
-            "deterministic=true: schedule.by=minutes depends on the clock",
+            "by=minutes depends on the clock",
         ),
         (
             ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5", "schedule.decay_share=0.6"],
             "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it",
         ),
-        (
-            [*FP8, "model.layers=2"],
-            "precision=fp8 keeps the first and the last layer in bf16: model.layers=2 leaves none",
-        ),
+        ([*FP8, "model.layers=2"], "precision=fp8 keeps the first and the last layer in bf16: model.layers=2 leaves"),
         ([*FP8, "model.hidden=776", "model.heads=8"], "precision=fp8 needs multiples of 16: model.hidden is 776"),
         ([*FP8, "model.intermediate=3000"], "precision=fp8 needs multiples of 16: model.intermediate is 3000"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
