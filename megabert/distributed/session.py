@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from megabert.common import errors, logs
 from megabert.common.errors import BadTraining
@@ -15,6 +21,8 @@ from megabert.distributed.watchdog import Watchdog
 
 # how the RuntimeError begins that torch raises, wherever a process is, when a worker of its loader dies
 DEAD_WORKER = "DataLoader worker"
+# Python's own exit code of an exception that nothing expected
+UNEXPECTED = 1
 
 
 class Session:
@@ -47,43 +55,75 @@ class Session:
 
 
 def run(command: Callable[[Session], int]) -> int:
-    """The exit code of `command`, with mistakes and faults printed in one line; ends the process group and the watchdog."""
-    try:
-        return _run(command)
-    except RuntimeError as error:  # raised wherever this process is, also while another error is printed
-        if not str(error).startswith(DEAD_WORKER):
-            raise
-        log.error(f"a loader process died: {str(error).splitlines()[0]}")  # SIGBUS: a mapped file cannot be read
-        return errors.FAILED
+    """The exit code of `command`, with mistakes and faults printed in one line; ends the process group and the watchdog.
 
-
-def _run(command: Callable[[Session], int]) -> int:
-    session, good = None, False
+    Where one rank of several fails, its process ends at once: the others may be waiting for it in a collective, and NCCL's
+    process group cannot be left before that has ended.
+    """
+    session = None
     try:
         logs.setup()
         session = Session()
         code = command(session)
-        good = True
-        return code
     except (BadTraining, RankRefused) as error:  # on every rank
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
+        _leave(session, good=False)
         return errors.exit_code(error)
-    except (ValueError, OSError) as error:  # it may be this rank's alone: an unreadable file
+    except Exception as error:
+        try:
+            code = _report(error, session)
+        except RuntimeError as fault:  # of a loader process that died: raised wherever this process is
+            code = _report(fault, session)
+        if session is not None and session.world.size > 1 and dist.is_initialized():
+            _end_process(code)
+        _leave(session, good=False)
+        if code == UNEXPECTED:
+            raise
+        return code
+    except BaseException:
+        _leave(session, good=False)
+        raise
+    _leave(session, good=True)
+    return code
+
+
+def _report(error: Exception, session: Session | None) -> int:
+    """The exit code of an error that may be this rank's alone, which is printed in one line unless nothing expected it. Ends
+    the process where it is another rank that failed."""
+    if isinstance(error, ValueError | OSError):
         if session is None or session.speaks:
             log.error(errors.describe(error))
         return errors.exit_code(error)
-    except RuntimeError as error:  # a collective fails when another rank is gone
-        own = str(error).startswith(DEAD_WORKER)
-        if own or session is None or session.watchdog is None or session.world.size == 1:
-            raise
-        if not session.watchdog.started:
-            reason = str(error).splitlines()[0]
-            log.error(f"another rank left before rank {session.world.rank} met it: {reason}")
-            return errors.FAILED
-        session.watchdog.explain()
-        raise
-    finally:
-        if session is not None and session.watchdog is not None:
-            session.watchdog.stop(good)
-        ranks.shutdown()
+    if not isinstance(error, RuntimeError) or session is None:
+        return UNEXPECTED
+    first = (str(error).splitlines() or [""])[0]
+    if first.startswith(DEAD_WORKER):  # SIGBUS: a mapped file cannot be read
+        log.error(f"a loader process died: {first}")
+        return errors.FAILED
+    if isinstance(error, torch.OutOfMemoryError):
+        log.error(f"rank {session.world.rank} is out of memory; set a smaller batch.micro_size: {first}")
+        return errors.FAILED
+    if session.watchdog is None or session.world.size == 1:
+        return UNEXPECTED
+    if not session.watchdog.started:
+        log.error(f"another rank left before rank {session.world.rank} met it: {first}")
+        return errors.FAILED
+    session.watchdog.explain()  # a collective fails when another rank is gone
+    return UNEXPECTED
+
+
+def _leave(session: Session | None, good: bool) -> None:
+    """Leave watchdog and process group; `good`: the others will not miss this rank."""
+    if session is not None and session.watchdog is not None:
+        session.watchdog.stop(good)
+    ranks.shutdown()
+
+
+def _end_process(code: int) -> None:
+    """End this process, whatever its other threads and its process group wait for."""
+    if code == UNEXPECTED:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(errors.leave_exit_code(code))

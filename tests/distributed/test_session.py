@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megabert.common.errors import FAILED, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.distributed import session
 from megabert.distributed.watchdog import Watchdog
+from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
+from tests.integration.conftest import free_port
 
 
 def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, capsys) -> None:
@@ -46,3 +51,37 @@ def test_a_mistake_while_a_run_opens_is_printed_once_a_node(local_rank, watched,
 
     assert session.run(command) == USER_ERROR
     assert capsys.readouterr().err.count("init_from=here: no such folder") == printed
+
+
+def one_of_two_ranks(rank: int, port: int, folder: Path) -> None:
+    """Rank 1 runs out of memory while rank 0 waits as in a collective of NCCL's, whose group is not left before it ends."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MEGABERT_EXIT_DIR=str(folder))
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    dist.destroy_process_group = lambda: time.sleep(600)
+
+    def command(ranks: session.Session) -> int:
+        ranks.join()
+        ranks.watch(folder, 600)
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
+        time.sleep(600)
+        return 0
+
+    sys.exit(session.run(command))
+
+
+def test_a_rank_that_fails_ends_the_job_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [CONTEXT.Process(target=one_of_two_ranks, args=(rank, port, tmp_path), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(40)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [FAILED, FAILED]
+    assert (
+        "rank 1 is out of memory; set a smaller batch.micro_size: CUDA out of memory"
+        in (tmp_path / "stderr-1").read_text()
+    )
+    assert "error: rank 1 (host " in (tmp_path / "stderr-0").read_text()
