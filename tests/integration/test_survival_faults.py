@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -200,6 +201,40 @@ def test_a_damaged_row_ends_every_rank(dataset, tmp_path):
     job = Job(data, tmp_path / "run", "schedule.total_steps=300", "checkpoint.interval=1000")
     assert job.codes(150) == [2, 2] and "Traceback" not in job.output, job.output
     assert "shard-000000.tar: block 0, row 3 (ids at byte" in error_of(job)
+
+
+def mount(image: Path, folder: Path) -> None:
+    done = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no loop device here: {done.stderr}")
+
+
+@slow
+def test_a_lost_file_system_is_a_fault_that_a_restart_survives(dataset, tmp_path, uninterrupted):
+    """The dataset is on a file system that goes while the run reads it, and is back when the run starts again."""
+    image, data, run = tmp_path / "image", tmp_path / "mounted", tmp_path / "run"
+    data.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", "-d", dataset, image, "64m"], check=True)
+    mount(image, data)
+    try:
+        # each read maps its shard again, as in a dataset of more shards than are kept open
+        job = Job(data, run, driver="import megabert.data.shards.dataset as part\npart.OPEN_SHARDS = 0")
+        job.wait_for("step       8/")
+        subprocess.run(["umount", "--lazy", data], check=True)
+        start = time.monotonic()
+        codes = job.codes(60)
+        print(f"ended {time.monotonic() - start:.1f} s after the file system was gone")
+        assert codes == [4, 4] and "Traceback" not in job.output, job.output
+        assert "is its file system still mounted?" in error_of(job) and "retrying in 5 s" in job.output
+        mount(image, data)
+        again = Job(data, run, "--stop-after", 60)
+        again.wait_for("resuming from")
+        again.wait_for("step ")
+        print(f"trained on {time.monotonic() - start:.1f} s after it was gone, its return included")
+        assert again.codes() == [0, 0], again.output
+    finally:
+        subprocess.run(["umount", "--lazy", data], check=False)
+    assert losses_and_rows(run) == uninterrupted
 
 
 # ---- spikes

@@ -7,12 +7,13 @@ import os
 import stat
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megabert.common.errors import tried_again
+from megabert.common.errors import Failed, tried_again
 from megabert.data.order import RowOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
@@ -74,7 +75,12 @@ class Dataset:
         self.manifest = m = manifest or Manifest.load(folder)
         self.rows = m.rows
         for shard in () if manifest else m.shards:
-            self._check_size(shard)
+            try:
+                tried_again(partial(self._check_size, shard))
+            except (FileNotFoundError, NotADirectoryError):
+                raise ValueError(
+                    f"{self.folder / shard.name}: is missing; build the dataset again, or copy it here whole"
+                ) from None
         self._order = RowOrder(np.array([shard.rows for shard in m.shards]), m.block_rows)
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
@@ -110,17 +116,22 @@ class Dataset:
         return position // self.rows
 
     def _check_size(self, shard: Shard) -> None:
-        """Raises ValueError for a shard that is missing or of another size than the manifest's, OSError where the file system
-        fails again and again."""
-        path, size = self.folder / shard.name, None
+        """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be looked at."""
+        path = self.folder / shard.name
+        status = path.stat()
+        if status.st_size != shard.bytes or not stat.S_ISREG(status.st_mode):
+            text = f"{path}: has {status.st_size} bytes, the manifest says {shard.bytes}"
+            raise ValueError(f"{text}; `python -m data_prep verify` shows what is damaged")
+
+    def _map(self, shard: Shard) -> mmap.mmap:
+        """The mapped file of a shard that was there when the dataset was opened: if it is gone now, so is its file system."""
+        path = self.folder / shard.name
         try:
-            status = tried_again(path.stat)
-            size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        if size != shard.bytes:
-            state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
-            raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+            self._check_size(shard)
+            with open(path, "rb") as file:
+                return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Failed(f"{path}: is gone; is its file system still mounted?") from error
 
     def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
         """The map of a section, the full blocks of a shard or the short last block, and views [blocks, R] of each member.
@@ -132,13 +143,7 @@ class Dataset:
             return self._maps[section]
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        self._check_size(shard)
-
-        def opened() -> mmap.mmap:
-            with open(self.folder / shard.name, "rb") as file:
-                return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
-
-        data = tried_again(opened)
+        data = tried_again(partial(self._map, shard))
         blocks = shard.rows // self._full.rows
         if tail:
             views = self._last.views(data, blocks * self._full.bytes, 1)

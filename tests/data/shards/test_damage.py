@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megabert.common import errors
 from megabert.data.batch import Update
 from megabert.data.loader import Loader
 from megabert.data.shards import DamagedRow, Dataset, Manifest, ShardCheck, plan
@@ -196,8 +197,10 @@ def test_a_loader_gives_no_damaged_row(folder, sites, workers):
 
 
 @pytest.mark.parametrize("loss", ["cut", "removed"])
-def test_a_shard_lost_after_the_dataset_was_opened_is_one_clear_line(folder, tmp_path, loss):
-    """A worker that read its map beyond the end of the file would be killed without a word."""
+def test_a_shard_lost_after_the_dataset_was_opened_is_one_clear_line(folder, tmp_path, loss, monkeypatch):
+    """A worker that read its map beyond the end of the file would be killed without a word. A shard that is gone was on a
+    file system that is lost, which a restart may find again."""
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0))
     copy = tmp_path / "data"
     shutil.copytree(folder, copy)
     dataset = Dataset(copy)
@@ -206,7 +209,8 @@ def test_a_shard_lost_after_the_dataset_was_opened_is_one_clear_line(folder, tmp
     for path in copy.glob("*.tar"):
         path.unlink() if loss == "removed" else os.truncate(path, 512)
     loader = Loader(dataset, vocabulary(), global_batch=12, micro_batch=12, seed=5, workers=1)
-    problem = next(loader).problem
+    update = next(loader)
     loader.close()
-    assert problem.startswith(f"{copy}/shard-00000") and "\n" not in problem
-    assert f": {'has 512 bytes' if loss == 'cut' else 'is missing'}" in problem
+    assert update.problem.startswith(f"{copy}/shard-00000") and "\n" not in update.problem
+    assert f": {'has 512 bytes' if loss == 'cut' else 'is gone'}" in update.problem
+    assert update.problem_code == (errors.USER_ERROR if loss == "cut" else errors.FAILED)
