@@ -73,7 +73,7 @@ def open_run(
     dataset, tokenizer = open_data(config, world)
     config, origin = complete_config(config, dataset, tokenizer, run_dir, world, replay)
     engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra)
-    provenance, saved = resume(engine, config, dataset, tokenizer, origin, world)
+    provenance, saved, cursor = resume(engine, config, dataset, tokenizer, origin, world)
     record(origin, provenance, tokenizer, saved, world)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
     return Trainer(
@@ -87,6 +87,7 @@ def open_run(
         run_dir=run_dir,
         provenance=provenance,
         saved=saved,
+        cursor=cursor,
         stop_after=stop_after,
         writes=origin.writes,
         profile=profile,
@@ -216,27 +217,42 @@ def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer,
 
 def resume(
     engine: Engine, config: Config, dataset: AnyDataset, tokenizer: Tokenizer, origin: Origin, world: World
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The head of the run's checkpoints, and the state that engine and data have been set to (None: a run's start). A
-    collective. Raises ValueError naming the field in which the checkpoint is of another run."""
+) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
+    """The head of the run's checkpoints, the state that engine and data have been set to (None: a run's start), and at which
+    update of the data a run starts. A collective. Raises ValueError naming the field in which the checkpoint is of another
+    run."""
     state = origin.state
     provenance = describe(config, dataset, tokenizer, engine)
     if origin.path is not None:
         check_compatible(state, provenance)
         saved = origin.checkpoints.load(engine, origin.path)
         log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
-        return provenance, saved
+        return provenance, saved, 0
     if state:
         check_compatible(state, provenance)
         log.info("no checkpoint before the update to replay: replaying from the run's first update")
-    if config.init_from and config.init_moments:
+    if not config.init_from:
+        return provenance, None, 0
+    if config.init_moments:
         first = start_engine(engine, config.init_from, world)
         log.info(f"starting from weights and moments of {config.init_from} at step {first['step']}")
-    elif config.init_from:
+    else:
         weights, first = on_every_rank(world, lambda: load_weights(config.init_from))
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
-    return provenance, None
+    return provenance, None, cursor_after(first, config, dataset)
+
+
+def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
+    """At which update of the data a run starts that continues another run, of state `first`: after all rows of that run, where
+    both have the same dataset and seed, and so the same order and masks; otherwise at 0."""
+    same = all(first.get(name) == value for name, value in dataset.identity.items())
+    if not same or first["config"]["seed"] != config.seed:
+        return 0
+    cursor = -(-first.get("cursor", 0) * first["config"]["batch"]["global_size"] // config.batch.global_size)
+    if cursor:
+        log.info(f"the data is that run's: training goes on after its rows, at update {cursor:,} of the data")
+    return cursor
 
 
 def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:

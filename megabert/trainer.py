@@ -250,12 +250,14 @@ class Trainer:
         run_dir: Path,
         provenance: Mapping[str, Any],
         saved: Mapping[str, Any] | None = None,
+        cursor: int = 0,
         stop_after: int | None = None,
         writes: bool = True,
         profile: tuple[int, int] = (0, 0),
     ) -> None:
-        """`provenance` goes into every checkpoint. `stop_after`: the step to end at, within the schedule. `writes`: false
-        for a replay, which leaves the run folder as it is. `profile`: the first and the last update to profile."""
+        """`provenance` goes into every checkpoint. `cursor`: the update of the data to start at where nothing was `saved`.
+        `stop_after`: the step to end at, within the schedule. `writes`: false for a replay, which leaves the run folder as it
+        is. `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
@@ -266,7 +268,7 @@ class Trainer:
         # what the ranks agreed on last, and whether any of them has been asked to stop
         self.known: Sync | None = None
         self.stopping = False
-        self.state = TrainState()
+        self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
         self.rows = RowDigest()
         self.ranks = RankFigures(world, engine)

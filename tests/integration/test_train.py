@@ -71,7 +71,9 @@ def test_one_rank_and_init_from(dataset, tmp_path):
         *("log.interval=1", "--debug", "--profile", "1:1"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "starting from the weights of" in done.stdout
+    assert "starting from the weights of" in done.stdout and "at update 4 of the data" in done.stdout
+    # not the rows of the first four again
+    assert [m["data/cursor"] for m in metrics(second) if "train/loss" in m] == [5]
     assert sorted(path.name for path in (second / "profile").iterdir()) == [
         "rank0-steps1-1.pt.trace.json",
         "rank0-steps1-1.txt",
