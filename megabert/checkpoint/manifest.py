@@ -119,7 +119,7 @@ def seal(fields: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[st
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     """The manifest of a checkpoint folder; `weights_only`: the other files left out.
 
-    Raises DamagedCheckpoint unless it is byte for byte what was written.
+    Raises DamagedCheckpoint unless it is byte for byte what was written, OSError where it cannot be read, again and again.
     """
     try:
         _check_plain(path / MANIFEST)
@@ -128,7 +128,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
         problem = _problem(manifest, data)
     except DamagedCheckpoint:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name}/{MANIFEST} cannot be read") from error
     if problem:
         raise DamagedCheckpoint(f"{path.name}/{MANIFEST}: {problem}")
@@ -166,7 +166,7 @@ def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -
 def _check_plain(file: Path) -> None:
     try:
         mode = file.lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is missing") from None
     if not stat.S_ISREG(mode):
         raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is not a plain file")

@@ -27,11 +27,11 @@ from megabert.checkpoint.manifest import (
     verify_files,
 )
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
-from megabert.common.errors import Failed, tried_again
+from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, sync, write_whole
 from megabert.common.logs import log
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, refuse_together
 
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
@@ -42,6 +42,8 @@ POINTER = "pointer.json"
 SAVING = ".saving-"
 # Prefix of a checkpoint whose step is being saved again.
 REPLACED = ".replaced-"
+# Prefix of checkpoints that were not whole when their names were needed.
+DAMAGED = "damaged-"
 # Of threads that write, so that training has the cores first.
 NICENESS = 10
 # A rank's status of the save in flight; the greatest of all ranks counts.
@@ -103,6 +105,8 @@ class Checkpoints:
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings = world, settings
         self._in_flight: SaveInFlight | None = None
+        # steps whose checkpoints are not what was saved, as far as rank 0 has looked
+        self._damaged: set[int] = set()
         if settings is not None:
             if world.is_main:
                 self._clean()
@@ -186,22 +190,29 @@ class Checkpoints:
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final, doomed = self.folder / f"step-{step:08d}", []
         if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
-            doomed.append(self.folder / f"{REPLACED}{final.name}")
-            os.rename(final, doomed[0])
+            doomed += self._free(step, f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync(self.folder)
         sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_whole(self.folder / POINTER, canonical({"step": step}))
         steps, every = self._steps(), self.settings.keep_every
-        abandoned = [other for other in steps if other > step]  # newer ones that could not be used
+        abandoned = [other for other in steps if other > step]  # damaged, or of before a rollback
         older = [other for other in steps if other <= step][self.settings.keep :]
         for dead in abandoned + [other for other in older if not every or other % every]:
-            doomed.append(self.folder / f"{SAVING}old-{dead:08d}-{time.time_ns()}")
-            os.rename(self.folder / f"step-{dead:08d}", doomed[-1])
+            doomed += self._free(dead, f"{SAVING}old-{dead:08d}-{time.time_ns()}")
         if self.settings.asynchronous:
             BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))
         else:
             _remove(doomed)
+
+    def _free(self, step: int, name: str) -> list[Path]:
+        """Rename a checkpoint to `name`, to be removed: the folder. A damaged one stays, as `damaged-…`, for who may need what
+        is left of it."""
+        remove = step not in self._damaged
+        self._damaged.discard(step)
+        renamed = self.folder / (name if remove else f"{DAMAGED}{step:08d}-{time.time_ns()}")
+        os.rename(self.folder / f"step-{step:08d}", renamed)
+        return [renamed] if remove else []
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write this rank's files and, for the commit, a note of what they are. In the save's own thread: no collective."""
@@ -287,6 +298,7 @@ class Checkpoints:
             if not problem:
                 if reasons and self.world.is_main:
                     log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
+                    self._damaged.update(steps[: steps.index(step)])
                 return path
             reasons.append(problem)
         if reasons:
@@ -310,17 +322,23 @@ class Checkpoints:
         return manifest["state"]
 
     def problem(self, path: Path, weights_only: bool = False) -> str:
-        """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files. A
-        collective."""
-        problem = ""
+        """Why a checkpoint (or its weights alone) is not what was saved, "" when it is; each rank hashes its share of the files.
+        A collective. Raises RankRefused where a rank cannot read it: it may be whole."""
+        problem, unread = "", ("", OK)
         try:
             manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
             tried_again(lambda: verify_files(path, share))
             check_files(path, manifest, [name for name, _ in share])
-        except (DamagedCheckpoint, OSError) as error:
+        except DamagedCheckpoint as error:
             problem = str(error)
+        except OSError as error:
+            unread = (
+                f"{describe(error)}; nothing was removed, and the same command resumes once it can be read",
+                exit_code(error),
+            )
+        refuse_together(self.world, *unread)
         return next((text for text in self.world.gather(problem) if text), "")
 
     def _steps(self) -> list[int]:

@@ -12,7 +12,8 @@ import pytest
 
 from megabert.checkpoint import Checkpoints
 from megabert.common.files import canonical
-from tests.checkpoint.test_store import ALONE, MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings
+from tests.checkpoint.test_store import ALONE, MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings, state
+from tests.helpers import tiny
 
 
 def damages(path: Path):
@@ -44,6 +45,13 @@ def test_every_damage_is_seen_and_an_older_one_used(tmp_path, capsys):
     assert tried > 130
     engine = FakeEngine()
     assert checkpoints.load(engine, newest)["step"] == 20 and engine.value == 20
+    (newest / WEIGHTS_FILE).unlink()
+    assert checkpoints.latest().name == "step-00000010"
+    checkpoints.save(FakeEngine(3), state(20, tiny.config()))
+    assert checkpoints.latest() == newest
+    (damaged,) = (tmp_path / "checkpoints").glob("damaged-00000020-*")  # not removed
+    assert (damaged / MOMENTS_FILE).is_file()
+    capsys.readouterr()
     shutil.rmtree(newest)
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010"
     assert "step 20, the last one committed, is missing" in capsys.readouterr().err

@@ -138,8 +138,6 @@ def test_the_newest_stay_and_abandoned_ones_are_removed(tmp_path):
     checkpoints = saved_run(tmp_path, (10, 20, 30, 40), keep=2)
     names = lambda: sorted(p.name for p in (tmp_path / "checkpoints").iterdir())  # noqa: E731
     assert names() == ["pointer.json", "step-00000030", "step-00000040"]
-    (tmp_path / "checkpoints" / "step-00000040" / WEIGHTS_FILE).write_bytes(b"")
-    assert checkpoints.latest().name == "step-00000030"
     checkpoints.save(FakeEngine(35), state(35, tiny.config()))
     assert names() == ["pointer.json", "step-00000030", "step-00000035"]
     checkpoints.save(FakeEngine(99), state(35, tiny.config()))  # the same step again replaces it
