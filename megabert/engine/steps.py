@@ -8,12 +8,15 @@ gradients.py), copies masters into the model and gathers partitions.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,6 +27,14 @@ from megabert.distributed.ranks import World
 from megabert.engine.gradients import FlatGradients
 from megabert.engine.zero_layout import ZeroLayout
 from megabert.optim.guarded import GuardedOptimizer
+
+# DeepSpeed's wrappers whose step is replaced here: the start of the SHA-256 of the class's source in 0.19.8. With another source,
+# what is left out here, or done by the methods that are called, may be something else.
+KNOWN_WRAPPERS = {
+    "BF16_Optimizer": "0833d4d1524de3a8",
+    "FP16_UnfusedOptimizer": "2cd35bc5b6266aaf",
+    "DeepSpeedZeroOptimizer_Stage3": "65a01ec0fd82858b",
+}
 
 
 def import_deepspeed(world: World) -> Any:
@@ -115,11 +126,13 @@ def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callabl
     flat partitions leave norm and overflow to the optimizer when `settings` disables their own.
     """
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3
+        check_known(type(wrapper))
         wrapper.step = lambda closure=None: _step_stage_3(wrapper)
         return lambda: [g for group in wrapper.averaged_gradients.values() for g in group]
     if hasattr(wrapper, "single_partition_of_fp32_groups"):  # stages 1 and 2
         return lambda: [g for group in wrapper.averaged_gradients.values() for g in group]
     if hasattr(wrapper, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
+        check_known(type(wrapper))
         wrapper.step = lambda closure=None: _step_stage_1(wrapper)
         partitions = wrapper.fp32_groups_gradient_flat_partition
         views = [
@@ -129,8 +142,20 @@ def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callabl
         ]
         return lambda: views
     if hasattr(wrapper, "fp32_groups"):  # stage 0 in 16 bits
+        check_known(type(wrapper))
         wrapper.step = lambda closure=None: _step_stage_0(wrapper)
     return lambda: [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def check_known(wrapper: type) -> None:
+    """Raises ValueError naming the class where a wrapper is not the one whose step is replaced here."""
+    digest = hashlib.sha256(inspect.getsource(wrapper).encode()).hexdigest()
+    known = KNOWN_WRAPPERS.get(wrapper.__name__)
+    if known is None or not digest.startswith(known):
+        raise ValueError(
+            f"{wrapper.__module__}.{wrapper.__name__} of DeepSpeed {metadata.version('deepspeed')} is not the one whose step is "
+            "replaced here; install deepspeed==0.19.8"
+        )
 
 
 def take_gradients(engine: Any, module: nn.Module, world_size: int) -> FlatGradients | None:

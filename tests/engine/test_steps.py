@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megabert.engine import gradients
+from megabert.engine import gradients, steps
 from megabert.engine.gradients import bucket_bounds
 from megabert.engine.update_result import OwnTime
 from tests.helpers import tiny
@@ -127,3 +127,13 @@ def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPat
     queued.reset()
     Event.done.add(ends[2])
     assert queued.seconds() == 0.25
+
+
+def test_another_deepspeed_is_refused_by_name():
+    class BF16_Optimizer:
+        """With other methods than those that are replaced."""
+
+    with pytest.raises(
+        ValueError, match=r"test_steps\.BF16_Optimizer of DeepSpeed 0\.\S+ is not the one whose step is replaced here"
+    ):
+        steps.check_known(BF16_Optimizer)
