@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -114,10 +113,12 @@ def devices() -> list[Finding]:
     """CUDA devices as torch sees them. Needs torch."""
     import torch
 
+    from megabert.distributed.ranks import unused_gpu
+
     cuda, count = torch.version.cuda, torch.cuda.device_count()
-    if not count and shutil.which("nvidia-smi"):
-        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch with CUDA"
-        return [finding("devices", "cuda", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)]
+    if problem := unused_gpu():
+        value, _, fix = problem.partition(": ")
+        return [finding("devices", "cuda", value, fix)]
     lines = []
     for i in range(count):
         p = torch.cuda.get_device_properties(i)

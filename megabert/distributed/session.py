@@ -42,7 +42,10 @@ class Session:
         return self.world.is_main or self.apart or (self.watchdog is not None and self.world.local_rank == 0)
 
     def join(self, ends: float | None = None) -> Stop:
-        """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective."""
+        """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective.
+        Raises ValueError on a machine whose GPU torch does not see, which would train on its CPU."""
+        if problem := ranks.unused_gpu():
+            raise ValueError(problem)
         self.world = ranks.init(self.world)
         return Stop(ends)
 

@@ -173,3 +173,19 @@ def threads(world: World) -> int:
 def test_ranks_on_one_host_divide_its_cores():
     for size in (1, 2):
         assert run_ranks(size, threads) == [max(1, len(os.sched_getaffinity(0)) // size)] * size
+
+
+def test_a_gpu_that_torch_does_not_see_is_refused(tmp_path, monkeypatch):
+    """As with a driver that is older than torch's CUDA: the run would train on the CPU without a word."""
+    driver = tmp_path / "version"
+    monkeypatch.setattr(ranks, "DRIVER", driver)
+    assert ranks.unused_gpu({}) == ""
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert ranks.unused_gpu({}) == (
+        "NVIDIA's driver 535.104.05 is loaded, and torch, made for CUDA 13.0, sees no device: update the driver, or install "
+        "the torch of its CUDA; to train on the CPU set CUDA_VISIBLE_DEVICES="
+    )
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "torch is the build for CPUs: install torch with CUDA" in ranks.unused_gpu({})
+    assert ranks.unused_gpu({"CUDA_VISIBLE_DEVICES": ""}) == ""
