@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.hardware import free_port
 from megabert.common.errors import FAILED, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
@@ -20,7 +21,6 @@ from megabert.distributed import session
 from megabert.distributed.watchdog import Watchdog
 from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
-from tests.integration.conftest import free_port
 
 
 def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, capsys) -> None:
