@@ -122,8 +122,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     Raises DamagedCheckpoint unless it is byte for byte what was written, OSError where it cannot be read, again and again.
     """
     try:
-        _check_plain(path / MANIFEST)
-        data = tried_again((path / MANIFEST).read_bytes)
+        data = tried_again(lambda: _read_bytes(path / MANIFEST))
         manifest = json.loads(data)
         problem = _problem(manifest, data)
     except DamagedCheckpoint:
@@ -148,6 +147,11 @@ def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
     expected = {file_name(group, rank, manifest["ranks"]) for group in groups for rank in holders}
     wrong = sorted(expected ^ manifest["files"].keys())
     return f"its slices are in other files than it names ({wrong[0]!r})" if wrong else ""
+
+
+def _read_bytes(file: Path) -> bytes:
+    _check_plain(file)
+    return file.read_bytes()
 
 
 def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
