@@ -73,7 +73,6 @@ class MaskingConfig(Section):
         "token", description="causal: nothing is masked, each token predicts the next"
     )
     rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens predicted; unused with causal")
-    final_rate: float = Field(0.0, ge=0, lt=1, description="rate at the run's end, reached in equal steps; 0: `rate`")
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
     max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")

@@ -276,14 +276,13 @@ class Loader:
         `share_used(step)`: the share of the run's budget that is used before update `step` of the data, from 0 to 1; without it
         all updates have the objective of the first.
         """
-        seq_len = dataset.manifest.seq_len
         return Loader(
             dataset,
             tokenizer,
             global_batch=config.batch.global_size,
             micro_batch=config.batch.micro_size,
             seed=config.seed,
-            masking_of=lambda step: masking_at(config, share_used(step), seq_len),
+            masking_of=lambda step: masking_at(config, share_used(step)),
             rank=rank,
             world=world,
             workers=config.data.workers,

@@ -7,7 +7,7 @@ every other special id are neither predicted nor drawn as a replacement. The str
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
-bias, and at least 1. A run may change strategy and rate: `masking_at`.
+bias, and at least 1. A run may change its strategy: `masking_at`.
 
 Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions in all rows.
 """
@@ -29,44 +29,24 @@ GOLDEN32 = 0x9E3779B9
 LAST = np.uint32(0xFFFFFFFF)
 # first counter of each use of a row's random stream
 CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
-# step of a masking rate that changes: so large that loader workers, which work ahead, seldom have to repeat an update
-RATE_STEP = 0.01
 
 
-def masking_at(config: Config, share: float, seq_len: int) -> MaskingConfig:
-    """The masking of an update before which `share` of the run's budget was used (0 to 1), in rows of `seq_len` positions.
-
-    A run may begin causal (`objective.causal_share`) and then change its rate from `rate` to `final_rate`
-    (`data.masking.final_rate`) in equal steps of about RATE_STEP, both of which last as long as any other. All updates of
-    one objective have as many prediction slots: those of the largest rate.
-    """
-    options, causal_share = config.data.masking, config.objective.causal_share
-    if share < causal_share:
-        return options.model_copy(update={"strategy": "causal"})
-    if not options.final_rate or options.causal:
-        return options
-    change = options.final_rate - options.rate
-    steps = max(1, round(abs(change) / RATE_STEP))
-    progress = (share - causal_share) / (1 - causal_share)
-    rate = options.rate + change * min(steps, int(progress * (steps + 1))) / steps
-    return options.model_copy(update={"rate": rate, "max_predictions": masked_capacity(config, seq_len)})
-
-
-def masked_capacity(config: Config, seq_len: int) -> int:
-    """Prediction slots a row of the updates that are not causal (of all, where all are)."""
+def masking_at(config: Config, share: float) -> MaskingConfig:
+    """The masking of an update before which `share` of the run's budget was used (0 to 1): a run may begin causal
+    (`objective.causal_share`)."""
     options = config.data.masking
-    return options.model_copy(update={"rate": max(options.rate, options.final_rate)}).capacity(seq_len)
+    return options.model_copy(update={"strategy": "causal"}) if share < config.objective.causal_share else options
 
 
 def largest_capacity(config: Config, seq_len: int) -> int:
     """The most prediction slots a row of any update."""
-    return seq_len if config.causal_updates else masked_capacity(config, seq_len)
+    return seq_len if config.causal_updates else config.data.masking.capacity(seq_len)
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
     """The masking of held-out rows: never causal, unless the whole run is."""
     options = config.data.masking
-    return options.model_copy(update={"rate": config.eval.rate or options.final_rate or options.rate})
+    return options.model_copy(update={"rate": config.eval.rate or options.rate})
 
 
 class MaskingVocabulary:

@@ -85,7 +85,7 @@ def test_states_take_what_the_formula_says() -> None:
 
 def full_rows(config: Config, length: int) -> dict[str, torch.Tensor]:
     """`batch.micro_size` full rows of random ids, with as many predictions as a row of `length` has room for."""
-    rows, capacity = config.batch.micro_size, masking_at(config, 0.0, length).capacity(length)
+    rows, capacity = config.batch.micro_size, masking_at(config, 0.0).capacity(length)
     places = torch.arange(rows * length, dtype=torch.int32).view(rows, length)
     full = torch.full_like(places, length)
     ids = torch.randint(5, config.model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -140,8 +140,7 @@ def test_the_work_of_an_update_by_hand() -> None:
     assert (update.tokens, update.predictions, update.pairs) == (131_072, 131_072 - 256, 256 * (512 * 513 / 2))
     logits = 32 * 512 * 2 * causal.model.padded_vocab * 2
     assert workload.activations(causal, 512) - workload.activations(base(), 512) > 0.8 * logits
-    rates = ("objective.causal_share=0.25", "data.masking.rate=0.3", "data.masking.final_rate=0.2")
-    both = base("model.nsp=false", *rates)
+    both = base("model.nsp=false", "objective.causal_share=0.25", "data.masking.rate=0.25")
     update = workload.work(both, None)
     assert update.pairs == pytest.approx(256 * (0.25 * 512 * 513 / 2 + 0.75 * 512**2))
     assert update.predictions == pytest.approx(0.25 * (131_072 - 256) + 0.75 * 131_072 * 0.25)

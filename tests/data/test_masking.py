@@ -136,34 +136,13 @@ def config(*overrides: str) -> Config:
 
 def test_only_the_first_share_of_the_budget_is_causal() -> None:
     cfg = config("data.masking.rate=0.2")
-    assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {held_out_masking(cfg)} == {cfg.data.masking}
+    assert {masking_at(cfg, share) for share in (0.0, 0.4, 1.0)} == {held_out_masking(cfg)} == {cfg.data.masking}
     assert largest_capacity(cfg, 128) == 27
     whole = config("data.masking.strategy=causal")
-    assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == MaskingConfig(strategy="causal")
+    assert masking_at(whole, 0.0) == held_out_masking(whole) == MaskingConfig(strategy="causal")
     assert largest_capacity(whole, 128) == 128
     cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
-    found = [masking_at(cfg, share, 128) for share in (0.0, 0.2, nextafter(0.4, 0), 0.4, 1.0)]
+    found = [masking_at(cfg, share) for share in (0.0, 0.2, nextafter(0.4, 0), 0.4, 1.0)]
     assert found == [MaskingConfig(strategy="causal")] * 3 + [MaskingConfig()] * 2
     assert [masking.objective for masking in found] == ["causal"] * 3 + ["masked"] * 2
     assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
-
-
-def test_the_rate_falls_in_equal_steps() -> None:
-    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.15")
-    found = [masking_at(cfg, i / 1600, 128) for i in range(1601)]
-    rates = [masking.rate for masking in found]
-    assert rates == sorted(rates, reverse=True) and len(set(rates)) == 16
-    assert {rates.count(rate) for rate in set(rates)} == {100, 101}  # the last share, 1, has the last rate too
-    assert sorted(set(rates)) == pytest.approx([0.01 * n for n in range(15, 31)])
-    assert rates[0] == 0.3 and rates[-1] == pytest.approx(0.15)
-    assert {masking.capacity(128) for masking in found} == {40}  # ceil(0.3 x 128) + 1, of every update
-    assert held_out_masking(cfg).rate == 0.15 and held_out_masking(cfg).capacity(128) == 21
-    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.28", "objective.causal_share=0.4")
-    kinds = [masking_at(cfg, share, 128) for share in (0.39, 0.4, 0.59, 0.61, 0.79, 0.81, 1.0)]
-    assert kinds[0].causal and not any(masking.causal for masking in kinds[1:])
-    assert [m.rate for m in kinds[1:]] == pytest.approx([0.3, 0.3, 0.29, 0.29, 0.28, 0.28])
-    cfg = config("data.masking.rate=0.1", "data.masking.final_rate=0.2")
-    found = [masking_at(cfg, share, 100) for share in (0.0, 1.0)]
-    assert [m.rate for m in found] == pytest.approx([0.1, 0.2]) and [m.capacity(100) for m in found] == [21, 21]
-    cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.2", "data.masking.max_predictions=9")
-    assert masking_at(cfg, 0.5, 128).capacity(128) == largest_capacity(cfg, 128) == 9

@@ -64,7 +64,7 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
 
     A dataset's sequences are taken as equally long, which counts a few percent of the attention too little. Where the
-    objective or the masking rate changes in the run, the work is that of its average update.
+    objective changes in the run, the work is that of its average update.
     """
     rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
     tokens, sequences = float(rows * length), float(rows)
@@ -74,8 +74,7 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     causal = 1.0 if masking.causal else config.objective.causal_share
     both = [attending_pairs(tokens**2 / sequences, tokens, kind) for kind in (True, False)]
     pairs = causal * both[0] + (1 - causal) * both[1]
-    rate = (masking.rate + (masking.final_rate or masking.rate)) / 2
-    predictions = causal * (tokens - sequences) + (1 - causal) * tokens * rate
+    predictions = causal * (tokens - sequences) + (1 - causal) * tokens * masking.rate
     return Work(rows, length, tokens, pairs, predictions, sequences)
 
 
