@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import hf as pretrained
-from megabert.config import Config, ModelConfig
+from megabert.config import Config, ModelConfig, changed
 from megabert.data.masking import IGNORE
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained, fingerprint
@@ -159,19 +159,12 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
     """`section.key=value` for all in which the student of `source` differs from the defaults; raises ValueError."""
     if not 1 <= layers <= teacher.model.layers:
         raise ValueError(f"--layers {layers}: the teacher has {teacher.model.layers}")
-    tree, defaults = teacher.model_dump(), Config().model_dump()
+    tree = teacher.model_dump()
     tree["model"]["layers"] = layers
     tree["data"]["path"] = tree["init_from"] = ""
     tree["data"]["mix"] = {}  # of the teacher's data
-    tree["distill"] = defaults["distill"] | {"teacher": source}
-    return _different(tree, defaults, "")
-
-
-def _different(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> list[str]:
-    overrides = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            overrides += _different(value, defaults[key], f"{prefix}{key}.")
-        elif value != defaults[key]:
-            overrides.append(f"{prefix}{key}={str(value).lower() if isinstance(value, bool) else value}")
-    return overrides
+    # A student learns from its teacher's masked predictions throughout.
+    tree["objective"]["causal_share"] = 0.0
+    tree["distill"] = Config().distill.model_dump() | {"teacher": source}
+    values = changed(tree).items()
+    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values]

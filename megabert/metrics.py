@@ -31,7 +31,8 @@ from torch import Tensor
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS
-from megabert.config import Config, ModelConfig, flat
+from megabert.config import Config, ModelConfig, ScheduleConfig, flat
+from megabert.optim.schedule import share_used
 
 if TYPE_CHECKING:
     from megabert.data.batch import Update
@@ -243,10 +244,15 @@ class PretrainingMeter(Meter):
         return values
 
 
-def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: float) -> str:
-    """One line for the terminal."""
+def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, eta_seconds: float) -> str:
+    """One line for the terminal: the step, of how many or how much of the budget of tokens or minutes is used."""
+    place = f"/{schedule.total_steps:,}"
+    if schedule.unit != "steps":
+        used = share_used(schedule, 0, values["time/train_seconds"] / 60, values.get("data/tokens", 0))
+        minutes, tokens = f"{schedule.budget_minutes:g} minutes", f"{schedule.budget_tokens:,} tokens"
+        place = f"  {used:6.1%} of {minutes if schedule.unit == 'minutes' else tokens}"
     return (
-        f"step {values['step']:>7,}/{total_steps:,}  loss {values['train/loss']:7.4f}"
+        f"step {values['step']:>7,}{place}  loss {values['train/loss']:7.4f}"
         f"  mlm {values['train/mlm_accuracy']:6.2%}  {values['perf/sequences_per_sec']:8,.1f} seq/s"
         f"  {values['perf/tokens_per_sec']:10,.0f} tok/s  MFU {values['perf/mfu']:6.1%}"
         f"  lr {values['train/lr']:.2e}  |g| {values['train/grad_norm']:6.3f}  ETA {duration(eta_seconds)}"

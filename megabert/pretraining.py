@@ -20,7 +20,7 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config
+from megabert.config import Config, ScheduleConfig
 from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
@@ -37,6 +37,7 @@ from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
+from megabert.optim.schedule import finished
 from megabert.trainer import Trainer
 
 
@@ -62,18 +63,24 @@ def open_run(
     *,
     replay: int | None = None,
     stop_after: int | None = None,
+    extend: bool = False,
     deepspeed_extra: Mapping[str, Any] | None = None,
     profile: tuple[int, int] = (0, 0),
 ) -> Trainer:
     """Opens data, model and engine, and resumes from the newest whole checkpoint of the run folder.
 
-    With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
+    With `replay` from the newest one before that update, and nothing is ever written. `extend`: a finished run may go on under
+    another schedule. `profile`: the first and the last
     update to profile on this rank. A collective. Raises ValueError naming what does not fit.
     """
     dataset, tokenizer = open_data(config, world)
+    watchdog.progress()  # each step may take minutes
     config, origin = complete_config(config, dataset, tokenizer, run_dir, world, replay)
+    watchdog.progress()
     engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra)
-    provenance, saved, cursor = resume(engine, config, dataset, tokenizer, origin, world)
+    watchdog.progress()
+    provenance, saved, cursor = resume(engine, config, dataset, tokenizer, origin, world, extend)
+    watchdog.progress()
     record(origin, provenance, tokenizer, saved, world)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
     return Trainer(
@@ -216,7 +223,13 @@ def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer,
 
 
 def resume(
-    engine: Engine, config: Config, dataset: AnyDataset, tokenizer: Tokenizer, origin: Origin, world: World
+    engine: Engine,
+    config: Config,
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
+    origin: Origin,
+    world: World,
+    extend: bool,
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
     """The head of the run's checkpoints, the state that engine and data have been set to (None: a run's start), and at which
     update of the data a run starts. A collective. Raises ValueError naming the field in which the checkpoint is of another
@@ -225,6 +238,8 @@ def resume(
     provenance = describe(config, dataset, tokenizer, engine)
     if origin.path is not None:
         check_compatible(state, provenance)
+        if origin.writes:
+            note_changes(state, config, extend)
         saved = origin.checkpoints.load(engine, origin.path)
         log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
         return provenance, saved, 0
@@ -241,6 +256,19 @@ def resume(
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
     return provenance, None, cursor_after(first, config, dataset)
+
+
+def note_changes(state: Mapping[str, Any], config: Config, extend: bool) -> None:
+    """Log each setting that is not the one of the checkpoint's `state`. Raises ValueError where the run is finished and another
+    schedule would begin it again."""
+    before = configuration.flat(state["config"])
+    for name, value in configuration.flat(config.model_dump()).items():
+        if before.get(name) != value:
+            log.info(f"{name} was {before.get(name)!r} and is {value!r} from here on")
+    used = state["step"], state["seconds"] / 60, state["tokens"]
+    over = finished(ScheduleConfig.model_validate(state["config"]["schedule"]), *used)
+    if over and not finished(config.schedule, *used) and not extend:
+        raise ValueError("this run is finished, and the schedule given would train it on; with --extend it does")
 
 
 def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
@@ -325,7 +353,8 @@ class Pretraining:
         return step == 0 or bool(interval and step % interval == 0)
 
     def checkpoint_due(self, step: int) -> bool:
-        return step % self.config.checkpoint.interval == 0
+        interval = self.config.checkpoint.interval
+        return bool(interval and step % interval == 0)
 
     @cached_property
     def held_out(self) -> Dataset | None:
@@ -362,7 +391,7 @@ class Pretraining:
         return self._samples.look(self.engine.module, self.world.device)
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
-        return progress_line(values, self.config.schedule.total_steps, eta_seconds)
+        return progress_line(values, self.config.schedule, eta_seconds)
 
     def state(self) -> dict[str, Any]:
         return {}

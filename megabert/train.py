@@ -8,7 +8,7 @@ Exit codes:
     2   a mistake in the command, configuration or data, reported in one line
     3   training went wrong: updates that could not be applied, or spikes, again and again
     4   a rank died, stopped or hangs: it is named, and every other rank ended itself; or I/O failed
-    85  stopped by TERM, USR1, USR2 or for want of time, with everything saved: start the same command again
+    85  stopped by Ctrl-C, TERM, USR1, USR2 or for want of time, with everything saved: start the same command again
     128 + n   a second signal n ended the process at once
 """
 
@@ -60,6 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="STEP",
         help="repeat this update of the run, print its losses as JSON, write nothing",
     )
+    add("--extend", action="store_true", help="train a finished run on under the schedule given")
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
     add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
     add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
@@ -104,6 +105,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         watchdog,
         replay=args.replay,
         stop_after=args.stop_after,
+        extend=args.extend,
         deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
     )

@@ -261,6 +261,7 @@ class Trainer:
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
+        engine.progress = watchdog.progress
         self.stop_after, self.writes = stop_after, writes
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
@@ -268,6 +269,8 @@ class Trainer:
         # what the ranks agreed on last, and whether any of them has been asked to stop
         self.known: Sync | None = None
         self.stopping = False
+        # whether a checkpoint is due after the newest update, and the training time of the newest one
+        self.save_due, self.saved_seconds = False, 0.0
         self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
         self.rows = RowDigest()
@@ -301,9 +304,11 @@ class Trainer:
             if self.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate()
             self.stop.updated(time.perf_counter() - started)
-            if not self.stopping and self.workload.checkpoint_due(self.state.step):
+            if not self.stopping and self.save_due:
                 self.save()
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
+        if not self.over:
+            log.info(f"stopped: saved at step {self.state.step:,}; the same command resumes")
         return self.over
 
     @property
@@ -365,7 +370,8 @@ class Trainer:
 
     def account(self, update: Any, result: UpdateResult, started: float) -> bool:
         """Meter an update and report it to the other ranks; whether results are read back now, and all reports are known."""
-        reading = self.reading_due(self.state.step + 1)
+        self.save_due = self.checkpoint_due(self.state.step + 1)
+        reading = self.save_due or self.reading_due(self.state.step + 1)
         if reading:
             # here, where it is training time
             result.wait()
@@ -391,7 +397,14 @@ class Trainer:
         if self.spike_policy.immediate or step % self.config.log.interval == 0:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
-        return last or self.workload.evaluation_due(step) or self.workload.checkpoint_due(step)
+        return last or self.workload.evaluation_due(step)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after update `step`, the end aside; known to all ranks alike before the update."""
+        minutes = self.config.checkpoint.minutes
+        return self.workload.checkpoint_due(step) or bool(
+            minutes and self.state.seconds - self.saved_seconds >= 60 * minutes
+        )
 
     def report(self, update: Any, seconds: float) -> None:
         """Send the other ranks this one's report of an update, and take in those of the update before."""
@@ -524,7 +537,7 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
-        self.saves.step = self.state.step
+        self.saves.step, self.saved_seconds = self.state.step, self.state.seconds
         self.rows, self.known = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved["losses"], self.state.bad)
         self.workload.meter.resume(saved["meter"])
@@ -532,6 +545,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start a checkpoint of this moment."""
+        self.saved_seconds = self.state.seconds
         self.saves.start(self.engine, self.state.step, self.checkpoint_state)
 
     def open_sinks(self) -> Sinks:

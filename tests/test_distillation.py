@@ -158,10 +158,18 @@ def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
 
 
 def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
-    teacher = tiny.config(model__layers=4, optimizer__lr=0.002, data__path="old", init_from="older", model__nsp=False)
+    teacher = tiny.config(
+        model__layers=4,
+        optimizer__lr=0.002,
+        data__path="old",
+        init_from="older",
+        model__nsp=False,
+        objective__causal_share=0.3,
+    )
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
     assert found.model == teacher.model.model_copy(update={"layers": 2})
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
+    assert not found.objective.causal_share  # which a teacher cannot be combined with
     assert found.optimizer == teacher.optimizer and found.batch == teacher.batch and found.ops == teacher.ops
     mixed = configuration.load("tiny", ['data.mix={"data/books"=0.3}'])
     assert not configuration.load("", distillation.student_overrides(mixed, "/runs/teacher", 1)).data.mix

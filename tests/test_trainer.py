@@ -94,6 +94,20 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
 
 
+def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
+    """By the training time that all ranks know of before an update: here each update is longer than the interval."""
+    cfg = tiny.config(
+        zero__stage=0, log__interval=5, log__tensorboard=False, checkpoint__minutes=1e-9, checkpoint__keep=9,
+        checkpoint__asynchronous=False,
+    )  # fmt: skip
+    ours, seen = trainer(cfg, world, tmp_path), []
+    ours.engine.progress = lambda: seen.append(ours.state.step)
+    assert ours.train()
+    assert seen == [step for step in range(7) for _ in range(ours.engine.accumulation)]  # after each micro-step
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (2, 3, 5, 7)]
+
+
 def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
     cfg = tiny.config(
         zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,

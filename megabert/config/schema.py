@@ -187,7 +187,10 @@ class OpsConfig(Section):
 class CheckpointConfig(Section):
     """When the run is saved, and which checkpoints are kept. A failed save ends the run."""
 
-    interval: int = Field(1000, gt=0, description="updates between checkpoints")
+    interval: int = Field(1000, ge=0, description="updates between checkpoints; 0: by minutes alone, and at the end")
+    minutes: float = Field(
+        0.0, ge=0, description="minutes of training after which a checkpoint is due too; 0: by updates alone"
+    )
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
     keep_every: int = Field(0, ge=0, description="checkpoints at multiples of it are kept forever; 0 keeps none")
     asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")

@@ -1,7 +1,7 @@
 """Requests to stop: signals and time limits only set a flag; the loop asks for it, saves and ends on all ranks together.
 
-TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing is done
-inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process
+INT (Ctrl-C), TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing
+is done inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process
 at once; one that follows within a second is the same request, forwarded by a launcher and the batch system both.
 No torch here: signals are caught before the slow imports.
 """
@@ -19,7 +19,9 @@ from typing import Any
 
 # Exit code: everything is saved, start the same command again.
 REQUEUE = 85
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+# To who pressed Ctrl-C.
+HEARD = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
 # One request may reach a process twice: with its group and through its launcher.
 ECHO_SECONDS = 1.0
 # Updates, and saves, whose longest is taken for the time of the next one.
@@ -83,7 +85,10 @@ class Stop:
         now = time.monotonic()
         if self._signalled is not None and now - self._signalled > ECHO_SECONDS:
             os._exit(128 + number)
-        self._signalled = now if self._signalled is None else self._signalled
+        if self._signalled is None:
+            self._signalled = now
+            if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, HEARD)  # the log's lock may be held here
 
     @property
     def requested(self) -> bool:

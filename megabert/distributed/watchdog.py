@@ -39,7 +39,7 @@ import torch.distributed as dist
 from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed.ranks import World, wait_for_ranks
 
-# Until something was finished the time-out is at least this: libraries load, checkpoints are read.
+# Until the first update is done the time-out is at least this: checkpoints are read, backends are measured.
 START_SECONDS = 600.0
 # Seconds between two heartbeats.
 TICK = 1.0
@@ -139,7 +139,8 @@ class Watchdog:
         self.started = True
 
     def progress(self, step: int | None = None) -> None:
-        """Something was finished: an update (then its number), a batch of an evaluation, a save."""
+        """Something was finished: an update (then its number), a micro-step, a batch of an evaluation, a save, a step of a run's
+        opening."""
         self._finished += 1
         self._step = self._step if step is None else step
 
@@ -204,7 +205,7 @@ class Watchdog:
         """Seconds without progress that are too many."""
         if not self.timeout:
             return float("inf")
-        return self.timeout if self._finished else max(self.timeout, START_SECONDS)
+        return self.timeout if self._step else max(self.timeout, START_SECONDS)
 
     def _watched(self) -> list[Peer]:
         """The next rank; all of them when one may have failed, so that their silence is known at the time-out."""

@@ -82,6 +82,8 @@ class Engine:
             self.optimizer.set_units(units)
         self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         self.own_time = OwnTime(world.device)
+        # Called after each micro-step: an update may take longer than a watchdog waits.
+        self.progress: Callable[[], None] = lambda: None
         # Updates that were not applied.
         self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
         self.step = steps.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
@@ -121,6 +123,7 @@ class Engine:
             loss = scaled_loss(output[:terms], scale)
             with contextlib.nullcontext() if self.step.deepspeed_sums else self.own_time:
                 self.step.backward(loss, last)
+            self.progress()
         norm, applied = self.step.finish(vetoed)
         self._skipped += 1 - applied
         return UpdateResult(

@@ -183,5 +183,7 @@ def test_the_time_out_names_the_rank_that_entered_less(tmp_path, monkeypatch) ->
 def test_the_first_time_out_is_longer(tmp_path) -> None:
     dog = Watchdog(World(0, 0, 1, torch.device("cpu"), "gloo", "single"), tmp_path, 8)
     assert dog._limit == START_SECONDS and Watchdog(dog.world, tmp_path, 0)._limit == float("inf")
+    dog.progress()  # a step of the opening, a micro-step of the first update
+    assert dog._limit == START_SECONDS
     dog.progress(1)
     assert dog._limit == 8.0

@@ -49,7 +49,7 @@ def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     )
     assert len(output_of("-m", "megabert", "fill", "--model", whole, "the [MASK] is").splitlines()) == 5
 
-    output_of(*train, "schedule.total_steps=11")
+    output_of(*train, "schedule.total_steps=11", "--extend")
     assert "distill.teacher's weights (SHA-256)" in output_of(*head, whole, "schedule.total_steps=12", code=2)
     for args, wrong in (((*head, tmp_path / "new", "model.hidden=32"), "model.hidden=32 but the teacher's is 64"),
                         (("-m", "megabert", "distill", "--model", tmp_path, *head[4:], whole), "no checkpoint in it")):  # fmt: skip

@@ -109,11 +109,21 @@ def test_a_signal_before_training_leaves_nothing(dataset, tmp_path):
 def test_a_second_signal_ends_at_once(dataset, tmp_path):
     job = Job(dataset, tmp_path / "run", ranks=1, driver=PAUSE.format(seconds=60))
     job.wait_for("step       3/")
-    job.signal(signal.SIGUSR1)
+    job.signal(signal.SIGINT)
+    job.wait_for("stopping: the run is saved after this update; Ctrl-C again ends it at once")
     job.wait_for("saving")
     time.sleep(1.5)
-    job.signal(signal.SIGTERM)
-    assert job.codes(5) == [128 + signal.SIGTERM]
+    job.signal(signal.SIGINT)
+    assert job.codes(5) == [128 + signal.SIGINT] and "Traceback" not in job.output
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", ranks=1)
+    job.wait_for("step       3/")
+    job.signal(signal.SIGINT)
+    step = job.wait_for("stopped: saved at step ").partition("saved at step ")[2].partition(";")[0]
+    assert job.codes(20) == [85] and "Traceback" not in job.output, job.output
+    assert saved_step(tmp_path / "run") == int(step) >= 3
 
 
 @slow

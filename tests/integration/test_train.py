@@ -84,9 +84,14 @@ def test_one_rank_and_init_from(dataset, tmp_path):
     after = next(m for m in metrics(second) if "eval/mlm_loss" in m)["eval/mlm_loss"]
     assert after == pytest.approx(before, rel=2e-3)
 
-    done = train(dataset, first, "schedule.total_steps=5", "batch.global_size=64")
+    longer = "schedule.total_steps=5", "schedule.warmup_steps=1"
+    done = train(dataset, first, *longer, "batch.global_size=64")
     assert done.returncode == 2
     assert "batch.global_size" in done.stderr and "Traceback" not in done.stderr
+    done = train(dataset, first, *longer)
+    assert done.returncode == 2 and "this run is finished" in done.stderr and "--extend" in done.stderr
+    done = train(dataset, first, *longer, "--extend")
+    assert done.returncode == 0 and "schedule.total_steps was 4 and is 5 from here on" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
