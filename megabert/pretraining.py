@@ -69,9 +69,9 @@ def open_run(
 ) -> Trainer:
     """Opens data, model and engine, and resumes from the newest whole checkpoint of the run folder.
 
-    With `replay` from the newest one before that update, and nothing is ever written. `extend`: a finished run may go on under
-    another schedule. `profile`: the first and the last
-    update to profile on this rank. A collective. Raises ValueError naming what does not fit.
+    With `replay` from the newest one before that update, and nothing is ever written. `extend`: a finished run may continue
+    under another schedule. `profile`: the first and the last update to profile on this rank. A collective. Raises ValueError
+    naming what does not fit.
     """
     dataset, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
@@ -279,7 +279,7 @@ def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) 
         return 0
     cursor = -(-first.get("cursor", 0) * first["config"]["batch"]["global_size"] // config.batch.global_size)
     if cursor:
-        log.info(f"the data is that run's: training goes on after its rows, at update {cursor:,} of the data")
+        log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
     return cursor
 
 

@@ -21,7 +21,7 @@ from typing import Any
 REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # To who pressed Ctrl-C.
-HEARD = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
+NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
 # One request may reach a process twice: with its group and through its launcher.
 ECHO_SECONDS = 1.0
 # Updates, and saves, whose longest is taken for the time of the next one.
@@ -88,7 +88,7 @@ class Stop:
         if self._signalled is None:
             self._signalled = now
             if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, HEARD)  # the log's lock may be held here
+                os.write(2, NOTICE)  # the log's lock may be held here
 
     @property
     def requested(self) -> bool:

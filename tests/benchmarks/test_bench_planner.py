@@ -1,4 +1,4 @@
-"""The committed report of the planner against published runs is what the code gives, and as good as it is said to be."""
+"""The committed report of the planner against published runs is what the code gives, and as good as the documentation has it."""
 
 from __future__ import annotations
 
