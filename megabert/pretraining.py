@@ -15,12 +15,12 @@ import torch
 
 from megabert import config as configuration
 from megabert import distillation, evaluation
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights, start_engine
+from megabert.checkpoint import Checkpoints, check_compatible, load_weights, note_changes, start_engine
 from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config, ScheduleConfig
+from megabert.config import Config
 from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
@@ -37,7 +37,6 @@ from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
-from megabert.optim.schedule import finished
 from megabert.trainer import Trainer
 
 
@@ -256,19 +255,6 @@ def resume(
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
     return provenance, None, cursor_after(first, config, dataset)
-
-
-def note_changes(state: Mapping[str, Any], config: Config, extend: bool) -> None:
-    """Log each setting that is not the one of the checkpoint's `state`. Raises ValueError where the run is finished and another
-    schedule would begin it again."""
-    before = configuration.flat(state["config"])
-    for name, value in configuration.flat(config.model_dump()).items():
-        if before.get(name) != value:
-            log.info(f"{name} was {before.get(name)!r} and is {value!r} from here on")
-    used = state["step"], state["seconds"] / 60, state["tokens"]
-    over = finished(ScheduleConfig.model_validate(state["config"]["schedule"]), *used)
-    if over and not finished(config.schedule, *used) and not extend:
-        raise ValueError("this run is finished, and the schedule given would train it on; with --extend it does")
 
 
 def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:

@@ -19,5 +19,12 @@ There is no random-number state: `megabert.common.random_numbers` makes it from 
 """
 
 from megabert.checkpoint.manifest import DamagedCheckpoint
-from megabert.checkpoint.start import check_compatible, load_weights, newest_step, start_engine, write_start
+from megabert.checkpoint.start import (
+    check_compatible,
+    load_weights,
+    newest_step,
+    note_changes,
+    start_engine,
+    write_start,
+)
 from megabert.checkpoint.store import Checkpoints

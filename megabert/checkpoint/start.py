@@ -11,9 +11,11 @@ from torch import Tensor
 from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, read_manifest, seal
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
-from megabert.config import CheckpointConfig
+from megabert.common.logs import log
+from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat
 from megabert.distributed.ranks import World, discover
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice
+from megabert.optim.schedule import finished
 
 if TYPE_CHECKING:
     from megabert.engine import Engine
@@ -43,6 +45,19 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     strategies = _field(saved["config"], STRATEGY), _field(current["config"], STRATEGY)
     if "causal" in strategies:
         _check_equal(STRATEGY, *strategies)
+
+
+def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
+    """Log each setting that is not the one of the checkpoint's state. Raises ValueError where its run is finished and another
+    schedule would begin it again, unless it may `extend` the run."""
+    before = flat(saved["config"])
+    for name, value in flat(config.model_dump()).items():
+        if before.get(name) != value:
+            log.info(f"{name} was {before.get(name)!r} and is {value!r} from here on")
+    used = saved["step"], saved["seconds"] / 60, saved["tokens"]
+    over = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
+    if over and not finished(config.schedule, *used) and not extend:
+        raise ValueError("this run is finished, and the schedule given would train it on; with --extend it does")
 
 
 def _field(tree: Mapping[str, Any], name: str) -> Any:

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def revision(exclude: Sequence[str] = ()) -> str:
 def command() -> str:
     """This process' command line."""
     return shlex.join(["python", *sys.argv])
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many open files as its hard limit says, where shells give 1,024: a rank of 512 has a socket to
+    each other one and maps hundreds of shards, and its loader processes inherit both."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_freed_memory() -> bool:

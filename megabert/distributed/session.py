@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megabert.common import errors, logs
+from megabert.common.environment import raise_descriptor_limit
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.distributed import ranks
@@ -46,6 +47,7 @@ class Session:
         Raises ValueError on a machine whose GPU torch does not see, which would train on its CPU."""
         if problem := ranks.unused_gpu():
             raise ValueError(problem)
+        raise_descriptor_limit()
         self.world = ranks.init(self.world)
         return Stop(ends)
 

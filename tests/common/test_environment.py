@@ -71,3 +71,15 @@ def test_freed_arrays_are_reused_without_page_faults() -> None:
     )
     assert default > 50 * 4 * 2  # each array is a new mapping (at least a huge page and the rest)
     assert kept < 50
+
+
+def test_the_limit_of_open_files_is_the_hard_one() -> None:
+    """With a shell's 1,024 a rank of 512 would end with EMFILE: its sockets, its maps, and its loader processes inherit them."""
+    script = (
+        "import resource\nfrom megabert.common.environment import raise_descriptor_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\nraise_descriptor_limit()\n"
+        "files = [open('/dev/null') for _ in range(300)]\nprint(len(files))"
+    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    assert done.stdout == "300\n", done.stderr
