@@ -37,8 +37,8 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     output = run("-m", "megabert", "export", "--model", first, "--output", folder)
     assert "BertForPreTraining of step 4, 2,000 tokens" in output
     card = (folder / "README.md").read_text()
-    assert "| updates | 4 of 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
-    assert "| row length | 64 |" in card
+    assert "| updates | 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
+    assert "| schedule.total_steps | 4 |" in card
 
     found = pretrained.load(first)
     peer = transformers.BertForPreTraining.from_pretrained(folder).eval()
@@ -74,4 +74,4 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     refused = command(*train, "--run", back, *SHORT)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
     table = run("-m", "megabert", "fill", "--model", tmp_path / "second", "the value of the [MASK] is")
-    assert len(table.splitlines()) == 5 and table.count("%") == 5
+    assert table.count("%") == 5
