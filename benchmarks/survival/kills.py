@@ -26,7 +26,7 @@ PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
 # a start takes about so long
 START_SECONDS = 0.5
 # seconds that one rank's write is delayed
-SLOW = (0.5, 3.0)
+SLOW = (0.5, 6.0)
 RESUMED, FROM_NOTHING, UNSEEN = (
     "a start from the newest checkpoint",
     "a start from nothing, where no checkpoint was committed",

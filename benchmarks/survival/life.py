@@ -21,7 +21,7 @@ SURVIVORS_END_WITHIN = 20.0
 ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
 # seconds: a life that takes longer hangs
 LIFE_ENDS_WITHIN = 240.0
-POLL = 0.002
+POLL = 0.001
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),
     *("optimizer.lr=2e-3", "schedule.warmup_steps=10", "log.interval=1", "log.tensorboard=false"),

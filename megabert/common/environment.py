@@ -55,6 +55,11 @@ def multiplies_bf16() -> bool:
     return bool(cpu_flags() & BF16_FLAGS)
 
 
+def nvidia_driver() -> str:
+    """Release of NVIDIA's driver; "" where none is loaded."""
+    return match_in("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
+
+
 def cores() -> int:
     """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -33,8 +33,8 @@ from megabert.data.masking import MaskingVocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
+from megabert.distributed.signals import SIGNALS
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
 CHUNK_TOKENS = 1 << 18
 
@@ -255,7 +255,7 @@ class Loader:
         )
         others = multiprocessing.active_children()
         # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._items = iter(loader)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers = [p for p in multiprocessing.active_children() if p not in others]

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megabert.common import errors
+from megabert.common import environment, errors
 
 # A name, an IPv4 or IPv6 address.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
@@ -37,8 +36,6 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-# Of NVIDIA, on a machine that has a GPU and its driver.
-DRIVER = Path("/proc/driver/nvidia/version")
 # gloo's threads release a collective's tensors in microseconds, on a full machine in milliseconds.
 SETTLE_SECONDS = 0.2
 
@@ -220,19 +217,17 @@ def init(world: World) -> World:
     return replace(world, master=address) if world.size > 1 else world
 
 
-def unused_gpu(environment: Mapping[str, str] | None = None) -> str:
+def unused_gpu(variables: Mapping[str, str] | None = None) -> str:
     """Why torch does not see the GPU of this machine, with what to do; "" where it has none, torch sees it, or it is hidden by
     CUDA_VISIBLE_DEVICES."""
-    env = os.environ if environment is None else environment
-    if not DRIVER.exists() or torch.cuda.is_available() or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    env = os.environ if variables is None else variables
+    driver, needed = environment.nvidia_driver(), torch.version.cuda
+    if not driver or torch.cuda.is_available() or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    driver = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
-    found = f"NVIDIA's driver {driver[0] if driver else 'of an unknown release'} is loaded"
-    needed = torch.version.cuda
     why = f"torch, made for CUDA {needed}, sees no device: update the driver, or install the torch of its CUDA"
     if needed is None:
         why = "torch is the build for CPUs: install torch with CUDA"
-    return f"{found}, and {why}; to train on the CPU set CUDA_VISIBLE_DEVICES="
+    return f"NVIDIA's driver {driver} is loaded, and {why}; to train on the CPU set CUDA_VISIBLE_DEVICES="
 
 
 def shutdown() -> None:

@@ -65,15 +65,16 @@ def run(command: Callable[[Session], int]) -> int:
     Where one rank of several fails, its process ends at once: the others may be waiting for it in a collective, and NCCL's
     process group cannot be left before that has ended.
     """
-    session = None
+    session, good = None, False
     try:
         logs.setup()
         session = Session()
         code = command(session)
+        good = True
+        return code
     except (BadTraining, RankRefused) as error:  # on every rank
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
-        _leave(session, good=False)
         return errors.exit_code(error)
     except Exception as error:
         try:
@@ -82,15 +83,13 @@ def run(command: Callable[[Session], int]) -> int:
             code = _report(fault, session)
         if session is not None and session.world.size > 1 and dist.is_initialized():
             _end_process(code)
-        _leave(session, good=False)
         if code == UNEXPECTED:
             raise
         return code
-    except BaseException:
-        _leave(session, good=False)
-        raise
-    _leave(session, good=True)
-    return code
+    finally:
+        if session is not None and session.watchdog is not None:
+            session.watchdog.stop(good)
+        ranks.shutdown()
 
 
 def _report(error: Exception, session: Session | None) -> int:
@@ -116,13 +115,6 @@ def _report(error: Exception, session: Session | None) -> int:
         return errors.FAILED
     session.watchdog.explain()  # a collective fails when another rank is gone
     return UNEXPECTED
-
-
-def _leave(session: Session | None, good: bool) -> None:
-    """Leave watchdog and process group; `good`: the others will not miss this rank."""
-    if session is not None and session.watchdog is not None:
-        session.watchdog.stop(good)
-    ranks.shutdown()
 
 
 def _end_process(code: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megabert import ops
-from megabert.common import errors
+from megabert.common import environment, errors
 from megabert.common.files import canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.config import Config, ModelConfig, OpsConfig
@@ -137,11 +137,9 @@ def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], place: 
 
 def describe_place(device: torch.device, deterministic: bool = False) -> dict[str, Any]:
     """What decides how fast a backend is besides the shapes: device, driver, torch, the native library."""
-    file = Path("/proc/driver/nvidia/version")
-    driver = re.search(r"\d+(?:\.\d+)+", file.read_text()) if file.is_file() else None
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "driver": driver[0] if driver else "",
+        "driver": environment.nvidia_driver(),
         "torch": torch.__version__,
         "library": "" if ops.MISSING else hashlib.sha256(ops.LIBRARY.read_bytes()).hexdigest(),
         "deterministic": deterministic,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from benchmarks.common.hardware import free_port
+from megabert.common import environment
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.distributed import ranks
 from megabert.distributed.ranks import World, _share_cores, discover, first_host, init
@@ -177,8 +178,8 @@ def test_ranks_on_one_host_divide_its_cores():
 
 def test_a_gpu_that_torch_does_not_see_is_refused(tmp_path, monkeypatch):
     """As with a driver that is older than torch's CUDA: the run would train on the CPU without a word."""
-    driver = tmp_path / "version"
-    monkeypatch.setattr(ranks, "DRIVER", driver)
+    driver, match_in = tmp_path / "version", environment.match_in
+    monkeypatch.setattr(environment, "match_in", lambda file, pattern: match_in(str(driver), pattern))
     assert ranks.unused_gpu({}) == ""
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
