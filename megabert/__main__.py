@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from megabert import __version__
-from megabert.common import arguments, errors
+from megabert.common import arguments, environment, errors
 from megabert.common.logs import log
 
 
@@ -62,6 +62,7 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
         from megabert.distributed.signals import leave_when_signalled
 
         leave_when_signalled()  # before the slow imports
+    environment.spin_briefly()  # read when torch is loaded
     arguments.call_as(prog or called())
     code = errors.code_of(lambda: importlib.import_module(command.module).main(argv))
     if command.saves:

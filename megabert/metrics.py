@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megabert.common.environment import seconds_short_of_cores
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS
@@ -264,6 +265,8 @@ def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, eta_secon
 # A rank is a straggler whose time is so many times the median of the ranks (1.08 names one that is 10% slower in spite of
 # noise) for so many updates.
 STRAGGLER_RATIO, STRAGGLER_UPDATES = 1.08, 50
+# Cores are shared when processes wait for one in this share of at least so many seconds.
+SHORT_OF_CORES, SHARED_SECONDS = 0.3, 10.0
 
 
 class Straggler(NamedTuple):
@@ -298,6 +301,27 @@ class Stragglers:
         return [straggler for rank, straggler in self.named.items() if rank not in before]
 
 
+class SharedCores:
+    """Whether other processes compute on the cores of a run on the CPU: a run alone waits for a core 2 to 8% of the time."""
+
+    def __init__(self) -> None:
+        self._since, self._short = time.monotonic(), seconds_short_of_cores()
+
+    def look(self) -> None:
+        """Warn, once, where processes waited for a core in more than SHORT_OF_CORES of the last SHARED_SECONDS or more."""
+        now, short = time.monotonic(), seconds_short_of_cores()
+        if short is None or self._short is None or now - self._since < SHARED_SECONDS:
+            return
+        share = (short - self._short) / (now - self._since)
+        self._since, self._short = now, short
+        if share > SHORT_OF_CORES:
+            self._short = None
+            log.warning(
+                f"processes waited for a core {share:.0%} of the last {SHARED_SECONDS:.0f} s or more: others compute on this "
+                "machine's cores, and the run is slower than it would be alone; `top` shows them"
+            )
+
+
 class RankFigures:
     """This rank's times since the last log line and its memory, and what follows from those of all ranks.
 
@@ -309,6 +333,7 @@ class RankFigures:
         self._world, self._own = world, engine.own_time
         self._waited, self._updates = 0.0, 0
         self.stragglers = Stragglers()
+        self._cores = SharedCores()
 
     def take(self, updates: Iterator[Any]) -> Any:
         """The next update, with the time that the host waits for it."""
@@ -345,6 +370,8 @@ class RankFigures:
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)
             values["perf/stragglers"] = sorted(self.stragglers.named)
+        if self._world.is_main and self._world.device.type == "cpu":
+            self._cores.look()
         self._own.reset()
         self._waited, self._updates = 0.0, 0
         return values

@@ -173,6 +173,18 @@ def test_of_two_real_ranks_the_slow_one_is_named(tmp_path: Path) -> None:
 # -- sinks -----------------------------------------------------------------------------------------------------------
 
 
+def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
+    now, short = [0.0], [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics, "seconds_short_of_cores", lambda: short[0])
+    cores = metrics.SharedCores()
+    for waited, warnings in (0.8, 0), (5.0, 1), (9.0, 1):  # of ten seconds each: alone, shared, shared
+        now[0], short[0] = now[0] + 10.0, short[0] + waited
+        cores.look()
+        assert len(caplog.records) == warnings
+    assert "waited for a core 50%" in caplog.text
+
+
 def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "x": 1}\n{"step": 20, "x": 2}\n{"step": 30, "x": 3}\n{"step": 3')

@@ -65,6 +65,26 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def spin_briefly() -> None:
+    """Let OpenMP's threads sleep after 1,000 turns at a barrier, for torch and the kernels loaded from here on.
+
+    libgomp turns 300,000 times by default, on the core that the last thread may need where other processes compute too: beside
+    one of them, two threads then have half the rate they have so (docs/measurements.md).
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+def seconds_short_of_cores() -> float | None:
+    """Seconds so far in which a process of this one's control group, or of the machine, was ready and had no core; None where
+    the kernel does not count them (its pressure stall information)."""
+    group = match_in("/proc/self/cgroup", r"0::(/\S*)")
+    totals = (
+        match_in(file, r"some .*total=(\d+)") for file in (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
+    )
+    return next((int(total) / 1e6 for total in totals if total), None)
+
+
 def memory_gib() -> float:
     return round(int(match_in("/proc/meminfo", r"MemTotal:\s*(\d+) kB") or 0) / 2**20, 1)
 

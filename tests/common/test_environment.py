@@ -6,7 +6,10 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from megabert.common import environment
 
@@ -83,3 +86,30 @@ def test_the_limit_of_open_files_is_the_hard_one() -> None:
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
     assert done.stdout == "300\n", done.stderr
+
+
+def test_threads_at_a_barrier_soon_sleep() -> None:
+    """As libgomp itself says when torch loads it."""
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-m", "megabert", "train", "--config", "mini", "--run", "missing", "--data", "missing"]
+    for own, shown in ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"):
+        done = subprocess.run(
+            command, cwd=ROOT, env=env | own | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
+        )
+        assert f"GOMP_SPINCOUNT = '{shown}'" in done.stderr
+
+
+@pytest.mark.skipif(
+    environment.seconds_short_of_cores() is None, reason="the kernel keeps no pressure stall information"
+)
+def test_waiting_for_a_core_is_counted() -> None:
+    before = environment.seconds_short_of_cores()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(environment.cores() + 2)]
+    try:
+        deadline = time.monotonic() + 60
+        while environment.seconds_short_of_cores() - before < 0.5:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for process in busy:
+            process.kill()
