@@ -15,8 +15,8 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence, Set
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,20 @@ def text_of(value: Any, where: str) -> str:
 
 
 def rows(
-    path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False
+    path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False, ragged: bool = False
 ) -> Iterator[tuple[str, list[Any]]]:
     """(file and line, the values of `columns`) of each row: texts; of JSON and Arrow also numbers, lists, None.
 
     A column is a name of the header, or a key of the JSON objects, or alternatives with | between, of which the first that
-    exists is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width than the
-    first come without values; else they raise ValueError, as a missing column does. A class number of a saved dataset is
-    replaced by its name where the dataset's description has one.
+    exists is taken; in a table without a header a number from 0. With `headed` false a table has none where every column has a
+    number and the first line none of their names. With `cut_rows` rows of another width than the first come without values; else they raise
+    ValueError, as a missing column does, unless the rows of a table without a header may be `ragged`. A class number of a saved
+    dataset is replaced by its name where the dataset's description has one.
     """
-    for where, record in _records(path, headed, cut_rows):
+    alternatives = [column.split("|") for column in columns]
+    headless = not headed and all(any(one.isdecimal() for one in of) for of in alternatives)
+    names = {one for of in alternatives for one in of if not one.isdecimal()} if headless else None
+    for where, record in _records(path, names, cut_rows, ragged):
         yield where, [] if record is None else [_value(where, record, column) for column in columns]
 
 
@@ -115,8 +119,11 @@ def _value(where: str, record: dict[str, Any], spec: str) -> Any:
     raise ValueError(f"{where}: no column {spec!r}; its columns are {', '.join(record):.300}")
 
 
-def _records(path: Path, headed: bool = True, cut_rows: bool = False) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """(file and line, fields) of each row; None for one of another width where they may be cut. Empty lines are skipped."""
+def _records(
+    path: Path, header: Set[str] | None = None, cut_rows: bool = False, ragged: bool = False
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(file and line, fields) of each row; None for one of another width where they may be cut. Empty lines are skipped.
+    A table's first line is its header, or only where it has one of the names in `header`."""
     if is_arrow(path):
         for file in files(path):
             yield from _arrow_records(file)
@@ -131,11 +138,15 @@ def _records(path: Path, headed: bool = True, cut_rows: bool = False) -> Iterato
                     raise ValueError(f"{where}: is no JSON object")
                 yield where, record
         return
-    is_csv = name == ".csv" or ("\t" not in first and name != ".tsv")
+    # STS-B's own files have tabs in a .csv.
+    is_csv = name != ".tsv" and first.count("\t") <= (first.count(",") if name == ".csv" else 0)
     table = _csv_rows(path) if is_csv else ((n, line.split("\t")) for n, line in lines(path) if line)
-    names = [name.strip() for name in next(table, (0, []))[1]] if headed else []
-    for number, row in table:
-        names = names or list(map(str, range(len(row))))
+    top = next(table, (0, list[str]()))
+    names = [name.strip() for name in top[1]]
+    headed = header is None or not header.isdisjoint(names)
+    for number, row in table if headed else chain([top], table):
+        if not headed and (ragged or row is top[1]):
+            names = list(map(str, range(len(row))))
         if len(row) != len(names) and not cut_rows:
             first_row = "header" if headed else "first line"
             raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first_row} has {len(names)}")

@@ -92,8 +92,8 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
     wanted = task.columns(labelled)
     may_be_empty = task.label if task.kind == "multilabel" else None
     cut = 0
-    for number, (where, row) in enumerate(tables.rows(path, wanted, not wanted[0].isdecimal(), task.cut_rows)):
-        if task.cut_rows and not (row and all(isinstance(cell, str) and cell.strip() for cell in row)):
+    for number, (where, row) in enumerate(tables.rows(path, wanted, False, task.cut_rows, task.ragged)):
+        if task.cut_rows and not (row and all(cell is not None and str(cell).strip() for cell in row)):
             cut += 1
             continue
         cells = dict(zip(wanted, row, strict=True))
@@ -130,6 +130,7 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
 
 
 def _known(task: Task, where: str, label: str) -> str:
+    label = task.label_of(label)
     if task.labels and label not in task.labels:
         raise ValueError(f"{where}: label {label!r:.60} is none of {', '.join(task.labels)}")
     return label

@@ -4,8 +4,8 @@ megabert glue --model RUN --data DIR --output OUT                         what e
 megabert glue … --tasks sst2 rte --seeds 5 --lr 5e-5 3e-4
 torchrun --nproc_per_node 8 -m megabert.finetune.glue …
 
-DIR has GLUE's folders as its download makes them (SST-2/train.tsv, dev.tsv, …) or named as the tasks are (sst2/). Tables may be
-.tsv, .csv or .jsonl; every file may be gzipped. Every task runs over the seeds and the learning rates. A tenth of the training
+DIR has GLUE's folders as its download makes them (SST-2/train.tsv, dev.tsv, …) or as the hub's nyu-mll/glue has them
+(sst2/train-00000-of-00001.parquet, validation-…). Tables may be .tsv, .csv, .jsonl or .parquet, and gzipped. Every task runs over the seeds and the learning rates. A tenth of the training
 examples (2,000 at most) is held out and decides the epoch and the rate; dev is reported and decides nothing. The same command
 resumes; more seeds, rates and tasks are added. Exit codes as of `megabert finetune`.
 
@@ -32,9 +32,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.common import tables
 from megabert.common.arguments import Parser, called_as
 from megabert.common.files import write_whole
+from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
 from megabert.finetune.tasks import Task
@@ -50,6 +50,9 @@ GLUE = {
 }
 # Ending of a dev file's name -> of its row: MNLI has two.
 PARTS = {"": "", "_matched": "-m", "_mismatched": "-mm"}
+FILE = re.compile(
+    r"(train|dev|validation)(_matched|_mismatched)?(?:-00000-of-00001)?\.(?:tsv|csv|jsonl|parquet)(?:\.gz)?"
+)
 # Devlin et al. 2019, section 4.1.
 LEARNING_RATES = [5e-5, 4e-5, 3e-5, 2e-5]
 # Share of the training examples that decides, and their largest number.
@@ -65,28 +68,30 @@ GlueTask = tuple[Task, dict[str, Path]]
 
 
 def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
-    """GLUE's tasks that are in the folder, in the benchmark's order; of `only`, all of them.
+    """GLUE's tasks that are in the folder, in the benchmark's order, without those that are missing; of `only`, all of them.
 
-    Raises ValueError naming what is missing.
+    Raises ValueError naming what is missing of `only`, or where there is no task.
     """
     if not data.is_dir():
         raise ValueError(f"{data}: no such folder; name the folder of the tasks as --data")
     folders = {re.sub(r"[-_ ]", "", f.name).lower(): f for f in sorted(data.iterdir()) if f.is_dir()}
-    names = [name for name in GLUE if name in (only or folders)]
-    missing = [name for name in names if name not in folders] if names else ["task of GLUE"]
+    files = {name: _files_in(folders[name]) for name in GLUE if name in folders}
+    missing = [name for name in (only or GLUE) if not files.get(name)]
+    if missing and (only or len(missing) == len(GLUE)):
+        what = missing[0] if only else "task of GLUE"
+        raise ValueError(f"{data}: has no {what}; each is a folder with train.tsv and dev.tsv, CoLA, SST-2, …")
     if missing:
-        raise ValueError(f"{data}: has no {missing[0]}; each is a folder with train.tsv and dev.tsv, CoLA, SST-2, …")
-    return [_task_in(folders[name], name) for name in names]
+        log.info(f"{data}: has no {', '.join(GLUE[name] for name in missing)} (no train or no dev file): left out")
+    return [(tasks.preset(name), files[name]) for name in GLUE if name in (only or GLUE) and name not in missing]
 
 
-def _task_in(folder: Path, name: str) -> GlueTask:
-    paths = [folder / f"{stem}{ending}{packed}" for stem in ("train", *(f"dev{part}" for part in PARTS))
-             for ending in tables.ENDINGS for packed in ("", ".gz")]  # fmt: skip
-    found = {path.name.partition(".")[0]: path for path in reversed(paths) if path.is_file()}
-    files = {f"reported{part}": found[f"dev{ending}"] for ending, part in PARTS.items() if f"dev{ending}" in found}
-    if not files or "train" not in found:
-        raise ValueError(f"{folder}: has no train.tsv or no dev.tsv (nor .csv, .jsonl, or one of them as .gz)")
-    return tasks.preset(name), {"train": found["train"]} | files
+def _files_in(folder: Path) -> dict[str, Path]:
+    """The files of a task's folder by split, a .tsv before others; {} without a training or a dev file."""
+    named = [(FILE.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
+    found = {
+        ("train" if match[1] == "train" else f"reported{PARTS[match[2] or '']}"): path for match, path in named if match
+    }
+    return {"train": found["train"]} | found if "train" in found and len(found) > 1 else {}
 
 
 def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[TextExample]]:

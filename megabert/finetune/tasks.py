@@ -36,7 +36,7 @@ class Task:
     """What the files of a task hold and how a prediction is judged. Raises ValueError for fields that contradict each other.
 
     A column of a table is a name in its header, several with | between them (the first that exists counts), or a number from 0 in a
-    table without a header; of JSON lines and Arrow tables also as pre-training's `--text-field` takes it, `a.b` inside another
+    table without a header, or both with | between them; of JSON lines and Arrow tables also as pre-training's `--text-field` takes it, `a.b` inside another
     one, `a+b` joined. A tag task's columns are numbers, -1 the last one.
     """
 
@@ -55,6 +55,8 @@ class Task:
     unanswerable: bool = False
     # The published table has rows that are cut at a tab or line end; they are left out.
     cut_rows: bool = False
+    # The published table without a header has rows with further columns at their end.
+    ragged: bool = False
     # Tokens of a text or window, and from one window to the next, unless a command names others.
     max_length: int = 128
     stride: int = 64
@@ -95,6 +97,13 @@ class Task:
         """The columns of a table in their order: texts, the label, the id."""
         return [*self.text, *([self.label] if labelled else []), *([self.id] if self.id else [])]
 
+    def label_of(self, value: str) -> str:
+        """The label that a file's value stands for: the hub's tables of GLUE have numbers, or names of their own."""
+        if value in self.labels or (names := HUB_CLASSES.get(self.name)) is None:
+            return value
+        number = int(value) if value.isdecimal() else names.index(value) if value in names else len(names)
+        return (self.labels if self.labels == _BINARY else names)[number] if number < len(names) else value
+
     @property
     def pair(self) -> bool:
         return len(self.text) == 2
@@ -117,26 +126,59 @@ def custom(
 _BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
 _SENTENCES = ("sentence1", "sentence2")
+_QUESTIONS = ("question1", "question2")
 _ACCURACY_TOO = ("f1", "accuracy")
+# Names of the classes 0, 1, … in the hub's tables (nyu-mll/glue).
+HUB_CLASSES = {
+    "cola": ("unacceptable", "acceptable"),
+    "sst2": ("negative", "positive"),
+    "mrpc": ("not_equivalent", "equivalent"),
+    "qqp": ("not_duplicate", "duplicate"),
+    "mnli": ("entailment", "neutral", "contradiction"),
+    "qnli": _ENTAILMENT,
+    "rte": _ENTAILMENT,
+    "wnli": _ENTAILMENT[::-1],
+}
 
 PRESETS: dict[str, Task] = {
     task.name: task
     for task in (
-        # CoLA's columns are source, label, the author's mark and the sentence, without a header.
-        Task("cola", "classify", ("3",), "1", labels=_BINARY, metrics=("matthews", "accuracy")),
+        # CoLA's own columns are source, label, the author's mark and the sentence, without a header; STS-B's genre, file, year,
+        # number, score and the sentences. Names after | are the hub's.
+        Task("cola", "classify", ("sentence|3",), "label|1", labels=_BINARY, metrics=("matthews", "accuracy")),
         Task("sst2", "classify", ("sentence|content",), "label", labels=_BINARY),
-        Task("mrpc", "classify", ("#1 String", "#2 String"), "Quality", labels=_BINARY, metrics=_ACCURACY_TOO),
-        Task("stsb", "score", _SENTENCES, "score", metrics=("pearson", "spearman")),
-        Task("qqp", "classify", ("question1", "question2"), "is_duplicate", "", _BINARY, _ACCURACY_TOO, cut_rows=True),
-        Task("mnli", "classify", _SENTENCES, "gold_label", labels=("contradiction", "entailment", "neutral")),
+        Task(
+            "mrpc",
+            "classify",
+            ("#1 String|sentence1", "#2 String|sentence2"),
+            "Quality|label",
+            labels=_BINARY,
+            metrics=_ACCURACY_TOO,
+        ),
+        Task(
+            "stsb",
+            "score",
+            ("sentence1|5", "sentence2|6"),
+            "score|label|4",
+            metrics=("pearson", "spearman"),
+            ragged=True,
+        ),
+        Task("qqp", "classify", _QUESTIONS, "is_duplicate|label", "", _BINARY, _ACCURACY_TOO, cut_rows=True),
+        Task(
+            "mnli",
+            "classify",
+            ("sentence1|premise", "sentence2|hypothesis"),
+            "gold_label|label",
+            labels=("contradiction", "entailment", "neutral"),
+        ),
         Task("qnli", "classify", ("question", "sentence"), "label", labels=_ENTAILMENT),
         Task("rte", "classify", _SENTENCES, "label", labels=_ENTAILMENT),
         Task("wnli", "classify", _SENTENCES, "label", labels=_BINARY),
         # Lengths of SQuAD: Devlin et al. 2019.
         Task("squad1.1", "span", metrics=("f1", "em"), max_length=384, stride=128),
         Task("squad2.0", "span", metrics=("f1", "em"), unanswerable=True, max_length=384, stride=128),
-        # CoNLL-2003's columns are token, part of speech, chunk and tag.
-        Task("conll2003", "tag", ("0",), "3", metrics=METRICS["tag"]),
+        # CoNLL-2003's columns are token, part of speech, chunk and tag; copies of it keep token and tag.
+        Task("conll2003", "tag", ("0",), "-1", metrics=METRICS["tag"]),
     )
 }
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
-from megabert.finetune.tasks import PRESETS, custom
+from megabert.finetune.tasks import HUB_CLASSES, PRESETS, custom
 
 PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y", id="key")
@@ -73,6 +73,45 @@ def test_glue_files_are_read_as_published(tmp_path, name, caplog) -> None:
     assert ("2 rows are cut at a tab or a line end and left out" in caplog.text) == (name == "qqp")
 
 
+HUB_COLUMNS = {"mnli": ("premise", "hypothesis"), "qnli": ("question", "sentence"), "qqp": ("question1", "question2")}
+
+
+@pytest.mark.parametrize("name", [name for name, task in PRESETS.items() if name in (*HUB_CLASSES, "stsb")])
+def test_hub_columns_and_classes_are_read(tmp_path, name) -> None:
+    """In Parquet with the classes' names in its metadata, and as JSON lines or CSV with their numbers."""
+    columns = HUB_COLUMNS.get(name, ("sentence",) if name in ("cola", "sst2") else ("sentence1", "sentence2"))
+    classes = HUB_CLASSES.get(name, ())
+    labels = list(range(len(classes))) or [2.5, 0.0]
+    rows = [dict.fromkeys(columns, "A text.") | {"label": label, "idx": i} for i, label in enumerate(labels)]
+    features = {"label": {"_type": "ClassLabel", "names": classes}} if classes else {}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    parquet.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), tmp_path / "h.parquet")
+    lines = write(tmp_path, "h.jsonl", "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    cells = [",".join(map(str, row.values())) for row in rows]
+    table = write(tmp_path, "h.csv", "\n".join([",".join([*columns, "label", "idx"]), *cells]))
+    own = list(PRESETS[name].labels)
+    want = {"mnli": ["entailment", "neutral", "contradiction"], "stsb": labels}.get(name, own)
+    for path in (tmp_path / "h.parquet", lines, table):
+        examples = read(PRESETS[name], path)
+        assert [e.label for e in examples] == want and examples[0].a == "A text." == (examples[0].b or "A text.")
+    bad = write(tmp_path, "bad.jsonl", json.dumps(rows[0] | {"label": -1 if classes else None}))
+    with pytest.raises(ValueError, match=r"label '-1' is none of|score 'None'|is empty"):
+        read(PRESETS[name], bad)
+
+
+def test_sts_benchmark_has_no_header(tmp_path) -> None:
+    """Its own files: tabs in a .csv, quotes and commas that are text, further columns at the end of some rows."""
+    start = "main-captions\tMSRvid\t2012test\t0001\t"
+    rows = [f'{start}5.000\tA plane, "big.\tAn air plane.\n', f"{start}3.8\tA man.\tA woman.\tsource\tlicence\n"]
+    for content in ("".join(rows), "".join(rows[::-1])):
+        examples = read(PRESETS["stsb"], write(tmp_path, "sts-train.csv", content))
+        assert sorted((e.label, e.a, e.b) for e in examples) == [
+            (3.8, "A man.", "A woman."), (5.0, 'A plane, "big.', "An air plane.")
+        ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"line 2: no column 'sentence2\|6'; its columns are 0, 1, 2, 3, 4, 5"):
+        read(PRESETS["stsb"], write(tmp_path, "cut.csv", f"{rows[0]}{start}3.8\tA man.\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -123,6 +162,8 @@ def test_conll_2003_file(tmp_path) -> None:
         SentenceExample("0", f"{path}, line 3", ("EU", "rejects", "German"), ("I-ORG", "O", "I-MISC")),
         SentenceExample("1", f"{path}, line 10", ("Peter",), ("I-PER",)),
     ]
+    two = write(tmp_path, "train.txt", "-DOCSTART- O\n\nEU I-ORG\nrejects O\n")
+    assert [(e.words, e.tags) for e in read(PRESETS["conll2003"], two)] == [(("EU", "rejects"), ("I-ORG", "O"))]
 
 
 def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:
@@ -172,7 +213,7 @@ BAD_TABLES = {
     "half a character": (r'{"text": "a \ud83d b", "label": "x"}', PLAIN, "line 1: is not JSON ('utf-8' codec can't encode character"),
     "tag without word": ("a\tO\n\tB-x\n", TAG, "line 2: the word in column 0 is empty"),
     "one column": ("O\nB-x\n", TAG, "line 1: has one column, 'O'; a word and its tag are needed"),
-    "too few for conll": ("a\tO\n", PRESETS["conll2003"], "line 1: has 2 columns, but the tag is in column 3"),
+    "too few for conll": ("a\tO\n", custom("tag", ["0"], "3"), "line 1: has 2 columns, but the tag is in column 3"),
     "no entity tag": ("a NOUN\n", TAG, "line 1: tag 'NOUN' is neither O nor B-, I-, E- or S- and a name"),
     "unknown tag": ("a O\nb B-y\n", replace(TAG, labels=("O", "B-x")), "line 2: label 'B-y' is none of O, B-x"),
     "no sentence": ("-DOCSTART- O\n\n", TAG, "bad: holds no example"),

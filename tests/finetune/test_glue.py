@@ -7,6 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from megabert.common.errors import USER_ERROR
@@ -49,19 +51,30 @@ def test_glue_layout_is_found_whole(base) -> None:
     assert len({example.where for part in splits.values() for example in part}) == 56
 
 
-def test_folders_by_task_name_and_missing_ones(tmp_path) -> None:
+def test_folders_by_task_name_and_missing_ones(tmp_path, caplog) -> None:
     with pytest.raises(ValueError, match=r"has no task of GLUE; .*train\.tsv and dev\.tsv"):
         glue.find_tasks(tmp_path)
     (tmp_path / "RTE").mkdir()
     with pytest.raises(ValueError, match="has no sst2"):
         glue.find_tasks(tmp_path, ["sst2", "rte"])
-    with pytest.raises(ValueError, match=r"RTE: has no train\.tsv"):
+    with pytest.raises(ValueError, match="has no task of GLUE"):
         glue.find_tasks(tmp_path)
     (tmp_path / "sst2").mkdir()
     for name in ("train", "dev"):
         (tmp_path / f"sst2/{name}.tsv.gz").write_bytes(gzip.compress(b"sentence\tlabel\ngood\t1\nbad\t0\n"))
     ((task, files),) = glue.find_tasks(tmp_path, ["sst2"])
     assert task.name == "sst2" and len(datasets.read(task, files["reported"])) == 2
+    for split in ("train", "validation_mismatched", "validation_matched", "test_matched"):
+        path = tmp_path / f"mnli/{split}-00000-of-00001.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pa.table({"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]}), path)
+    caplog.set_level("INFO")
+    two = {
+        task.name: [datasets.read(task, path)[0].label for path in files.values()]
+        for task, files in glue.find_tasks(tmp_path)
+    }
+    assert two == {"sst2": ["1", "1"], "mnli": ["contradiction"] * 3}
+    assert "has no CoLA, MRPC, STS-B, QQP, QNLI, RTE, WNLI (no train or no dev file): left out" in caplog.text
 
 
 def texts(count: int, same: int = 1) -> list[TextExample]:
