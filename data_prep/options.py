@@ -71,6 +71,9 @@ class BuildOptions:
     dedup: tuple[str, ...] = _option(
         ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
     )  # fmt: skip
+    near_threshold: float = _option(0.45, "reading", "share of shingles that near duplicates have in common", 0.3, 1)
+    near_words: int = _option(3, "reading", "words of a shingle", 1, 32)
+    near_characters: int = _option(5, "reading", "characters of a shingle in scripts without spaces", 1, 64)
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:

@@ -102,7 +102,8 @@ def _near(job: BuildJob, records: np.ndarray) -> np.ndarray:
         few = pairs[first : first + PAIRS_AT_ONCE]
         numbers, place = np.unique(few, return_inverse=True)
         signatures = _signatures(job, numbers)[place.reshape(few.shape)]
-        parts.append(few[minhash.verified(signatures[:, 0], signatures[:, 1]), 1])
+        same = minhash.verified(signatures[:, 0], signatures[:, 1], job.options.near_threshold)
+        parts.append(few[same, 1])
     return np.unique(np.concatenate(parts))
 
 

@@ -2,59 +2,98 @@
 
 Whether a document is dropped follows from hashes of its words and its number, in any order of work. MinHash (Broder 1997):
 two documents agree in a place of their signatures with the probability that is the Jaccard similarity of their sets of
-shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani 1998): with 48 bands of 4, a
-pair of similarity 0.45 is found with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's:
-shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle hashes (256 places;
-EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
+shingles: runs of words, of characters in scripts that put no space between words. Those that agree in all places of a band are
+compared (Indyk, Motwani 1998): with 48 bands of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87,
+of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's: shingles included, 220 MB/s of Wikipedia's text a core, where
+datasketch does 11 from the same shingle hashes (256 places; EPYC, 2026-11). Legend: w units, s shingles, d documents, c pairs,
+n keys.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.common.arrays import segment_hashes, segment_sums, word_bytes
+from data_prep.text import clean
+from data_prep.tokens.encoder import DocumentBatch
 from megabert.common.random_numbers import GOLDEN64, mix64
+from megabert.data.text import NO_SPACES, writes_without_spaces
 
-# words; one changed word breaks three shingles
-SHINGLE = 3
+_UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
+UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+
 # places of a signature; 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
 PERMUTATIONS = 256
 # places a band; fewer make too many false candidates in a large corpus, more miss copies
 ROWS = 4
 # of the first BANDS * ROWS places; the rest only sharpens the comparison
 BANDS = 48
-# share of equal places: about one word in seven differs
-THRESHOLD = 0.45
 SEED = 1
 
 
-def shingles(words: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 [s], int64 [d + 1]): hashes of each document's runs of SHINGLE words and where each document's begin.
+class Units(NamedTuple):
+    """What shingles are runs of: words of documents, and the characters of those in scripts without spaces.
 
-    words: uint64 [w] hashes of words; documents: int64 [d + 1]. A shorter document is one shingle, an empty one none.
+    hashes: uint64 [w]; characters: bool [w], which of them are characters; documents: int64 [d + 1], edges in units.
     """
-    count = len(words)
-    lengths = np.diff(documents)
-    keys = mix64(words)
-    for k in range(1, SHINGLE):
-        keys *= GOLDEN64
-        keys[: count - k] += words[k:]
-    whole = np.ones(count, bool)  # whether all of the shingle that begins here is in the document
-    for k in range(1, SHINGLE):
-        whole[documents[1:][lengths >= k] - k] = False
-    for size in range(1, SHINGLE):
-        first = documents[:-1][lengths == size]
-        key = mix64(words[first])
-        for k in range(1, size):
-            key = key * GOLDEN64 + words[first + k]
-        keys[first], whole[first] = key, True
-    sizes = np.where(lengths > 0, np.maximum(lengths - SHINGLE + 1, 1), 0)
-    return mix64(keys[whole]), np.concatenate([[0], np.cumsum(sizes)])
+
+    hashes: np.ndarray
+    characters: np.ndarray
+    documents: np.ndarray
 
 
-def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """uint32 [d, PERMUTATIONS] from hashes of words, uint64 [w], and the documents' edges, int64 [d + 1].
+def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
+    """The units of a batch, whose documents are the paragraphs `documents`.
+
+    Only documents with words in a script without spaces are read again; a word of them in another script has the hash that it
+    has in any document.
+    """
+    edges, left = batch.words.documents, np.diff(batch.words.paragraphs) > 0
+    of_words = Units(np.ascontiguousarray(batch.words.facts["hash"]), np.zeros(edges[-1], bool), edges)
+    if not batch.unspaced.any():
+        return of_words
+    last = np.cumsum([len(paragraphs) for paragraphs in documents])
+    hashes, characters = (np.split(items, edges[1:-1]) for items in of_words[:2])
+    for d in np.flatnonzero(batch.unspaced).tolist():
+        first = last[d] - len(documents[d])
+        text = "\n".join(p for p, kept in zip(documents[d], left[first : last[d]], strict=True) if kept)
+        found = UNIT.findall(" ".join(map(clean.clean_word, text.split())))
+        hashes[d] = segment_hashes(*word_bytes(found))
+        characters[d] = np.fromiter(map(writes_without_spaces, (unit[0] for unit in found)), bool, len(found))
+    sizes = np.cumsum([0, *map(len, hashes)])
+    return Units(np.concatenate(hashes), np.concatenate(characters), sizes)
+
+
+def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.ndarray]:
+    """(uint64 [s], int64 [d + 1]): hashes of each document's runs of units and where each document's begin.
+
+    A run that begins with a word has `words` units, with a character `characters`. A document too short for any is one
+    shingle, an empty one none.
+    """
+    count = len(units.hashes)
+    lengths = np.diff(units.documents)
+    left = np.repeat(units.documents[1:], lengths) - np.arange(
+        count
+    )  # units to the end of the document, this one included
+    size = np.where(units.characters, characters, words)
+    whole = left >= size
+    none = segment_sums(whole, units.documents) == 0
+    first = units.documents[:-1][none & (lengths > 0)]
+    size[first], whole[first] = left[first], True
+    keys = mix64(units.hashes)
+    for k in range(1, max(words, characters)):
+        reaches = np.flatnonzero(size[: count - k] > k)
+        keys[reaches] = keys[reaches] * GOLDEN64 + units.hashes[reaches + k]
+    return mix64(keys[whole]), np.append(0, np.cumsum(segment_sums(whole, units.documents)))
+
+
+def signatures(units: Units, words: int, characters: int) -> np.ndarray:
+    """uint32 [d, PERMUTATIONS] of documents by their `shingles`.
 
     The share of equal places of two rows estimates the similarity s of two documents with a standard error of
     at most sqrt(s (1 - s) / PERMUTATIONS). All documents without words have the same row.
@@ -63,9 +102,9 @@ def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     from rensa import RMinHash
 
-    hashes, edges = shingles(words, documents)
+    hashes, edges = shingles(units, words, characters)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, edges.astype(np.uint64), PERMUTATIONS, SEED)
-    return np.array(matrix.to_rows(), np.uint32).reshape(len(documents) - 1, PERMUTATIONS)
+    return np.array(matrix.to_rows(), np.uint32).reshape(len(edges) - 1, PERMUTATIONS)
 
 
 def band_keys(signatures: np.ndarray) -> np.ndarray:
@@ -106,7 +145,7 @@ def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.concatenate([with_first, with_before[with_before[:, 0] != with_first[:, 0]]])
 
 
-def verified(a: np.ndarray, b: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
+def verified(a: np.ndarray, b: np.ndarray, threshold: float) -> np.ndarray:
     """bool [c]: whether the signatures `a` and `b`, both [c, PERMUTATIONS], agree in at least this share of places.
 
     The larger id of each verified pair is dropped, and nothing else is concluded. That needs no table of all documents

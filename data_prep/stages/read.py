@@ -146,7 +146,7 @@ class _TaskFiles:
         if keep.any():
             least = int(table["hash"][keep].min())
             result.facts["least hash"] = min(result.facts.get("least hash", least), least)
-        self._hash(batch, table, keep)
+        self._hash(batch, table, keep, documents)
         encoded = batch.encoded.select(keep)
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
@@ -197,15 +197,16 @@ class _TaskFiles:
             self._result.drop(reason, len(places), sentences, tokens)
         return codes == 0
 
-    def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
+    def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray, documents: list[CleanDocument]) -> None:
         """Write the keys by which duplicates of the kept documents are found."""
-        dedup = self._job.options.dedup
+        options, dedup = self._job.options, self._job.options.dedup
         first = (self._task.index << TASK_SHIFT) + self._documents
         numbers = first + np.arange(int(keep.sum()), dtype=np.uint64)
         if "documents" in dedup:
             self._keys["documents"].append(work_files.keyed(table["hash"][keep], numbers))
         if "near" in dedup:
-            signatures = minhash.signatures(batch.words.facts["hash"], batch.words.documents)[keep]
+            units = minhash.units(batch, [document.paragraphs for document in documents])
+            signatures = minhash.signatures(units, options.near_words, options.near_characters)[keep]
             self._files["signatures"].write(signatures)
             bands = minhash.band_keys(signatures)
             self._keys["near"].append(work_files.keyed(bands.ravel(), np.repeat(numbers, bands.shape[1])))

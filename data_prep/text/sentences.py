@@ -22,10 +22,11 @@ from __future__ import annotations
 import numpy as np
 
 from data_prep.common.arrays import segment_counts, word_bytes
+from megabert.data.text import FIRST_WITHOUT, writes_without_spaces
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
-# bits of a start: the word has other than Latin letters; it begins with a capital
-FOREIGN, CAPITAL = 32, 64
+# bits of a start: the word has other than Latin letters; it begins with a capital; it is in a script without spaces, or a part is
+FOREIGN, CAPITAL, UNSPACED = 32, 64, 128
 # shares of a document's words at which their rules begin to hold
 FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01
 # a shorter document without capitals may be a caption
@@ -179,6 +180,8 @@ def _kinds_of_start(word: str, first: str) -> int:
         bits |= PHRASE
     if not word.isascii() and any(map(_is_foreign, word)):
         bits |= FOREIGN
+    if max(word) >= FIRST_WITHOUT and any(map(writes_without_spaces, word)):
+        bits |= UNSPACED
     return bits
 
 

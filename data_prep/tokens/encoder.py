@@ -80,12 +80,14 @@ class Encoded:
 class DocumentBatch:
     """Documents from the encoder: facts of their words for filters and hashes, and their tokens.
 
-    paragraph_sizes: int64 [p] in sentences, of all paragraphs, empty ones too.
+    paragraph_sizes: int64 [p] in sentences, of all paragraphs, empty ones too. unspaced: bool [d], whether a document has words
+    in a script without spaces.
     """
 
     words: WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
+    unspaced: np.ndarray
 
     def select_paragraphs(self, keep: np.ndarray) -> DocumentBatch:
         """The paragraphs where the bool array `keep` [p] is true; the others become empty."""
@@ -99,7 +101,7 @@ class DocumentBatch:
             None if words.folded is None else words.folded[kept],
         )
         sentences = self.encoded.select_sentences(np.repeat(keep, self.paragraph_sizes))
-        return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0))
+        return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0), self.unspaced)
 
 
 def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
@@ -246,10 +248,12 @@ class WordEncoder:
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)
-            return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
+            unspaced = np.zeros(len(documents) - 1, bool)
+            return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64), unspaced)
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
-        begins[1:-1] |= self._sentence_begins(numbers, documents)
+        kinds = self._table["starts"][numbers]
+        begins[1:-1] |= self._sentence_begins(numbers, kinds, documents)
         sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
@@ -260,11 +264,11 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)
+        unspaced = segment_counts(np.flatnonzero(kinds & sentences.UNSPACED), documents) > 0
+        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, unspaced)
 
-    def _sentence_begins(self, numbers: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    def _sentence_begins(self, numbers: np.ndarray, starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """bool [w - 1]: whether a sentence begins at each word but the first."""
-        starts = self._table["starts"][numbers]
         shared = self._table["ends"][numbers[:-1]] & starts[1:]
         kinds = sentences.allowed(starts, documents)
         return (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,23 +16,43 @@ from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import group, list_ranges
 from data_prep.stages import dedup, minhash
-from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, SHINGLE
+from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, Units
 from data_prep.stages.read import read_task
-from tests.helpers.prep_texts import batch_of
+from data_prep.tokens.encoder import WordEncoder
+from megabert.data.tokenizer import Tokenizer
+
+WORDS, CHARACTERS = 3, 5
 
 
-def hashes_of(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 [w], int64 [d + 1]) of documents that are arrays of uint64."""
-    return np.concatenate(documents), np.cumsum([0, *map(len, documents)])
+def units_of(texts: list[str], tokenizer_file: Path) -> Units:
+    """Units of documents as the build makes them, a paragraph each."""
+    encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
+    for text in texts:
+        encoder.add([text])
+    return minhash.units(encoder.finish(), [[text] for text in texts])
 
 
-def test_shingles_stay_inside_documents() -> None:
-    texts = ["a b c d", "b c d", "a b", "b a", "a", "", "d c b", "b c d a b c"]
-    batch = batch_of(texts)
-    found, edges = minhash.shingles(batch.facts["hash"], batch.documents)
-    split = [text.split() for text in texts]
-    expected = [[tuple(w[i : i + SHINGLE]) for i in range(max(len(w) - SHINGLE + 1, bool(w)))] for w in split]
-    assert np.diff(edges).tolist() == [len(e) for e in expected] == [2, 1, 1, 1, 1, 0, 1, 4]
+def test_shingles_stay_inside_documents(tokenizer_file: Path) -> None:
+    texts = [
+        "a b c d",
+        "b c d",
+        "a b",
+        "b a",
+        "a",
+        "",
+        "d c b",
+        "b c d a b c",
+        "東京に行く",
+        "私は東京に行く",
+        "go 東京 b c d",
+    ]
+    found, edges = minhash.shingles(units_of(texts, tokenizer_file), WORDS, CHARACTERS)
+    expected = [
+        [tuple(w[i : i + WORDS]) for i in range(max(len(w) - WORDS + 1, bool(w)))] for w in map(str.split, texts)
+    ]
+    expected[-3:] = [[tuple("東京に行く")], [tuple("私は東京に"), tuple("は東京に行"), tuple("東京に行く")]]
+    expected += [[("go", "東", "京"), ("東", "京", "b", "c", "d"), ("b", "c", "d")]]
+    assert np.diff(edges).tolist() == [len(e) for e in expected] == [2, 1, 1, 1, 1, 0, 1, 4, 1, 3, 3]
     flat = [shingle for e in expected for shingle in e]
     names = dict(zip(flat, found.tolist(), strict=True))
     assert [names[shingle] for shingle in flat] == found.tolist()
@@ -48,10 +69,11 @@ def test_signatures_estimate_the_exact_similarity() -> None:
         changed = rng.random(len(copy)) < rng.uniform(0, 0.4)
         copy[changed] = rng.integers(1, 1 << 63, int(changed.sum()), dtype=np.uint64)
         documents += [words, copy]
-    rows = minhash.signatures(*hashes_of(documents))
+    edges = np.cumsum([0, *map(len, documents)])
+    rows = minhash.signatures(Units(np.concatenate(documents), np.zeros(edges[-1], bool), edges), WORDS, CHARACTERS)
     assert rows.shape == (1200, PERMUTATIONS) and rows.dtype == np.uint32
     estimate = (rows[::2] == rows[1::2]).mean(1)
-    sets = [set(zip(*(d[k:].tolist() for k in range(SHINGLE)), strict=False)) for d in documents]
+    sets = [set(zip(*(d[k:].tolist() for k in range(WORDS)), strict=False)) for d in documents]
     exact = np.array([len(a & b) / len(a | b) for a, b in zip(sets[::2], sets[1::2], strict=True)])
     assert exact.min() < 0.15 and exact.max() > 0.95
     expected = np.sqrt((exact * (1 - exact)).mean() / PERMUTATIONS)
