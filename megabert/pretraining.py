@@ -15,7 +15,7 @@ import torch
 
 from megabert import config as configuration
 from megabert import distillation, evaluation
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights, note_changes, start_engine
+from megabert.checkpoint import Checkpoints, check_compatible, note_changes, start_engine
 from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
@@ -147,7 +147,7 @@ def complete_config(
     path = checkpoints.latest(None if replay is None else replay - 1)
     state: Mapping[str, Any] = {}
     if path is not None:
-        state = checkpoints.read_state(path)
+        state = checkpoints.state
     elif replay is not None:
         state = on_every_rank(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
@@ -247,13 +247,9 @@ def resume(
         log.info("no checkpoint before the update to replay: replaying from the run's first update")
     if not config.init_from:
         return provenance, None, 0
-    if config.init_moments:
-        first = start_engine(engine, config.init_from, world)
-        log.info(f"starting from weights and moments of {config.init_from} at step {first['step']}")
-    else:
-        weights, first = on_every_rank(world, lambda: load_weights(config.init_from))
-        engine.load_weights(weights)
-        log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
+    first = start_engine(engine, config.init_from, world, config.init_moments)
+    taken = "weights and moments" if config.init_moments else "the weights"
+    log.info(f"starting from {taken} of {config.init_from} at step {first['step']}")
     return provenance, None, cursor_after(first, config, dataset)
 
 

@@ -14,7 +14,8 @@ Before anything is loaded every file is hashed again. Nothing is ever unpickled.
         moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same slices (Muon's matrices: the first)
 
 At ZeRO stage 0, where every rank holds everything, each writes an equal share. The slices over all ranks cover every
-parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote, each rank its own slices.
+parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote: each rank verifies and reads its share of the files,
+and they exchange the parameters over the network.
 There is no random-number state: `megabert.common.random_numbers` makes it from the step.
 """
 

@@ -154,6 +154,11 @@ def _read_bytes(file: Path) -> bytes:
     return file.read_bytes()
 
 
+def share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """The files, with their entries, that a rank of so many verifies and reads: equal numbers, by size."""
+    return sorted(files.items(), key=lambda item: -item[1]["bytes"])[rank::ranks]
+
+
 def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Raises DamagedCheckpoint naming the first file that is missing, a link, of another size or with another SHA-256."""
     for name, entry in entries:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, read_manifest, seal
+from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, seal
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
+from megabert.common import errors
 from megabert.common.logs import log
 from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat
-from megabert.distributed.ranks import World, discover
-from megabert.engine.zero_layout import WEIGHT, ParameterSlice
+from megabert.distributed.ranks import RankRefused, World, discover
+from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
 from megabert.optim.schedule import finished
 
 if TYPE_CHECKING:
@@ -78,37 +79,42 @@ def _check_equal(field: str, saved: Any, current: Any) -> None:
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    Every rank reads for itself, and these files alone. Raises ValueError naming `source` when it holds no whole checkpoint.
+    Each process reads for itself, and these files alone. Raises ValueError naming `source` when it holds no whole checkpoint.
     """
-    path = _newest_of(Checkpoints(source, _lone_rank()), weights_only=True)
-    manifest = read_manifest(path, weights_only=True)
-    return StoredTensors(path, manifest).whole(WEIGHT), manifest["state"]
+    checkpoints = Checkpoints(source, _lone_rank())
+    path = _newest_of(checkpoints, weights_only=True)
+    stored = StoredTensors(path, checkpoints.manifest, checkpoints.world)
+    weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.whole(WEIGHT)}
+    return weights, checkpoints.state
 
 
-def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:
-    """Start `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
-    the state saved with them. A collective.
+def start_engine(engine: Engine, source: str | Path, world: World, moments: bool) -> dict[str, Any]:
+    """Start `engine` with the weights, and the `moments` too, of a run folder's newest whole checkpoint, or of one checkpoint
+    folder; the state saved with them. A collective. The bias correction of moments, which counts updates, restarts at zero.
 
     Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments or with another optimizer's.
     """
+    checkpoints = Checkpoints(source, world)
     try:
-        path = _newest_of(Checkpoints(source, world))
+        path = _newest_of(checkpoints, weights_only=not moments)
     except ValueError as error:
-        raise ValueError(f"init_from={source}: {error}") from error
-    manifest = read_manifest(path)
+        raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
+    if moments:
+        _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
+    engine.restore(StoredTensors(path, checkpoints.manifest, world), START | {"primed": moments})
+    world.barrier()
+    return checkpoints.state
+
+
+def _check_moments(manifest: Mapping[str, Any], source: str | Path, current: str) -> None:
     if not has_moments(manifest["engine"]):
         raise ValueError(f"init_from={source} holds no moments; set init_moments=false to start from its weights alone")
-    name, current = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
+    name = manifest["state"]["config"]["optimizer"]["name"]
     if name != current:
         raise ValueError(
             f"init_from={source} holds the moments of optimizer.name={name} and this run's is {current}; set "
             "init_moments=false to start from its weights alone"
         )
-    stored = StoredTensors(path, manifest)
-    engine.load_weights(stored.whole(WEIGHT))
-    engine.load_moments(stored.read)
-    world.barrier()
-    return manifest["state"]
 
 
 def newest_step(run_dir: str | Path) -> int | None:
@@ -134,7 +140,7 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
         "first_moment_only": [],
     }
     state = dict(state) | {"step": 0, "world_size": 1}
-    checkpoints.commit(folder, 0, seal(fields, state, {"optimizer_steps": 0}))
+    checkpoints.commit(folder, 0, seal(fields, state, START))
     return checkpoints.folder / f"step-{0:08d}"
 
 

@@ -24,6 +24,7 @@ from megabert.checkpoint.manifest import (
     index_slices,
     read_manifest,
     seal,
+    share,
     verify_files,
 )
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
@@ -107,6 +108,8 @@ class Checkpoints:
         self._in_flight: SaveInFlight | None = None
         # steps whose checkpoints are not what was saved, as far as rank 0 has looked
         self._damaged: set[int] = set()
+        # of the checkpoint that `problem` looked at last
+        self.manifest: dict[str, Any] = {}
         if settings is not None:
             if world.is_main:
                 self._clean()
@@ -307,30 +310,44 @@ class Checkpoints:
             )
         return None
 
-    def read_state(self, path: Path) -> dict[str, Any]:
-        """The state saved with a checkpoint that `latest` gave."""
-        return read_manifest(path)["state"]
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state saved with the checkpoint that `latest` gave."""
+        return self.manifest["state"]
 
     def load(self, engine: Engine, path: Path) -> dict[str, Any]:
         """Continue `engine` from a checkpoint that `latest` gave, whatever ranks and ZeRO stage wrote it; gives its state. A
         collective."""
         assert not self.pending, "finish the save in flight first"
-        manifest = read_manifest(path)
-        stored = StoredTensors(path, manifest)
-        engine.restore(stored.read, stored.shapes, manifest["engine"])
+        assert path.name == f"step-{self.state['step']:08d}", "not the one that was verified last"
+        engine.restore(StoredTensors(path, self.manifest, self.world), self.manifest["engine"])
         self.world.barrier()
-        return manifest["state"]
+        return self.state
 
     def problem(self, path: Path, weights_only: bool = False) -> str:
-        """Why a checkpoint (or its weights alone) is not what was saved, "" when it is; each rank hashes its share of the files.
-        A collective. Raises RankRefused where a rank cannot read it: it may be whole."""
+        """Why a checkpoint (or its weights alone) is not what was saved, "" when it is; rank 0 reads the manifest, and each rank
+        hashes its share of the files. A collective. Raises RankRefused where a rank cannot read it: it may be whole."""
+        world = self.world
+        self.manifest = {}
+
+        def read() -> None:
+            self.manifest = read_manifest(path, weights_only) if world.is_main else {}
+
+        def verify() -> None:
+            files = share(self.manifest["files"], world.rank, world.size)
+            tried_again(lambda: verify_files(path, files))
+            check_files(path, self.manifest, [name for name, _ in files])
+
+        if problem := self._damage(read):
+            return problem
+        self.manifest = world.broadcast(self.manifest)
+        return self._damage(verify)
+
+    def _damage(self, look: Callable[[], None]) -> str:
+        """The damage that `look` found on the first rank that found any, "" where none did. A collective. Raises RankRefused."""
         problem, unread = "", ("", OK)
         try:
-            manifest = read_manifest(path, weights_only)
-            by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-            share = by_size[self.world.rank :: self.world.size]
-            tried_again(lambda: verify_files(path, share))
-            check_files(path, manifest, [name for name, _ in share])
+            look()
         except DamagedCheckpoint as error:
             problem = str(error)
         except OSError as error:

@@ -1,12 +1,15 @@
-"""Tensors of a checkpoint: each rank's files, and any slice of a parameter read from the files that hold it.
+"""Tensors of a checkpoint: each rank's files, and whole parameters read from the files of all ranks.
 
 A tensor in a file is a flat slice of a parameter, `<kind>:<parameter>:<first element>` with kind `weight`, `exp_avg` or
-`exp_avg_sq`. A rank opens the files it needs and no other, and reads its own slices of them only.
+`exp_avg_sq`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabert.checkpoint import manifest as manifests
-from megabert.checkpoint.manifest import DamagedCheckpoint, SliceIndex, file_name, group_of
+from megabert.checkpoint.manifest import DamagedCheckpoint, SliceIndex, file_name, group_of, share
 from megabert.common.files import write_tensors
+from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 from megabert.optim.guarded import MOMENTS
 
 GROUPS = {WEIGHT: manifests.WEIGHTS} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
+# Elements exchanged at once, about.
+BUCKET = 25_000_000
 
 
 def write_slices(path: Path, slices: Iterable[ParameterSlice]) -> dict[str, Any]:
@@ -35,49 +41,52 @@ def write_slices(path: Path, slices: Iterable[ParameterSlice]) -> dict[str, Any]
 
 
 class StoredTensors:
-    """The tensors of a checkpoint whose files were verified."""
+    """The tensors of a checkpoint whose files were verified. Each rank opens its share of the files (`manifest.share`) and no
+    other, and the ranks exchange what they read."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self._path, self._ranks = path, manifest["ranks"]
+    def __init__(self, path: Path, manifest: Mapping[str, Any], world: World) -> None:
+        self._world, self._single = world, set(manifest["first_moment_only"])
         self._index = SliceIndex(manifest["parameters"])
-        self._files: dict[str, Any] = {}
+        places = {
+            file_name(group, rank, manifest["ranks"]): (group, rank)
+            for group in set(GROUPS.values())
+            for rank in self._index.by_rank
+        }
+        # by group and the rank that saved it
+        self._files = {places[name]: _open(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
 
     @property
     def shapes(self) -> dict[str, list[int]]:
         """Of every parameter."""
         return self._index.shapes
 
-    def read(self, kind: str, name: str, offset: int, into: Tensor) -> None:
-        """Fill the flat tensor `into` with elements [offset, offset + numel) of a parameter's `kind`."""
-        stop, filled = offset + into.numel(), 0
-        for start, length, rank in self._index.slices(name):
-            first, last = max(offset, start), min(stop, start + length)
-            if first >= last:
-                continue
-            # mapped: only what is used of it is read
-            part = self._tensor(kind, name, start, rank)
-            into[first - offset : last - offset].copy_(part[first - start : last - start])
-            filled += last - first
-        assert filled == into.numel(), (kind, name, offset, stop, filled)  # the index was checked
+    def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, parameter and all its elements (flat, fp32), of every parameter that has it, the same on every rank. A
+        collective.
 
-    def whole(self, kind: str) -> dict[str, Tensor]:
-        """Every parameter's `kind`, fp32: those that lie in one slice are maps of the file, not to be written to."""
-        tensors = {}
-        for name, shape in self.shapes.items():
-            slices = self._index.slices(name)
-            if len(slices) == 1:
-                tensors[name] = self._tensor(kind, name, 0, slices[0][2]).view(shape)
-            else:
-                tensors[name] = torch.empty(shape, dtype=torch.float32)
-                self.read(kind, name, 0, tensors[name].view(-1))
-        return tensors
+        Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
+        """
+        device = self._world.device if self._world.size > 1 else torch.device("cpu")
+        for kind in kinds:
+            names = [name for name in self.shapes if not (kind == MOMENTS[1] and name in self._single)]
+            while names:
+                sizes = [math.prod(self.shapes[name]) for name in names]
+                count = max(1, bisect(list(accumulate(sizes)), BUCKET))
+                flat = torch.zeros(sum(sizes[:count]), device=device)
+                tensors = dict(zip(names[:count], flat.split(sizes[:count]), strict=True))
+                for name, tensor in tensors.items():
+                    self._read_own(kind, name, tensor)
+                if self._world.size > 1:
+                    torch.distributed.all_reduce(flat.view(torch.int32))
+                yield from ((kind, name, tensor) for name, tensor in tensors.items())
+                names = names[count:]
 
-    def _tensor(self, kind: str, name: str, offset: int, rank: int) -> Tensor:
-        """The flat slice of a parameter that begins at `offset`, in the file of `rank`."""
-        file = file_name(GROUPS[kind], rank, self._ranks)
-        if file not in self._files:
-            self._files[file] = _open(self._path, file)
-        return self._files[file].get_tensor(_key(kind, name, offset)).view(-1)
+    def _read_own(self, kind: str, name: str, into: Tensor) -> None:
+        """Fill in the slices that lie in this rank's files."""
+        for offset, length, rank in self._index.slices(name):
+            file = self._files.get((GROUPS[kind], rank))
+            if file is not None:
+                into[offset : offset + length].copy_(file.get_tensor(_key(kind, name, offset)))
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,13 +27,10 @@ from megabert.distributed.ranks import World
 from megabert.engine import steps
 from megabert.engine.precision import DTYPES, multiply_in_float8, repeat_bit_for_bit
 from megabert.engine.update_result import HostCopy, OwnTime, UpdateResult, doubles, loss_table, scaled_loss
-from megabert.engine.zero_layout import WEIGHT, Read, Snapshot, check_shapes, find_layout
+from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, check_shapes, find_layout
 from megabert.optim import apex
 from megabert.optim.build import build_optimizer
-from megabert.optim.guarded import to_device
-
-# Of DeepSpeed's engine.
-COUNTERS = ("global_steps", "global_samples")
+from megabert.optim.guarded import MOMENTS, to_device
 
 
 class Engine:
@@ -213,46 +211,38 @@ class Engine:
         )
 
     @torch.no_grad()
-    def restore(self, read: Read, shapes: Mapping[str, Sequence[int]], counters: Mapping[str, Any]) -> None:
-        """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
+    def restore(self, stored: Stored, counters: Mapping[str, Any]) -> None:
+        """Continue from a snapshot taken by any number of ranks at any ZeRO stage. A collective.
 
-        `read` gives slices of its parameters, which have these `shapes`. Raises ValueError naming the first parameter that
-        is missing, unknown or of another shape.
+        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        check_shapes(shapes, self._shapes)
-        self._read_weights(read)
-        self._read_moments(read, int(counters["optimizer_steps"]), counters.get("primed", False))
+        check_shapes(stored.shapes, self._shapes)
+        updates, primed = int(counters["optimizer_steps"]), counters.get("primed", False)
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
+        views: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        for part in chain(self.layout.weights(), self.layout.moments(self.optimizer)):
+            for kind, view in part.values.items():
+                views.setdefault((kind, part.name), []).append((part.offset, view))
+        parameters = dict(self.module.named_parameters())
+        for kind, name, whole in stored.whole(WEIGHT, *(MOMENTS if updates or primed else ())):
+            for offset, view in views.pop((kind, name), ()):
+                view.copy_(whole[offset : offset + view.numel()])
+            if kind == WEIGHT:
+                self._set_parameter(parameters[name], whole)
+        assert not views, f"not in the snapshot: {next(iter(views))}"
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
         self._skipped.fill_(int(counters["deepspeed"]["skipped_steps"]))
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
 
-    @torch.no_grad()
-    def load_moments(self, read: Read) -> None:
-        """Start with the moments of another run; their bias correction, which counts updates, restarts at zero."""
-        self._read_moments(read, updates=0, primed=True)
-
-    def _read_moments(self, read: Read, updates: int, primed: bool) -> None:
-        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
-        for part in self.layout.moments(self.optimizer):
-            for kind, view in part.values.items():
-                read(kind, part.name, part.offset, view)
-
-    def _read_weights(self, read: Read) -> None:
-        """Fill the masters and the model's own weights, one parameter at a time in host memory."""
-        self.layout.load_weights(read)
-        for name, parameter in self.module.named_parameters():
-            size = self._shapes[name].numel()
-            if parameter.numel() == size:  # stage 3 leaves an empty tensor where it partitioned
-                whole = torch.empty(size, dtype=torch.float32)
-                read(WEIGHT, name, 0, whole)
-                parameter.copy_(whole.view(parameter.shape))
-            partition = getattr(parameter, "ds_tensor", None)
-            if partition is not None:
-                begin = self.world.rank * partition.ds_numel
-                part = torch.empty(max(0, min(partition.ds_numel, size - begin)), dtype=torch.float32)
-                read(WEIGHT, name, begin, part)
-                partition.data[: part.numel()].copy_(part)
+    def _set_parameter(self, parameter: Any, whole: Tensor) -> None:
+        """The model's own weight, or at stage 3 this rank's partition of it, in the model's type."""
+        if parameter.numel() == whole.numel():  # stage 3 leaves an empty tensor where it partitioned
+            parameter.copy_(whole.view(parameter.shape))
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None:
+            part = whole[self.world.rank * partition.ds_numel :][: partition.ds_numel]
+            partition.data[: part.numel()].copy_(part)
 
     @property
     def _shapes(self) -> dict[str, torch.Size]:
@@ -261,19 +251,6 @@ class Engine:
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
         return self.layout.gather(self.world)
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set every weight (model and fp32 masters) from whole tensors; moments are left as they are.
-
-        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
-        """
-        check_shapes({name: weight.shape for name, weight in weights.items()}, self._shapes)
-
-        def read(kind: str, name: str, offset: int, into: Tensor) -> None:
-            into.copy_(weights[name].reshape(-1)[offset : offset + into.numel()])
-
-        self._read_weights(read)
 
     @property
     def skipped_steps(self) -> int:

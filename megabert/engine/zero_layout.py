@@ -7,10 +7,10 @@ that on every start, because the layout is private to DeepSpeed and may change w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,21 @@ from megabert.optim.guarded import FlatSegment, GuardedOptimizer
 
 # Kind of state of an element, beside MOMENTS.
 WEIGHT = "weight"
-# Fills a flat tensor with a slice of a parameter's `kind`: (kind, parameter, first element, flat tensor).
-Read = Callable[[str, str, int, Tensor], None]
+# Of DeepSpeed's engine, beside the number of skipped updates.
+COUNTERS = ("global_steps", "global_samples")
+# The counters of a snapshot before the first update.
+START = {"optimizer_steps": 0, "deepspeed": dict.fromkeys((*COUNTERS, "skipped_steps"), 0)}
+
+
+class Stored(Protocol):
+    """A snapshot's tensors, whole on every rank."""
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of every parameter."""
+
+    def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, parameter and its elements (flat, fp32), of every parameter that has it. A collective."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +109,10 @@ class ZeroLayout:
             by_master[master.tensor] = tuple(cut)
         return by_master, sum(counts)
 
-    def load_weights(self, read: Read) -> None:
-        """Fill this rank's master weights."""
+    def weights(self) -> Iterator[ParameterSlice]:
+        """Views of this rank's master weights, parameter by parameter."""
         for segment, view in self.segments():
-            read(WEIGHT, self.names[segment.index], segment.offset, view)
+            yield ParameterSlice(self.names[segment.index], segment.offset, {WEIGHT: view})
 
     def moments(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
         """Views of this rank's moments, parameter by parameter; none before the first update."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.checkpoint.manifest import MOMENTS, group_of
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
-from megabert.engine import Snapshot
+from megabert.engine import Engine, Snapshot
 from megabert.engine.zero_layout import ParameterSlice
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.simulated_ranks import save_as
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 # (precision, ZeRO stage, optimizer); the others are slow
@@ -52,14 +55,14 @@ class FakeEngine:
         shapes = {"w": (2, self.size // 2)}
         return Snapshot(shapes, self.halves(weight=self.value), moments, {"optimizer_steps": 1})
 
-    def restore(self, read: Any, shapes: Any, counters: Any) -> None:
-        assert shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1}
-        into = torch.zeros(self.size - 2)  # across the slices
-        read("weight", "w", 1, into)
-        self.value = float(into[0])
-        for kind, more in (("weight", 0), ("exp_avg", 1), ("exp_avg_sq", 2)):
-            read(kind, "w", 1, into)
-            assert into.tolist() == [self.value + more] * (self.size - 2)
+    def restore(self, stored: Any, counters: Any) -> None:
+        assert stored.shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1}
+        found = {
+            (kind, name): tensor.tolist() for kind, name, tensor in stored.whole("weight", "exp_avg", "exp_avg_sq")
+        }
+        self.value = found["weight", "w"][0]
+        of = {"weight": self.value, "exp_avg": self.value + 1, "exp_avg_sq": self.value + 2}
+        assert found == {(kind, "w"): [value] * self.size for kind, value in of.items()}
 
 
 def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> Checkpoints:
@@ -129,6 +132,49 @@ def test_stop_and_resume_is_bit_equal(cases, tmp_path):
             run = found[case]
             assert run["resumed"] == run["straight"] == run["rolled back"], case
             assert run["equal"] and run["state"] and run["weights"] and run["files"] == expected, case
+
+
+# -- files that a rank opens ---------------------------------------------------------------------------------------
+
+
+def files_opened(world: World, folder: str) -> dict[int, tuple[set[str], bool]]:
+    """Files that this rank opens to resume from what 4, 8 and 16 ranks saved, and whether the state is what was saved."""
+    cfg = tiny.config(zero__stage=2)
+    first, second = (tiny.engine(cfg, world, seed) for seed in (7, 2))
+    tiny.train(first, range(1))
+    source = Checkpoints(Path(folder, "4"), world, settings()).save(first, state(1, cfg))
+    assert source is not None
+    opened, found = set[str](), {}
+    names = lambda text: set(re.findall(rf"{folder}/\d+/checkpoints/step-\d+/(\S+)", text))  # noqa: E731
+    sys.addaudithook(lambda event, args: opened.update(names(str(args[0]))) if event == "open" else None)
+    for ranks in (4, 8, 16):
+        if world.is_main and ranks > 4:
+            save_as(source, Path(folder, str(ranks)), 1, ranks, 2)
+        world.barrier()
+        opened.clear()
+        run = Checkpoints(Path(folder, str(ranks)), world)
+        run.load(Mapped(second, opened, names), run.latest())  # type: ignore[arg-type]
+        found[ranks] = set(opened), equal(first.snapshot(), second.snapshot())
+    return found
+
+
+class Mapped:
+    """An engine that takes down the files of a checkpoint that are mapped while it is restored."""
+
+    def __init__(self, engine: Engine, opened: set[str], names: Any) -> None:
+        self.engine, self.opened, self.names = engine, opened, names
+
+    def restore(self, stored: Any, counters: Any) -> None:
+        self.engine.restore(stored, counters)
+        self.opened |= self.names(Path("/proc/self/maps").read_text())
+
+
+@pytest.mark.dist
+def test_a_rank_opens_its_share_of_files(tmp_path):
+    for rank, found in enumerate(run_ranks(4, files_opened, str(tmp_path))):
+        for ranks, (opened, same) in found.items():
+            assert same and len(opened - {"manifest.json"}) == 2 * ranks / 4, (rank, ranks, sorted(opened))
+            assert ("manifest.json" in opened) == (rank == 0)
 
 
 # -- which stay ----------------------------------------------------------------------------------------------------

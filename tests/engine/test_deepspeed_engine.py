@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megabert import ops
+from megabert.engine.zero_layout import START
 from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
 
@@ -99,7 +100,7 @@ def poison(engine: Any, kind: str) -> Any:
 def weights_round_trip(engine: Any, cfg: Any) -> tuple[Any, ...]:
     """Another model's weights, loaded: masters exact, the model rounded to its type, and its first loss the donor's."""
     donor = {n: p.detach().clone() for n, p in tiny.model(cfg, seed=3).named_parameters()}
-    engine.load_weights(donor)
+    engine.restore(Whole(donor), START)
     held = engine.consolidated_weights()
     loss = tiny.train(engine, range(1))[0][0]
     expected = tiny.model(cfg, seed=3).to(engine.dtype)
@@ -112,9 +113,19 @@ def weights_round_trip(engine: Any, cfg: Any) -> tuple[Any, ...]:
         (donor | {"embeddings.position": torch.zeros(8, 32)}, r"position is \[8, 32\].*\[16, 32\].*max_positions"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.load_weights(wrong)
+            engine.restore(Whole(wrong), START)
     assert sorted(held) == (sorted(donor) if engine.world.rank == 0 else [])
     return all(torch.equal(weight, donor[n]) for n, weight in held.items()), loss, plain_loss
+
+
+class Whole:
+    """Whole weights, as a checkpoint gives them."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights, self.shapes = weights, {name: weight.shape for name, weight in weights.items()}
+
+    def whole(self, kind: str) -> Any:
+        return ((kind, name, weight.view(-1)) for name, weight in self.weights.items())
 
 
 def uneven_evaluation(world: Any) -> list[float]:

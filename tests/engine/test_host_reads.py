@@ -91,7 +91,8 @@ def run(world: Any, reads: HostReads) -> dict[str, Any]:
         with reads:
             assert trainer.train()
         trainer.close()
-        saved = trainer.checkpoints.read_state(trainer.checkpoints.latest())
+        trainer.checkpoints.latest()
+        saved = trainer.checkpoints.state
         trouble = (Path(folder) / "trouble.jsonl").read_text().splitlines()
         state = trainer.state
         made = engine.optimizer.updates_of(m.tensor for m in engine.layout.masters)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabert.checkpoint import Checkpoints, load_weights
+from megabert.checkpoint import Checkpoints, load_weights, tensors
 from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.config import CheckpointConfig
@@ -20,7 +20,7 @@ from megabert.optim.muon import find_matrices
 from tests.checkpoint.test_store import state
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.helpers.simulated_ranks import save_as
+from tests.helpers.simulated_ranks import ALONE, save_as
 
 # the way that a run is moved: ranks, then (ZeRO stage, micro-batch); three updates at each place
 LAUNCHES = ((1, [(0, 4)]), (2, [(1, 2), (0, 4)]), (4, [(2, 2)]), (1, [(3, 2), (1, 8)]))
@@ -57,7 +57,8 @@ def stay(
                         for ranks, zero in MANY:
                             newest = save_as(newest, Path(folder) / f"{kind}-{ranks}-{zero}", 10 * first, ranks, zero)
                     newest = Path(world.broadcast(str(newest)))
-                assert run.load(engine, newest)["step"] == 10 * first
+                before = Checkpoints(newest.parents[1], world)
+                assert before.latest() == newest and before.load(engine, newest)["step"] == 10 * first
                 run.save(engine, state(10 * first + 1, cfg))
             losses = tiny.train(engine, range(first, first + STEPS))
             run.save(engine, state(10 * (first + STEPS), cfg))
@@ -137,24 +138,24 @@ def written(folder: Path, files: list[dict[str, list[tuple[int, int]]]]) -> dict
             name = file_name(group, rank, len(files))
             entries[name] = write_slices(folder / name, parts)
     check_files(folder, manifest, entries)
-    return manifest
+    return manifest | {"files": entries}
 
 
 SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)]}]
 
 
-def test_any_slice_is_read_from_its_files_alone(tmp_path):
-    stored = StoredTensors(tmp_path / "step-1", written(tmp_path / "step-1", SPLIT))
-    whole = stored.whole("weight")
-    assert whole["a"].tolist() == torch.arange(12.0).view(3, 4).tolist()
-    assert whole["b"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    (tmp_path / "step-1" / file_name(MOMENTS, 2, 3)).unlink()  # has nothing of a
-    for first in range(12):
-        for last in range(first + 1, 13):
-            for kind, factor, more in (("weight", 1, 0), ("exp_avg", 1, 0.5), ("exp_avg_sq", 2, 0)):
-                into = torch.full((last - first,), -1.0)
-                stored.read(kind, "a", first, into)
-                assert into.tolist() == [factor * i + more for i in range(first, last)]
+@pytest.mark.parametrize("bucket", [1, 12, 17])
+def test_parameters_are_joined_from_their_slices(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors, "BUCKET", bucket)
+    manifest = written(tmp_path / "step-1", SPLIT)
+    stored = StoredTensors(tmp_path / "step-1", manifest, ALONE)
+    expected = [
+        (kind, name, [factor * i + more for i in range(size)])
+        for kind, factor, more in (("weight", 1, 0), ("exp_avg", 1, 0.5), ("exp_avg_sq", 2, 0))
+        for name, size in (("a", 12), ("b", 5))
+    ]
+    found = stored.whole("weight", "exp_avg", "exp_avg_sq")
+    assert [(kind, name, tensor.tolist()) for kind, name, tensor in found] == expected
 
 
 def test_slices_that_cover_no_parameter_once_are_refused(tmp_path):

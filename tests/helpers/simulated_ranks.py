@@ -16,6 +16,8 @@ from megabert.engine import Snapshot
 from megabert.engine.zero_layout import WEIGHT, Master, ParameterSlice, ZeroLayout, slice_of_group
 from megabert.optim.guarded import MOMENTS, FlatSegment
 
+ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
+
 
 def layout_of(
     shapes: Mapping[str, Sequence[int]], groups: Sequence[Sequence[str]], rank: int, ranks: int, stage: int
@@ -41,10 +43,14 @@ def layout_of(
     return ZeroLayout(tuple(shapes), sizes, tuple(masters), stage > 0)
 
 
-def read_part(
-    stored: StoredTensors, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]
+def part_of(
+    whole: Mapping[tuple[str, str], torch.Tensor],
+    layout: ZeroLayout,
+    world: World,
+    kinds: Sequence[str],
+    single: set[str],
 ) -> list[ParameterSlice]:
-    """What a rank saves of `kinds`, after it has read its own part; the parameters in `single` have no second moment."""
+    """What a rank saves of `kinds`; the parameters in `single` have no second moment."""
     values = {}
     for number, master in enumerate(layout.masters):
         names = {layout.names[segment.index] for segment in master.segments}
@@ -52,14 +58,15 @@ def read_part(
         values[number] = {kind: torch.zeros_like(master.tensor) for kind in kept}
         for s in master.segments:
             for kind, tensor in values[number].items():
-                stored.read(kind, layout.names[s.index], s.offset, tensor.view(-1)[s.start : s.end])
+                tensor.view(-1)[s.start : s.end] = whole[kind, layout.names[s.index]][s.offset : s.stop]
     return layout.copies(world, values)
 
 
 def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
-    """The checkpoint `source` read by so many ranks, each its own part, and saved by them as `step` of `run`."""
+    """The checkpoint `source` as so many ranks would have saved it, each its own part, as `step` of `run`."""
     manifest = read_manifest(source)
-    stored, counters = StoredTensors(source, manifest), manifest["engine"]
+    stored, counters = StoredTensors(source, manifest, ALONE), manifest["engine"]
+    whole = {(kind, name): tensor for kind, name, tensor in stored.whole(WEIGHT, *MOMENTS)}
     shapes = {name: tuple(shape) for name, shape in stored.shapes.items()}
     single = set(manifest["first_moment_only"])
     groups = [group for of in (True, False) if (group := [n for n in shapes if (n in single) == of])]
@@ -67,7 +74,7 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
     for rank in reversed(range(ranks)):
         world = World(rank, rank, ranks, torch.device("cpu"), "gloo", "single")
         layout = layout_of(shapes, groups, rank, ranks, stage)
-        weights, moments = (read_part(stored, layout, world, kinds, single) for kinds in ((WEIGHT,), MOMENTS))
+        weights, moments = (part_of(whole, layout, world, kinds, single) for kinds in ((WEIGHT,), MOMENTS))
         checkpoints = Checkpoints(run, world)
         checkpoints._write(folder, Snapshot(shapes, weights, moments, counters))
     checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
