@@ -9,19 +9,25 @@ WORKERS ?= 3
 PYTEST_ARGS ?=
 export CORPUS ONLY
 
-.PHONY: help venv quickstart test lint format docs soak bench clean
+.PHONY: help venv wheel quickstart test lint format docs soak bench clean
 
 help:
 	@echo "make quickstart [CORPUS=\"path ...\"]  shards from real text, train, stop, resume, evaluate"
 	@echo "make test [PYTEST_ARGS=\"...\"]        lint, types and the default tests"
 	@echo "make format                          layout and what the linter can mend by itself"
 	@echo "make docs                            the pages of docs/ as a site in build/docs"
+	@echo "make wheel                           dist/*.whl with the CUDA kernels, for machines like this one"
 	@echo "make lint | soak | bench | venv | clean"
 
 venv:
 ifneq ($(VENV),)
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" bash launch/venv.sh
 endif
+
+# For sm_80, sm_89, sm_90, sm_100 and newer by PTX; TORCH_CUDA_ARCH_LIST names others.
+wheel: export MEGABERT_CUDA := 1
+wheel: venv
+	$(RUN_IN) python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w dist .
 
 quickstart: venv
 	@$(RUN_IN) bash launch/quickstart.sh
@@ -50,4 +56,4 @@ bench: venv
 	$(RUN_IN) bash launch/bench.sh
 
 clean:
-	rm -rf build megabert.egg-info megabert/_native.abi3.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist megabert.egg-info megabert/_native.abi3.so .pytest_cache .mypy_cache .ruff_cache

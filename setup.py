@@ -12,6 +12,7 @@ architectures, CXX and CXXFLAGS the compiler, MAX_JOBS the number of compilers r
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -29,14 +30,23 @@ OBJECTS = ROOT / "build" / "native"  # kept between installs, so that an edit re
 RECORD = OBJECTS / "library.json"  # which library was built last, and from what
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
 CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
-DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # A100, H100/H200; newer devices compile the PTX at first use
+ARCHITECTURES = ("8.0", "8.9", "9.0", "10.0")  # A100, L4 and L40, H100 and H200, B200
 
 
 def find_nvcc() -> str | None:
-    """nvcc on PATH, else in the folder CUDA_HOME or CUDA_PATH names, else in /usr/local/cuda."""
+    """nvcc on PATH, else in the folder CUDA_HOME or CUDA_PATH names, else in /usr/local/cuda, else of NVIDIA's wheels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    beside = Path(home, "bin/nvcc")
-    return shutil.which("nvcc") or (str(beside) if beside.is_file() else None)
+    nvidia = importlib.util.find_spec("nvidia")  # what its wheels share
+    wheels = [Path(place) for place in (nvidia and nvidia.submodule_search_locations) or ()]
+    found = [Path(home, "bin/nvcc"), *(path for place in wheels for path in sorted(place.glob("cu*/bin/nvcc")))]
+    return shutil.which("nvcc") or next((str(path) for path in found if path.is_file()), None)
+
+
+def architectures(nvcc: str) -> str:
+    """What is compiled for by default: as many of ARCHITECTURES as this nvcc knows, and PTX of the newest, which newer
+    devices compile at first use."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    return ";".join(name for name in ARCHITECTURES if f"compute_{name.replace('.', '')}" in listed) + "+PTX"
 
 
 def native_sources() -> tuple[list[str], list[str]]:
@@ -45,7 +55,7 @@ def native_sources() -> tuple[list[str], list[str]]:
     if wanted not in ("", "0", "1"):
         sys.exit(f"error: MEGABERT_CUDA={wanted}: set it to 0 or 1, or leave it out")
     if wanted == "1" and find_nvcc() is None:
-        sys.exit("error: MEGABERT_CUDA=1 and no nvcc: install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME")
+        sys.exit("error: MEGABERT_CUDA=1 and no nvcc: MEGABERT_CUDA=1 make venv brings NVIDIA's; or set CUDA_HOME")
     files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*"))]
     cpp = [name for name in files if name.endswith(".cpp")]
     cuda = [name for name in files if name.endswith(".cu")]
@@ -102,6 +112,7 @@ class BuildNative(build_ext):
         if shutil.which(cxx[0]) is None:
             sys.exit(f"error: no C++ compiler ({cxx[0]}): apt-get install g++, or set CXX")
         nvcc = find_nvcc()
+        arch = gencode(os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(nvcc)) if nvcc and cuda else []
 
         def compile_one(source: str) -> Path:
             made = OBJECTS / f"{source}.o"
@@ -109,7 +120,6 @@ class BuildNative(build_ext):
             if source.endswith(".cu"):
                 assert nvcc is not None
                 host = ["-ccbin", cxx[0]] if "CXX" in os.environ else []
-                arch = gencode(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
                 command = [
                     nvcc,
                     *host,
@@ -135,6 +145,9 @@ class BuildNative(build_ext):
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
             link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
+            libraries.append(
+                f"-L{Path(nvcc).resolve().parents[1] / 'lib'}"
+            )  # of NVIDIA's wheels, where nvcc expects lib64
             # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one. nvcc
             # moves linker options in front of all libraries, so that the option cannot be taken back behind this one.
             libraries += ["-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu"]

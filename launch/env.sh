@@ -5,7 +5,7 @@
 # shellcheck disable=SC2034 # used by the scripts that read this one
 
 PROJECT=${PROJECT:-${SLURM_SUBMIT_DIR:-$PWD}} # this repository, on a file system that every node sees
-VENV=${VENV:-$PROJECT/.venv}                  # made once with `make venv` on a node with the cluster's compiler and nvcc
+VENV=${VENV:-$PROJECT/.venv}                  # made once with `make venv` on a node with the cluster's compiler
 CONTAINER=${CONTAINER:-}                      # image to run in instead of VENV: a .sif for apptainer, any for pyxis
 CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-apptainer} # apptainer or pyxis
 CORPUS=${CORPUS:-$PROJECT/corpus}             # text for prep.slurm: files, folders or globs, separated by spaces

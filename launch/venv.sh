@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes $VENV (default .venv) hold everything the project runs with, and does nothing when it is up to date.
 # A stamp holds the hash of what decides its content: setup.py, pyproject.toml, constraints.txt and csrc/.
+# The CUDA kernels are wanted where NVIDIA's driver is loaded; MEGABERT_CUDA=0|1 decides otherwise. Without nvcc, NVIDIA's
+# compiler comes from its wheels, of the release that torch was made with.
 # PYTHON names the interpreter to make it from; otherwise the first python3 on PATH that is 3.11 or newer.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,6 +19,7 @@ hash_of() { # contents and names, in a fixed order; a folder that is not there c
 
 hash_packages=$(hash_of setup.py pyproject.toml constraints.txt)
 hash_native=$(hash_of csrc)-${MEGABERT_CUDA:-}-${TORCH_CUDA_ARCH_LIST:-}
+wanted=${MEGABERT_CUDA:-$([ ! -e /proc/driver/nvidia/version ] || echo 1)}
 stamp=$VENV/.megabert
 here=$(pwd -P)
 
@@ -37,6 +40,7 @@ in_place() { # its commands still name this folder: it was neither moved nor cop
 keep= # an environment of another Python than the one asked for is made again
 if [ -z "${PYTHON:-}" ] || [ "$(identity "$PYTHON")" = "$(identity "$VENV/bin/python")" ]; then keep=yes; fi
 if [ "$keep" ] && [ -f megabert/_native.abi3.so ] && [ -f "$stamp" ] &&
+  { [ "$wanted" != 1 ] || grep -q nv_fatbin megabert/_native.abi3.so; } &&
   [ "$(cat "$stamp")" = "$hash_packages $hash_native $here" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
   exit 0
 fi
@@ -71,6 +75,15 @@ rm -f "$stamp"
 echo "installing into $VENV (the first time downloads torch: several minutes)"
 pip --upgrade pip 'setuptools>=77' wheel ninja
 pip "$(grep '^torch==' constraints.txt)" numpy # first: csrc is built against it
+if [ "$wanted" = 1 ] && ! command -v nvcc >/dev/null && [ ! -x "${CUDA_HOME:-${CUDA_PATH:-/usr/local/cuda}}/bin/nvcc" ]; then
+  cuda=$("$VENV/bin/python" -c 'import torch; print(torch.version.hip or torch.version.cuda or "13.0")' | cut -d. -f-2)
+  if [ "${cuda%.*}" -ge 13 ]; then
+    echo "installing the compiler of CUDA $cuda from NVIDIA's wheels"
+    pip "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]==$cuda.*"
+  else # older wheels lack nvcc itself; ROCm's releases are below 13 too
+    echo "no CUDA kernels: no wheels have a compiler for this torch's release $cuda; put nvcc on PATH or set MEGABERT_CUDA=0"
+  fi
+fi
 # Each dependency from its wheel, or from source by its own build requirements; only the project builds with the torch above.
 # What comes from source builds without a compiler or Python's headers: DeepSpeed compiles an operation when it is first
 # used (none is here), and mwparserfromhell, which has no wheel for 3.14 yet, does without its C part.

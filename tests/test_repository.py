@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,10 +184,10 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
         (tmp_path / name).write_text(STAND_IN.replace("NAME", name).replace("REAL", sys.executable))
         (tmp_path / name).chmod(0o755)
 
-    def make_venv(python: str = "", where: Path = folder) -> list[str]:
+    def make_venv(python: str = "", where: Path = folder, **more: str) -> list[str]:
         calls = tmp_path / "calls"
         calls.write_text("")
-        env = os.environ | {"CALLS": str(calls), "VENV": "", "CXX": "true"}
+        env = os.environ | {"CALLS": str(calls), "VENV": "", "CXX": "true"} | more
         env["PYTHON"] = str(tmp_path / python) if python else ""
         command = ["bash", str(where / "launch/venv.sh")]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -215,6 +217,12 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
     with open(folder / "constraints.txt", "a") as file:
         file.write("# changed\n")
     assert make_venv() == calls and make_venv() == []
+    no_nvcc = {"MEGABERT_CUDA": "1", "CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin"}
+    (compiler,) = set(make_venv("second", **no_nvcc)) - set(calls)
+    assert compiler.endswith(f" cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=={torch.version.cuda or '13.0'}.*")
+    assert make_venv("second", **no_nvcc), "the library still has no CUDA kernels"
+    library.write_bytes(b".nv_fatbin")
+    assert make_venv("second", **no_nvcc) == []
     moved = folder.rename(tmp_path / "moved")
     assert make_venv(python="first", where=moved) == ["made", *calls], "scripts name the folder that was"
 
@@ -241,6 +249,21 @@ def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
     )
     done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="yes")
     assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("error: MEGABERT_CUDA=yes")
+
+
+def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for place in ("site/nvidia/cu13/bin", "toolkit/bin", "path"):
+        nvcc = tmp_path / place / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text("#!/bin/sh\necho compute_80 compute_86 compute_89 compute_90")
+        nvcc.chmod(0o755)
+        assert setup["find_nvcc"]() == str(nvcc)
+    assert setup["architectures"](str(nvcc)) == "8.0;8.9;9.0+PTX", "of CUDA 12.4, which knows no sm_100"
 
 
 @pytest.mark.slow

@@ -12,6 +12,12 @@
 // In torch's CUDA library only. Weak, so that the same binary loads where torch has no CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
+// CUDA's release that this was made with, and the newest that the driver runs (0: there is none), for megabert/ops/backend.py.
+extern "C" __attribute__((weak)) void megabert_cuda_releases(int* library, int* driver) {
+  *library = CUDART_VERSION;
+  if (cudaDriverGetVersion(driver) != cudaSuccess) *driver = 0;
+}
+
 namespace megabert {
 
 // Makes the tensor's device current while it lives.

@@ -115,14 +115,14 @@ def devices() -> list[Finding]:
 
     from megabert.distributed.ranks import unused_gpu
 
-    cuda, count = torch.version.cuda, torch.cuda.device_count()
     if problem := unused_gpu():
         value, _, fix = problem.partition(": ")
         return [finding("devices", "cuda", value, fix)]
     lines = []
-    for i in range(count):
+    for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        value = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, CUDA {cuda}"
+        api = f"ROCm {torch.version.hip}" if torch.version.hip else f"sm_{p.major}{p.minor}, CUDA {torch.version.cuda}"
+        value = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {api}"
         lines.append(finding("devices", f"cuda:{i}", value))
     return lines or [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
 
@@ -139,9 +139,8 @@ def backends() -> list[Finding]:
     else:
         registered = torch._C._dispatch_get_registrations_for_dispatch_key
         cpu, cuda = (sum(name.startswith("megabert::") for name in registered(key)) for key in ("CPU", "CUDA"))
-        fix = "put nvcc on PATH and run make venv again" if device == "cuda" and not cuda else ""
         value = f"{ops.LIBRARY.name}: {cpu} operations for the CPU, {cuda} for CUDA"
-        lines = [finding("operations", "native library", value, fix)]
+        lines = [finding("operations", "native library", value, ops.missing_kernels(device))]
     for name in ops.BACKENDS:
         for dtype in (torch.bfloat16, torch.float32):
             chosen = ops.choose(name, device=device, dtype=dtype)

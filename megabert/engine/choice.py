@@ -66,6 +66,8 @@ def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: P
     if world.device.type != "cuda" or not roles:
         return config
     chosen: dict[str, str] = {}
+    if world.is_main and (problem := ops.missing_kernels("cuda")):
+        log.warning(f"{problem}; training runs on torch's own kernels")
 
     def choose() -> None:
         place = describe_place(world.device, config.deterministic)

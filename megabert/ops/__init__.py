@@ -21,6 +21,7 @@ from megabert.ops.backend import (
     choose,
     choose_all,
     has_kernel,
+    missing_kernels,
     obstacles,
 )
 from megabert.ops.bias_gelu import bias_geglu, bias_gelu

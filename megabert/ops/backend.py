@@ -6,6 +6,7 @@ The native library is built by `python setup.py build_ext --inplace` (or an inst
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -99,10 +100,8 @@ def obstacles(op: str, device: str, dtype: torch.dtype, causal: bool = False, he
 def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: int) -> str:
     """Why a backend cannot run, or an empty string."""
     if kernel := ROLES[op][name]:
-        if MISSING:
-            return MISSING
-        if not has_kernel(kernel, device):
-            return f"the native library has no {device} code for it"
+        if reason := missing_kernels(device, kernel):
+            return reason
         if dtype not in NATIVE_DTYPES:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES))}, not {_short(dtype)}"
     if name in WHOLE_SEQUENCES and device != "cuda":
@@ -129,6 +128,29 @@ def _compiler(device: str) -> str:
 def has_kernel(op: str, device: str) -> bool:
     """Whether the library is loaded and has code of an operation for a device type ("cpu", "cuda")."""
     return not MISSING and torch._C._dispatch_has_kernel_for_dispatch_key(f"megabert::{op}", device.upper())
+
+
+def missing_kernels(device: str, op: str = "bias_gelu") -> str:
+    """Why native operations cannot run on a device type, with what to do about it; "" where they can."""
+    if MISSING:
+        return MISSING
+    if device == "cuda" and torch.version.hip:
+        return "the native kernels are CUDA's, and this torch is the build for ROCm"
+    if not has_kernel(op, device):
+        return f"the native library has no {device} code (MEGABERT_CUDA=1 make venv builds it)"
+    if device == "cuda" and torch.cuda.is_available():
+        library, driver = cuda_releases()
+        if driver < library // 1000 * 1000:  # within a major release older drivers run newer kernels
+            built, known = (f"{release // 1000}.{release % 1000 // 10}" for release in (library, driver))
+            return f"the native kernels are of CUDA {built}, the driver is of {known}: update it, or build by its CUDA's nvcc"
+    return ""
+
+
+def cuda_releases() -> tuple[int, int]:
+    """CUDA's release that the library was made with, and the newest that the driver runs: 1000 * major + 10 * minor."""
+    library, driver = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL(str(LIBRARY)).megabert_cuda_releases(ctypes.byref(library), ctypes.byref(driver))
+    return library.value, driver.value
 
 
 def _short(dtype: torch.dtype) -> str:

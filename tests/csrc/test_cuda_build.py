@@ -30,7 +30,7 @@ PTXAS = (
 
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+@pytest.mark.parametrize("architecture", ["80", "89", "90", "100"])
 @pytest.mark.parametrize("source", FILES, ids=lambda path: path.parent.name)
 def test_kernels_do_not_spill_and_can_be_launched(source: Path, architecture: str, tmp_path: Path) -> None:
     """A block's registers are at most 65,536, and every kernel says by __launch_bounds__ how many threads it has."""

@@ -50,6 +50,7 @@ def stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(choice, "run_child", run_child)
     monkeypatch.setattr(choice, "describe_place", lambda *_: {"device": "stand"})
+    monkeypatch.setattr(ops, "missing_kernels", lambda _: "")
     monkeypatch.setattr(ops, "obstacles", lambda role, *_: dict.fromkeys(ops.BACKENDS[role], ""))
     return results
 
@@ -68,6 +69,15 @@ def test_the_fastest_usable_backend_runs(stand: dict[str, Any], tmp_path: Path, 
     assert "ops.attention=auto is native: native 8 ms, cudnn 9 ms, varlen 10 ms" in caplog.text
     assert "ops.layer=auto is native: native 4 ms; not compiled: wrong: the error of loss" in caplog.text
     assert stand["started"][3]["attention"] == "native", "the layer is measured beside the attention that was chosen"
+
+
+def test_a_run_without_our_kernels_says_so(
+    stand: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(ops, "missing_kernels", lambda device: f"no {device} code")
+    with caplog.at_level("WARNING", logger="megabert"):
+        chosen(tmp_path)
+    assert caplog.messages == ["no cuda code; training runs on torch's own kernels"]
 
 
 def test_named_backends_are_not_measured(stand: dict[str, Any], tmp_path: Path) -> None:

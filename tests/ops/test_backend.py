@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,27 @@ def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.
         with pytest.raises(ValueError, match=f"cannot run on cuda in .*: native attention {reason}"):
             ops.choose("attention", "native", "cuda", dtype, head_size=size)
         assert ops.choose("attention", "native", "cpu", torch.bfloat16, head_size=size).name == "native"
+
+
+@pytest.mark.parametrize(
+    ("hip", "kernels", "releases", "reason"),
+    [
+        (None, False, (0, 0), r"no cuda code \(MEGABERT_CUDA=1 make venv builds it\)"),
+        (None, True, (13000, 12080), "are of CUDA 13.0, the driver is of 12.8: update it"),
+        (None, True, (13020, 13000), ""),
+        ("7.1", True, (13000, 0), "this torch is the build for ROCm"),
+    ],
+)
+def test_a_gpu_that_native_kernels_cannot_use_is_named(
+    hip: str | None, kernels: bool, releases: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MISSING", "")
+    monkeypatch.setattr(backend, "has_kernel", lambda *_: kernels)
+    monkeypatch.setattr(backend, "cuda_releases", lambda: releases)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert re.search(reason, backend.missing_kernels("cuda")) and bool(backend.missing_kernels("cuda")) == bool(reason)
+    assert ops.obstacles("layer", "cuda", torch.float32)["native"] == backend.missing_kernels("cuda")
 
 
 def instruction_sets() -> list[str]:
