@@ -3,24 +3,41 @@
 model = megabert.load("runs/mini")
 model.fill("The capital of France is [MASK].")     # for each [MASK] its likeliest (word, probability)
 model.encode(["one text", "another"])              # fp32 [2, hidden]
+dataset = megabert.Dataset("data/seq128")          # verified rows, for torch's DataLoader too
+megabert.batches(dataset)                          # masked, in a run's order
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
+    from megabert.commands.extraction import Extractor
     from megabert.commands.fill import Filler
+    from megabert.data.batch import Batch
+    from megabert.data.shards import Dataset
     from megabert.data.tokenizer import Tokenizer
     from megabert.hf import Pretrained
     from megabert.model import BertForPreTraining
 
 __version__ = "0.1.0"
+__all__ = ["Dataset", "LoadedModel", "batches", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """`megabert.Dataset`, imported when it is used: arrays are slow to import."""
+    if name == "Dataset":
+        from megabert.data.shards import Dataset
+
+        return Dataset
+    raise AttributeError(f"module 'megabert' has no attribute {name!r}")
 
 
 class LoadedModel:
@@ -28,24 +45,46 @@ class LoadedModel:
 
     def __init__(self, pretrained: Pretrained) -> None:
         self.pretrained = pretrained
+        self._extractors: dict[str, Extractor] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Called with texts it gives their ids, int32 [n, T] from [CLS] to [SEP], padded with 0."""
         return self.pretrained.tokenizer
 
     @cached_property
     def model(self) -> BertForPreTraining:
-        """The module, in fp32 on the CPU, in eval mode."""
+        """The module, in fp32 on the CPU, in eval mode. Called with ids alone it gives logits, as `logits` does."""
         import torch
 
         return self.pretrained.model(torch.device("cpu"))
 
-    def encode(self, texts: Sequence[str], pool: str = "mean") -> np.ndarray:
+    def encode(self, texts: str | Sequence[str], pool: str = "mean") -> np.ndarray:
         """Vectors of texts from the last layer, fp32 [n, hidden], in their order; `pool`: mean, max or cls. On a GPU where
-        there is one. A text longer than the model's positions is cut. Raises ValueError for an empty text."""
+        there is one. A text longer than the model's positions is cut."""
         from megabert.commands.extraction import Extractor
 
-        return Extractor(self.pretrained, pool=pool).encode(texts)
+        if pool not in self._extractors:
+            self._extractors[pool] = Extractor(self.pretrained, pool=pool)
+        return self._extractors[pool].encode([texts] if isinstance(texts, str) else texts)
+
+    def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
+        """Logits of texts, or of ids as `tokenizer` gives them: fp32 [n, T, V], of a causal model those of the next token.
+
+        Without gradients; `model` has them. Raises ValueError for a text too long for the model.
+        """
+        import torch
+
+        from megabert.model import unpacked_inputs
+
+        config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
+        if ids.shape[1] > config.model.max_positions:
+            raise ValueError(
+                f"{ids.shape[1]} tokens, the model takes at most {config.model.max_positions}; shorten the text"
+            )
+        with torch.no_grad():
+            hidden = self.model.encode(**unpacked_inputs(ids, causal=config.data.masking.causal))
+            return self.model.mlm_logits(hidden.flatten(0, 1)).unflatten(0, ids.shape)
 
     def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
         """The `top` likeliest (word, probability) of each [MASK] in `text`. Raises ValueError for a text without one or too
@@ -60,7 +99,8 @@ class LoadedModel:
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
-    """The model of a run folder (its newest whole checkpoint), of one checkpoint, or of a Hugging Face BERT folder.
+    """The model of a run folder (its newest whole checkpoint), of one checkpoint, of a Hugging Face BERT folder, or of the hub
+    by its name (google-bert/bert-base-uncased).
 
     `tokenizer`: its file, where it is neither in the folder nor in the run's dataset. Raises ValueError naming what is missing
     or does not belong to the rest.
@@ -68,3 +108,25 @@ def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
     from megabert import hf
 
     return LoadedModel(hf.load(source, tokenizer))
+
+
+def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, start: int = 0) -> Iterator[Batch]:
+    """Endless batches of `rows` masked rows in the order that a run with this seed has, from batch `start` on; `workers`
+    processes make them. `model(**batch.inputs())` gives loss sums. Raises ValueError for rows that cannot be read."""
+    from megabert.data.loader import Loader
+    from megabert.data.tokenizer import Tokenizer
+
+    loader = Loader(
+        dataset,
+        Tokenizer.load(dataset.tokenizer_path),
+        global_batch=rows,
+        micro_batch=rows,
+        seed=seed,
+        workers=workers,
+        start_step=start,
+    )
+    with closing(loader):
+        for update in loader:
+            if update.problem:
+                raise ValueError(update.problem)
+            yield update.batches[0]

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabert import checkpoint
-from megabert import config as configuration
+from megabert import hf
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
@@ -153,20 +152,24 @@ class HeldOutSamples:
 
 
 def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, on the device at hand, with its usual backends, in the run's precision
-    (fp8: bf16; fp32 on a CPU that would emulate it)."""
-    weights, state = checkpoint.load_weights(run)
-    tree = state["config"]
+    """Figures of the newest whole checkpoint of a run, or of another model that `hf.load` reads, on the device at hand, with its
+    usual backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it)."""
+    dataset, folder = held_out(data), hf.located(run)
+    found = hf.load(folder, "" if hf.is_model_folder(folder) else dataset.tokenizer_path)
+    if found.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
+        raise ValueError(
+            f"{data}: its tokenizer is not that of {run}; build it with --tokenizer {found.tokenizer.path}"
+        )
+    if hf.MLM_HEAD in found.initialised:
+        raise ValueError(f"{run}: has no {hf.MLM_HEAD}, so there is nothing to evaluate")
+    cfg, longest = found.config, found.config.model.max_positions
+    if dataset.manifest.seq_len > longest:
+        raise ValueError(f"{data}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}")
     if rows:
-        tree = tree | {"eval": tree["eval"] | {"rows": rows}}
-    cfg = configuration.from_dict(tree)
-    dataset = held_out(data)
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    if tokenizer.sha256 != state["tokenizer"]:
-        raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
+        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = precision.dtype_on(device, cfg.precision)
     model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
-    model.load_state_dict(weights)
-    sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, tokenizer, cfg), device)
-    return {"step": state["step"]} | summary(sums)
+    model.load_state_dict(found.weights)
+    sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, found.tokenizer, cfg), device)
+    return {"step": found.step} | summary(sums)

@@ -317,19 +317,30 @@ class BertForPreTraining(nn.Module):
             yield normed, x
 
     def forward(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, cls_positions: Tensor, nsp_labels: Tensor, mlm_positions: Tensor, mlm_labels: Tensor,
-        seed: Tensor | None = None, logits_at: Tensor | None = None,
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None,
+        key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
+        cls_positions: Tensor | None = None, nsp_labels: Tensor | None = None, mlm_positions: Tensor | None = None,
+        mlm_labels: Tensor | None = None, seed: Tensor | None = None, logits_at: Tensor | None = None,
     ) -> Output | Tensor:  # fmt: skip
         """Loss sums and correct counts of a packed batch (shapes as in `encode`); with `logits_at`, int flat positions [N],
-        only the logits there over the real vocabulary [N, V].
+        only the logits there over the real vocabulary [N, V]. Of ids alone, as in `unpacked_inputs`, all logits [B, T, V].
 
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
         flat positions into B * T and labels, -100 where there is nothing to predict.
         """
+        if key_end is None:
+            hidden = self.encode(**unpacked_inputs(input_ids, segment_ids), seed=seed)  # (B, T, D)
+            return self.mlm_logits(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
+        assert segment_ids is not None and position_ids is not None and key_start is not None and lengths is not None
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
         if logits_at is not None:
             return self.mlm_logits(self.encode(*inputs, logits_at, seed))
+        assert (
+            mlm_positions is not None
+            and mlm_labels is not None
+            and cls_positions is not None
+            and nsp_labels is not None
+        )
         slots = mlm_positions.shape[1]
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
         hidden = self.encode(*inputs, keep, seed)  # (B, K + S, D)
@@ -353,6 +364,24 @@ class BertForPreTraining(nn.Module):
     def nsp_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of [CLS] [N, D] -> logits [N, 2], class 0: the second part really follows."""
         return self.nsp(torch.tanh(self.pooler(hidden)))
+
+
+def unpacked_inputs(ids: Tensor, segment_ids: Tensor | None = None, causal: bool = False) -> dict[str, Tensor]:
+    """The inputs of `encode` for int [B, T] ids that hold one sequence a row, and behind it padding (id 0). `causal`: a token
+    attends only to the tokens before it, and to itself."""
+    ids = ids.int()
+    places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device).expand_as(ids)
+    lengths = ((places + 1) * (ids != 0)).amax(1, keepdim=True)  # (B, 1)
+    ends = (places + 1 if causal else lengths) * (places < lengths)
+    none = torch.zeros_like(ids)
+    return {
+        "input_ids": ids,
+        "segment_ids": none if segment_ids is None else segment_ids.int(),
+        "position_ids": places * (places < lengths),
+        "key_start": none,
+        "key_end": ends,
+        "lengths": lengths,
+    }
 
 
 def outline(cfg: ModelConfig) -> BertForPreTraining:

@@ -1,4 +1,4 @@
-"""A Hugging Face BERT folder as a run folder to continue pre-training from.
+"""A Hugging Face BERT, a folder or a model of the hub, as a run folder to continue pre-training from.
 
 megabert convert --model HF_DIR --run DIR
 megabert prep build --tokenizer DIR/vocab.txt …
@@ -29,11 +29,9 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
     Arguments and errors as of `read.read`; after an error nothing is written.
     """
     from megabert import checkpoint
-    from megabert.hf import read
+    from megabert.hf import located, read
 
-    folder, run = Path(source), Path(run)
-    if not folder.is_dir():
-        raise ValueError(f"{source}: no such folder; name one with {read.CONFIG} and {read.WEIGHTS[0]}")
+    folder, run = located(source), Path(run)
     foreign = read.read(folder, tokenizer, nsp)
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():
@@ -58,7 +56,7 @@ def toml(config: Config, run: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.convert"), description=__doc__)
     add = parser.add_argument
-    source = "folder with config.json and model.safetensors or pytorch_model.bin"
+    source = "folder with config.json and model.safetensors or pytorch_model.bin, or OWNER/NAME on the hub"
     add("--model", required=True, metavar="HF_DIR", help=source)
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")

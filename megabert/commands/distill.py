@@ -2,7 +2,7 @@
 
     megabert distill --model TEACHER --layers N --data DIR --run DIR [section.key=value …]
 
-TEACHER is a run folder, a checkpoint or a Hugging Face folder. Starts `megabert/train.py` with the teacher's configuration,
+Starts `megabert/train.py` with the teacher's configuration,
 `model.layers` and `distill.teacher`. The losses and their sources are in `megabert/distillation.py`.
 """
 
@@ -13,7 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import code_of, command
 from megabert.common.logs import log
 
@@ -24,7 +24,7 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.distill"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="TEACHER", help="the model to learn from")
+    add("--model", required=True, metavar="TEACHER", help=MODEL)
     add("--layers", type=int, required=True, help="layers of the student")
     add("--data", required=True, metavar="DIR", help="dataset folder built with the teacher's tokenizer")
     add("--run", required=True, metavar="DIR", help="the student's run folder")
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.distillation import student_overrides
 
     teacher = hf.load(args.model)
-    settings = student_overrides(teacher.config, str(Path(args.model).resolve()), args.layers)
+    settings = student_overrides(teacher.config, str(hf.located(args.model).resolve()), args.layers)
     training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
     os.execv(sys.executable, [sys.executable, *training])

@@ -1,6 +1,6 @@
-"""Held-out MLM (next-token where a run is causal) and NSP of a run's newest checkpoint, under a mask that never changes.
+"""Held-out MLM (next-token where a run is causal) and NSP of a model, of a run's newest checkpoint, under a mask that never changes.
 
-megabert evaluate --model RUN --data DIR        prints one JSON line
+megabert evaluate --model MODEL --data DIR        prints one JSON line
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 
 
@@ -16,7 +16,7 @@ from megabert.common.errors import OK, code_of, command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.evaluate"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="run folder written by megabert train")
+    add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--data", required=True, metavar="DIR", help="dataset folder written by data_prep, with a held-out split")
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)

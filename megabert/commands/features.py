@@ -1,17 +1,16 @@
 """Fixed features: a trained model's vectors of texts, as in Devlin et al. 2019, section 5.3.
 
-megabert features --model DIR --input lines.txt --output vectors.npy                    a vector a text
-megabert features --model DIR --input FILE.tsv --text COLUMN --pool none --output vectors.parquet     a vector a token
+megabert features --model MODEL --input lines.txt --output vectors.npy                    a vector a text
+megabert features --model MODEL --input FILE.tsv --text COLUMN --pool none --output vectors.parquet     a vector a token
 
-DIR is a run folder, one of its checkpoints, or a Hugging Face folder. Vectors are in the order of the input, and are the
-same whatever the batches. A file may be larger than memory; the output appears whole or not at all.
+Vectors are in the order of the input, and are the same whatever the batches. A file may be larger than memory; the output appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import sys
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 
 POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
@@ -23,7 +22,7 @@ BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (defa
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.features"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add("--model", required=True, metavar="MODEL", help=MODEL)
     texts = "a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz"
     add("--input", required=True, metavar="FILE", help=texts)
     vectors = "file to write: .parquet, or .npy for one vector a text; must not exist"

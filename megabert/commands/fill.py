@@ -9,9 +9,9 @@ A causal run fills in one [MASK], from what stands before it.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ class Filler:
         """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
         import torch
 
-        from megabert.hf import tokenizer_files
         from megabert.hf.read import MLM_HEAD
 
         if MLM_HEAD in pretrained.initialised:
@@ -38,7 +37,6 @@ class Filler:
             )
         self.config, self.tokenizer = pretrained.config, pretrained.tokenizer
         self.model = pretrained.model(torch.device("cpu"))
-        self.encoder: Any = tokenizer_files.build(pretrained.tokenizer)
 
     def fill(self, text: str, top: int = 5) -> Filled:
         """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is
@@ -70,7 +68,7 @@ class Filler:
         """Ids of a text with [CLS] and [SEP]."""
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        return self.encoder.encode(self.tokenizer.plain(text.strip())).ids
+        return self.tokenizer.encode_masked(text)
 
     def _word(self, i: int) -> str:
         """A token as it is shown: letters that continue the word before them begin with ##."""
@@ -89,7 +87,7 @@ def lines(filled: Filled) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.fill"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--top", type=int, default=5, metavar="K", help="words a mask")
     moved = "the run's tokenizer, where its dataset is no longer in its place"
     add("--tokenizer", default="", metavar="FILE", help=moved)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
+# what a command's --model takes
+MODEL = "run folder, one checkpoint in it, a Hugging Face folder, or OWNER/NAME on its hub"
 _called_as = ""
 
 

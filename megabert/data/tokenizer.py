@@ -24,13 +24,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical
 from megabert.data.text import begins_unit, offsets_in_original, plain, without_blanks
+
+if TYPE_CHECKING:
+    import torch
 
 # ids of a SentencePiece model
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
@@ -191,6 +194,25 @@ class Tokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts from anywhere: those that a dataset built from them would hold."""
         return self.encode_batch([self.plain(text) for text in texts])
+
+    def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
+        """int32 [n, T]: `encode_masked` of each text, and [PAD] behind the shorter ones; what the model's `forward` takes."""
+        import torch
+
+        rows = [
+            torch.tensor(self.encode_masked(text), dtype=torch.int32)
+            for text in ([texts] if isinstance(texts, str) else texts)
+        ]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """Ids of `[CLS] text [SEP]`, in which each "[MASK]" that the text spells is the special token."""
+        before, *after = text.strip().split(SPECIAL_TOKENS[-1])
+        ids = [self.cls_id, *self.encode_texts([before])[0]]
+        for part in after:
+            encode = self.encode_texts if part[:1].isspace() else self.encode_inside
+            ids += [self.mask_id, *encode([part])[0]]
+        return [*ids, self.sep_id]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         """As `encode_texts`, of each word as it follows another in a text without spaces: without the space before it."""

@@ -26,6 +26,7 @@ from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsC
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.hf import mapping
+from megabert.hf.hub import located
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a run folder, and in a Hugging Face folder
@@ -79,16 +80,12 @@ class Pretrained:
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
-    """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder.
+    """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder, or a model of the hub.
 
     The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises ValueError
     naming what is missing or does not belong to the rest.
     """
-    path = Path(source)
-    if not path.is_dir():
-        raise ValueError(
-            f"{source}: no such folder; name a run folder, one of its checkpoints, or a Hugging Face folder"
-        )
+    path = located(source)
     if is_model_folder(path):
         return read(path, tokenizer)
     if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():

@@ -74,10 +74,10 @@ def test_own_text(corpus, tmp_path) -> None:
 OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 
-def test_what_it_learned(tmp_path, capsys) -> None:
-    """Of a model that predicts the most frequent token whatever it reads: the two accuracies are one, counted here too."""
-    shutil.copy(OLD / "tokenizer.model", tmp_path / "tokenizer.model")
-    tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
+def run_of_a_constant(folder: Path) -> tuple[int, Tokenizer]:
+    """Writes the run of a model that predicts the dataset's most frequent token whatever it reads: that, and its tokenizer."""
+    shutil.copy(OLD / "tokenizer.model", folder / "tokenizer.model")
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
     rows = Dataset(OLD).read(np.arange(536)).ids.ravel()
     most = int(np.bincount(rows[rows > 4]).argmax())
     cfg = ModelConfig(layers=1, hidden=16, heads=1, vocab_size=tokenizer.vocab_size, max_positions=64, nsp=False)
@@ -89,7 +89,22 @@ def test_what_it_learned(tmp_path, capsys) -> None:
         "tokenizer": tokenizer.sha256,
         "seconds": 1.0,
     }
-    write_start(tmp_path, weights, state)
+    write_start(folder, weights, state)
+    return most, tokenizer
+
+
+def test_python_api(tmp_path, monkeypatch, capsys) -> None:
+    run_of_a_constant(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["python_api.py", str(tmp_path), str(OLD)])
+    runpy.run_path(str(ROOT / "examples/python_api.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "(2, 16)\n" in shown and ", 800]) True\n" in shown and "536 rows: {'ids': [4, 64]" in shown
+    assert float(shown.split("loss ")[1]) > 100, "a wrong answer given with certainty"
+
+
+def test_what_it_learned(tmp_path, capsys) -> None:
+    """The two accuracies are one, counted here too."""
+    most, tokenizer = run_of_a_constant(tmp_path)
     lines = [{"step": n, "train/loss": 9.0 - n / 10} for n in range(1, 61)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     runpy.run_path(str(ROOT / "examples/what_it_learned.py"))["main"](str(tmp_path), str(OLD))

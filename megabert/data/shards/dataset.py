@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,22 @@ class Dataset:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row_id: int) -> dict[str, np.ndarray]:
+        return self.__getitems__([row_id])[0]
+
+    def __getitems__(self, row_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Rows for torch's DataLoader, as they are stored, unmasked: `ids` int32 [T], `bounds` int32 [S, 2] and `isnext` int8
+        [S] of each. Raises IndexError for one that is out of range, and as `read`."""
+        wanted = np.array(row_ids, np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.rows:
+            raise IndexError(f"{self.folder}: has rows 0 to {self.rows - 1}")
+        rows = self.read(wanted)
+        parts = zip(rows.ids.astype(np.int32), rows.bounds.astype(np.int32), rows.isnext, strict=True)
+        return [{"ids": ids, "bounds": bounds, "isnext": isnext} for ids, bounds, isnext in parts]
 
     @property
     def tokenizer_path(self) -> Path:

@@ -1,0 +1,51 @@
+"""Models of the Hugging Face hub, by name, through the hub's own library and its cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megabert.common.errors import Failed
+
+# OWNER/NAME
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# of a repository: what a model is read from, and its weights in an older form where it has no safetensors
+FILES = ("*.json", "vocab.txt", "*.model", "model.safetensors")
+OLD_WEIGHTS = "pytorch_model.bin"
+
+
+def located(source: str | Path) -> Path:
+    """The folder of a model: `source` itself, or the hub's repository of that name (google-bert/bert-base-uncased), in the
+    hub's cache and downloaded where it is not there yet.
+
+    A name whose first part is a folder here is a path that is wrong, and the hub is not asked. Raises ValueError for what is
+    neither, Failed where the hub cannot be reached.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists() or not NAME.fullmatch(str(source)) or path.parent.is_dir():
+        raise ValueError(
+            f"{source}: no such folder; name a run folder, one of its checkpoints, a Hugging Face folder, or a model of the "
+            "hub as OWNER/NAME"
+        )
+    return download(str(source))
+
+
+def download(name: str) -> Path:
+    """The folder in the hub's cache that holds a repository's files. Raises as `located`."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
+        if not (folder / "model.safetensors").is_file():
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES, OLD_WEIGHTS]))
+        return folder
+    except errors.LocalEntryNotFoundError:
+        raise Failed(
+            f"{name}: no such folder, and the hub cannot be reached to look for a model of that name"
+        ) from None
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        denied = isinstance(error, errors.GatedRepoError)
+        reason = "asks for access: `hf auth login`" if denied else "has no model of that name, or none that is public"
+        raise ValueError(f"{name}: no such folder, and the hub {reason}") from None
