@@ -25,7 +25,6 @@ from data_prep.pipeline import BuildOutput, plan_reading, run_stages
 from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
-from megabert.common.files import sha256_of
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
@@ -112,9 +111,9 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
 
 
 def _listed(plan: BuildPlan, problems: Problems) -> list[tuple[int, FileRange]]:
-    """The ranges of the input, with their corpus. Raises BadInput for a bad model of a filter, and where there is no file."""
-    for classifier in plan.options.classifiers:
-        classifier.check()
+    """The ranges of the input, with their corpus. Raises BadInput for a bad model or function of a filter, and where there is no file."""
+    for own in plan.options.own_filters:
+        own.check()
     ranges = list_ranges(plan.corpora, plan.options.read, problems)
     if not ranges:
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
@@ -124,7 +123,7 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[tuple[int, FileRange]]:
 
 def _sources(plan: BuildPlan, ranges: list[tuple[int, FileRange]]) -> Iterator[str]:
     """Every file that a build reads."""
-    named = [classifier.path for classifier in plan.options.classifiers]
+    named = [own.path for own in plan.options.own_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
     yield from named
@@ -150,7 +149,6 @@ def account_of(plan: BuildPlan, ranges: list[tuple[int, FileRange]]) -> dict[str
     for _, part in ranges:
         digest.update(repr(part).encode())
     return {
-        "models": {c.path: sha256_of(Path(c.path)) for c in plan.options.classifiers},
         "options": plan.options.listed(plan.given is None),
         "corpora": {c.name: {"paths": list(c.paths), "weight": c.weight} for c in plan.corpora},
         "tokenizer_sha256": None if plan.given is None else plan.given.sha256,

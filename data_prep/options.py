@@ -9,12 +9,15 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput
 from data_prep.common.records import AUTO, FORMATS, TEXT_DOCUMENTS, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
+from data_prep.filters.functions import FilterFunction
+from megabert.common.files import sha256_of
 
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")
@@ -62,12 +65,17 @@ class BuildOptions:
         "text", "reading", "field or column that holds the text; article.body is nested, title+abstract joins two", metavar="NAME"
     )  # fmt: skip
     filters: tuple[str, ...] = _option(
-        ("off",), "reading", "gopher, c4, or rules: NAME=LIMIT (listed below)", metavar="RULE"
-    )
+        ("off",), "reading", "gopher, c4, rules: NAME=LIMIT (listed below), or a function of your own: FILE.py:FUNCTION", metavar="RULE",
+    )  # fmt: skip
     classifier: tuple[str, ...] = _option(
         (), "reading", "fastText models: documents to which FILE gives LABELS (a,b) less than P together are dropped, such as "
         "lid.176.ftz:en:0.65", metavar="FILE:LABELS:P",
     )  # fmt: skip
+    save_text: bool = _option(
+        False,
+        "reading",
+        "write the documents that the rows are made of to DIR/text, as Parquet that another build can read",
+    )
     dedup: tuple[str, ...] = _option(
         ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
     )  # fmt: skip
@@ -117,12 +125,21 @@ class BuildOptions:
             raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
-        assert self.rules is not None and self.classifiers is not None
+        assert self.rules is not None and self.classifiers is not None and self.functions is not None
 
     @cached_property
     def rules(self) -> dict[str, float]:
         """Limits of quality rules by name."""
-        return rules.parse(list(self.filters))
+        return rules.parse([item for item in self.filters if not FilterFunction.is_meant(item)])
+
+    @cached_property
+    def functions(self) -> tuple[FilterFunction, ...]:
+        return tuple(FilterFunction.parse(item) for item in self.filters if FilterFunction.is_meant(item))
+
+    @property
+    def own_filters(self) -> tuple[Classifier | FilterFunction, ...]:
+        """The filters that read a file of the user's."""
+        return (*self.classifiers, *self.functions)
 
     @cached_property
     def classifiers(self) -> tuple[Classifier, ...]:
@@ -138,7 +155,9 @@ class BuildOptions:
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """The options as manifests and build.json list them; without those of training where a tokenizer was given."""
+        """The options as manifests and build.json list them, with the digests of what filters read; without those of training
+        where a tokenizer was given."""
         listed = {name: value for name, value in asdict(self).items() if trained or name not in TRAINING}
+        listed["digests"] = {item.path: sha256_of(Path(item.path)) for item in self.own_filters}
         as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists
         return as_json

@@ -4,6 +4,7 @@
     train_tokenizer  a sample spread over the corpora → a tokenizer, unless one is given
     read             documents → clean → judge → tokens, once for all row lengths        a task: some MB of text
     dedup            hashes of all documents, sorted a task, compared by key ranges      a range of keys
+    texts            the documents that are left, as Parquet, where --save-text asks     a task
     sequences        sequences of one length, ordered by a random 64-bit key             a task
     shuffle          a key range of all tasks: packed into rows, rows shuffled           about a shard
     write            shards                                                              a shard
@@ -23,8 +24,9 @@ from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, total
 from data_prep.readers.tasks import group
 from data_prep.report import summary
-from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, unpack, write
+from data_prep.stages import dedup, read, sequences, shuffle, texts, train_tokenizer, unpack, write
 from data_prep.stages.sequences import DrawnSequences, KeptDocuments
+from data_prep.stages.texts import SavedTask
 from megabert.data.tokenizer import Tokenizer
 
 
@@ -86,6 +88,10 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
         KeptDocuments(task.index, tuple(result.facts["units"]), task.corpus, mask)
         for task, result in zip(tasks, documents.results, strict=True)
     ]
+    if job.options.save_text:
+        sources = (tuple(result.facts.get("sources", ())) for result in documents.results)
+        saved = [SavedTask(part.task, mask, files, str(folder)) for part, files in zip(kept, sources, strict=True)]
+        texts.run(stages, job, saved, folder)
     limit, held_tokens = _hold_out(job, documents)
     job = replace(job, held_limit=limit)
 

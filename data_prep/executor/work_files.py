@@ -56,6 +56,10 @@ class BuildJob:
         """Whether a quality rule looks at folded words."""
         return needs_folded(self.options.rules)
 
+    def needs_texts(self) -> bool:
+        """Whether something looks at the texts of documents after they were encoded."""
+        return self.options.save_text or bool(self.options.functions)
+
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)
 

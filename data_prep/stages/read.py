@@ -19,7 +19,7 @@ from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
 from data_prep.filters import rules
 from data_prep.readers.documents import read_documents
-from data_prep.stages import minhash
+from data_prep.stages import minhash, texts
 from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from data_prep.tokens.word_cache import SharedWords
@@ -31,29 +31,31 @@ UNIT_BYTES = 8 << 20
 CHARACTERS_AT_ONCE = 3 << 19
 # verdicts below 0, beside those of the quality rules
 OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
-# the verdict of the first classifier, the next ones below
-CLASSIFIED = -3
+# the verdict of the first reason that the user's own filters give, the next ones below
+OWN = -3
 
-_encoders: dict[tuple[str, str, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
+_encoders: dict[tuple[str, str, bool, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
 def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
     """The tokenizer, its word cache and the words shared with other workers, cached for the life of the process."""
-    key = (job.tokenizer, job.tokenizer_sha256, job.needs_folded())
+    key = (job.tokenizer, job.tokenizer_sha256, job.needs_folded(), job.needs_texts())
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
-        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), job.needs_folded())
+        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), *key[2:])
         of_options = hash_bytes(repr(key[1:]).encode())
         _encoders[key] = (tokenizer, encoder, SharedWords(job.work, f"{of_options:016x}"))
     return _encoders[key]
 
 
 class CleanDocument(NamedTuple):
-    """Paragraphs of a cleaned document, and the UTF-8 bytes of its text as it was read."""
+    """Paragraphs of a cleaned document, the UTF-8 bytes of its text as it was read, and where that was, as of `RawDocument`."""
 
     paragraphs: list[str]
     size: int
+    path: str
+    offset: int
 
 
 def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterator[CleanDocument]:
@@ -68,7 +70,8 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
                 hint = "invalid UTF-8; convert text of another encoding to UTF-8 first (iconv -f NAME -t utf-8)"
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
                 continue
-            yield CleanDocument(clean.paragraphs(text, document.markup, glued), len(raw))
+            paragraphs = clean.paragraphs(text, document.markup, glued)
+            yield CleanDocument(paragraphs, len(raw), document.path, document.offset)
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
@@ -110,12 +113,18 @@ class _TaskFiles:
     def __init__(self, job: BuildJob, task: ReadTask, result: ItemResult) -> None:
         self._job, self._task, self._result = job, task, result
         self._weight = job.weights[task.corpus]
-        self._limits, self._classifiers = job.options.rules, job.options.classifiers
+        self._limits, self._classifiers, self._functions = (
+            job.options.rules,
+            job.options.classifiers,
+            job.options.functions,
+        )
         self._stem = f"read-{task.index:07d}"
         # documents of each unit, and those and the bytes of the open one
         self._units: list[int] = []
         self._unit_bytes, self._unit_documents = 0, 0
         self._documents = 0
+        # numbers of the files that documents came from
+        self._sources: dict[str, int] = {}
         none = [np.zeros(0, KEYED)]
         self._keys = {name: list(none) for name in ("documents", "near") if name in job.options.dedup}
 
@@ -125,6 +134,8 @@ class _TaskFiles:
             names.append("signatures")
         if "paragraphs" in self._job.options.dedup:
             names.append("paragraphs")
+        if self._job.options.save_text:
+            names += texts.NAMES
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._result) for name in names}
         return self
 
@@ -151,6 +162,9 @@ class _TaskFiles:
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
         self._files["tokens"].write(encoded.tokens)
+        if self._job.options.save_text:
+            places = [(documents[i].path, documents[i].offset) for i in np.flatnonzero(keep).tolist()]
+            texts.write(self._files, self._sources, places, encoded)
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
             self._unit_documents += 1
@@ -182,18 +196,24 @@ class _TaskFiles:
         codes[table["tokens"] == 0] = -1
         if self._weight < 1:
             codes[(codes == 0) & ~choose_share(table["hash"], self._weight)] = -2
-        for number, classifier in enumerate(self._classifiers):
+        own: dict[str, int] = {}
+        for classifier in self._classifiers:
+            reason = f"classifier {Path(classifier.path).name}"
             for i in np.flatnonzero(codes == 0).tolist():
                 if not classifier.keeps(" ".join(documents[i].paragraphs)):
-                    codes[i] = CLASSIFIED - number
+                    codes[i] = own.setdefault(reason, OWN - len(own))
+        contents = batch.encoded.document_texts() if self._functions else []
+        for function in self._functions:
+            for i in np.flatnonzero(codes == 0).tolist():
+                document, tokens = documents[i], int(table["tokens"][i])
+                metadata = {"source": document.path, "document": document.offset, "tokens": tokens}
+                if reason := function.objection(contents[i], metadata):
+                    codes[i] = own.setdefault(reason, OWN - len(own))
+        reason_of = OTHER_REASONS | {code: reason for reason, code in own.items()}
         for code in np.unique(codes[codes != 0]).tolist():
             places = np.flatnonzero(codes == code)
             sentences, tokens = int(table["sentences"][places].sum()), int(table["tokens"][places].sum())
-            reason = OTHER_REASONS.get(code) or (
-                f"classifier {Path(self._classifiers[CLASSIFIED - code].path).name}"
-                if code < 0
-                else rules.REASONS[code]
-            )
+            reason = reason_of[code] if code < 0 else rules.REASONS[code]
             self._result.drop(reason, len(places), sentences, tokens)
         return codes == 0
 
@@ -234,6 +254,8 @@ class _TaskFiles:
             work_files.write(self._job, f"{self._stem}.{name}-keys", records, self._result)
         self._result.facts["units"] = self._units
         self._result.facts["documents"] = self._documents
+        if self._sources:
+            self._result.facts["sources"] = list(self._sources)
 
 
 def load(job: BuildJob, task: int, units: list[int]) -> tuple[np.ndarray, list[Encoded]]:

@@ -180,7 +180,7 @@ def _kinds_of_start(word: str, first: str) -> int:
         bits |= PHRASE
     if not word.isascii() and any(map(_is_foreign, word)):
         bits |= FOREIGN
-    if max(word) >= FIRST_WITHOUT and any(map(writes_without_spaces, word)):
+    if max(word, default="") >= FIRST_WITHOUT and any(map(writes_without_spaces, word)):
         bits |= UNSPACED
     return bits
 

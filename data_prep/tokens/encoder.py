@@ -36,12 +36,13 @@ class Encoded:
     """Documents as token ids. No sentence in it is empty.
 
     tokens: uint16 or uint32 [t]; sentence_lengths: int64 [s] in tokens; document_sizes: int64 [d] in sentences
-    (0 for a document that holds no text).
+    (0 for a document that holds no text); texts: a string a sentence [s] with the space or blank line behind it, where asked for.
     """
 
     tokens: np.ndarray
     sentence_lengths: np.ndarray
     document_sizes: np.ndarray
+    texts: pa.StringArray | None = None
 
     @staticmethod
     def none(dtype: np.dtype) -> Encoded:
@@ -50,8 +51,8 @@ class Encoded:
     @staticmethod
     def join(parts: list[Encoded], dtype: np.dtype) -> Encoded:
         parts = [Encoded.none(dtype), *parts]
-        arrays = ([getattr(part, name) for part in parts] for name in Encoded.__dataclass_fields__)
-        return Encoded(*map(np.concatenate, arrays))
+        arrays = ([part.tokens, part.sentence_lengths, part.document_sizes] for part in parts)
+        return Encoded(*map(np.concatenate, zip(*arrays, strict=True)))
 
     def select(self, keep: np.ndarray) -> Encoded:
         """The documents where the bool array `keep` [d] is true, in order."""
@@ -59,7 +60,8 @@ class Encoded:
             return self
         keep_sentence = np.repeat(keep, self.document_sizes)
         keep_token = np.repeat(keep_sentence, self.sentence_lengths)
-        return Encoded(self.tokens[keep_token], self.sentence_lengths[keep_sentence], self.document_sizes[keep])
+        lengths, sizes = self.sentence_lengths[keep_sentence], self.document_sizes[keep]
+        return Encoded(self.tokens[keep_token], lengths, sizes, self._texts_where(keep_sentence))
 
     def select_sentences(self, keep: np.ndarray) -> Encoded:
         """The sentences where the bool array `keep` [s] is true; a document without any left has size 0."""
@@ -67,7 +69,17 @@ class Encoded:
             return self
         document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
         sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
-        return Encoded(self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes)
+        tokens = self.tokens[np.repeat(keep, self.sentence_lengths)]
+        return Encoded(tokens, self.sentence_lengths[keep], sizes, self._texts_where(keep))
+
+    def _texts_where(self, keep: np.ndarray) -> pa.StringArray | None:
+        return None if self.texts is None else self.texts.filter(pa.array(keep))
+
+    def document_texts(self) -> list[str]:
+        """The text of each document: cleaned words with a space between, a blank line between paragraphs."""
+        edges = pa.array(np.append(0, np.cumsum(self.document_sizes)).astype(np.int32))
+        joined = pc.binary_join(pa.ListArray.from_arrays(edges, self.texts), "")
+        return pc.utf8_rtrim_whitespace(joined).to_pylist()
 
     def document_tokens(self) -> np.ndarray:
         """int64 [d]: tokens of each document."""
@@ -124,16 +136,16 @@ def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
-    `dtype` is that of the ids in shards. `folded`: fold words, too.
+    `dtype` is that of the ids in shards. `folded`: fold words, too. `texts`: keep the texts of sentences.
     """
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False, texts: bool = False) -> None:
         if not tokenizer.word_local:
             raise BadInput(
                 f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
-        self.tokenizer, self.dtype, self.folded = tokenizer, np.dtype(dtype), folded
+        self.tokenizer, self.dtype, self.folded, self.texts = tokenizer, np.dtype(dtype), folded, texts
         self._reset_cache()
         self._reset_documents()
 
@@ -158,8 +170,9 @@ class WordEncoder:
         self._sizes.append(len(paragraphs))
         self.pending += sum(map(len, paragraphs))
 
-    def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Word numbers int64 [w] of all waiting documents, and the word offsets int64 [p + 1] of their paragraphs."""
+    def _split(self) -> tuple[np.ndarray, np.ndarray, pa.StringArray | None]:
+        """Word numbers int64 [w] of all waiting documents, the word offsets int64 [p + 1] of their paragraphs, and the cleaned
+        words where `texts` asks for them."""
         lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         encoded = lists.flatten().dictionary_encode()
         distinct, place = encoded.dictionary, encoded.indices.to_numpy()  # place: of each word among the distinct ones
@@ -175,13 +188,17 @@ class WordEncoder:
             if again.any():
                 self._learned.append(learned.select(again))
         word_numbers = numbers[place]
+        words = None
+        if self.texts:
+            words = pa.array(map(clean.clean_word, distinct.to_pylist()), pa.string()).take(encoded.indices)
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
         if not full.all():
             empty = word_numbers < 0
             edges -= np.searchsorted(np.flatnonzero(empty), edges)
             word_numbers = word_numbers[~empty]
-        return word_numbers, edges
+            words = words.filter(pa.array(~empty)) if words is not None else None
+        return word_numbers, edges, words
 
     def _put(self, words: EncodedWords) -> None:
         """Put words into the tables; they are the last ones that were numbered."""
@@ -237,7 +254,7 @@ class WordEncoder:
         """All documents added since the last call, in order."""
         if self._numbers.size > MAX_WORDS or self._used > MAX_TOKENS:
             self._reset_cache()
-        numbers, paragraphs = self._split()
+        numbers, paragraphs, cleaned = self._split()
         documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
         self._reset_documents()
         facts = np.empty(len(numbers), FACTS)
@@ -248,6 +265,7 @@ class WordEncoder:
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)
+            none.texts = cleaned
             unspaced = np.zeros(len(documents) - 1, bool)
             return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64), unspaced)
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
@@ -264,11 +282,24 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
+        texts = None if cleaned is None else _sentence_texts(cleaned, sentence_words, kept, paragraph_sizes)
+        encoded = Encoded(tokens, sentence_lengths[kept], sizes, texts)
         unspaced = segment_counts(np.flatnonzero(kinds & sentences.UNSPACED), documents) > 0
-        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, unspaced)
+        return DocumentBatch(words, encoded, paragraph_sizes, unspaced)
 
     def _sentence_begins(self, numbers: np.ndarray, starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """bool [w - 1]: whether a sentence begins at each word but the first."""
         shared = self._table["ends"][numbers[:-1]] & starts[1:]
         kinds = sentences.allowed(starts, documents)
         return (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0
+
+
+def _sentence_texts(
+    words: pa.StringArray, first_words: np.ndarray, kept: np.ndarray, paragraph_sizes: np.ndarray
+) -> pa.StringArray:
+    """The text of each kept sentence, a space behind it, or a blank line where it is the last of its paragraph."""
+    edges = pa.array(np.append(first_words, len(words)).astype(np.int32))
+    texts = pc.binary_join(pa.ListArray.from_arrays(edges, words), " ").filter(pa.array(kept))
+    last = np.zeros(len(texts), bool)
+    last[np.cumsum(paragraph_sizes)[paragraph_sizes > 0] - 1] = True
+    return pc.binary_join_element_wise(texts, pc.if_else(pa.array(last), "\n\n", " "), "")

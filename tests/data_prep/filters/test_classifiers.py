@@ -66,4 +66,4 @@ def test_build_drops_by_each_model(model, tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["dropped"]["reasons"] == {"classifier lid.bin": 30}
     assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
-    assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["models"]
+    assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["options"]["digests"]

@@ -1,0 +1,101 @@
+"""Documents as they go into the sequences: cleaned, filtered, without duplicates, in Parquet files that a build can read.
+
+Columns: `text`, `source` (the file), `document` (its place there: byte, or row of a table), `tokens` that were kept of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.executor import work_files
+from data_prep.executor.journal import Stages
+from data_prep.executor.work_files import DOCUMENT, BuildJob, ItemResult, Writer
+from data_prep.tokens.encoder import Encoded
+from megabert.common.files import write_whole
+
+FOLDER = "text"
+# documents and tokens that were kept of each file
+BY_SOURCE = "sources.csv"
+# work files of a task, read-TASK.NAME: UTF-8 of its sentences, their bytes, and where its documents were
+NAMES = ("texts", "text-sizes", "places")
+PLACE = np.dtype([("source", "<u4"), ("document", "<u8")])
+
+
+@dataclass(frozen=True)
+class SavedTask:
+    """A task whose documents are written, the mask that applies to it ("" | keep | trim), and its files."""
+
+    task: int
+    mask: str
+    sources: tuple[str, ...] = field(repr=False)
+    folder: str = field(repr=False)
+
+
+def write(
+    files: Mapping[str, Writer], numbers: dict[str, int], places: Sequence[tuple[str, int]], encoded: Encoded
+) -> None:
+    """Append the work files of documents read at `places`, (file, document) each; `numbers` are those of the task's files."""
+    assert encoded.texts is not None
+    texts = encoded.texts.cast(pa.binary())
+    ends = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
+    rows = [(numbers.setdefault(path, len(numbers)), document) for path, document in places]
+    for name, array in zip(NAMES, (data[ends[0] : ends[-1]], np.diff(ends), np.array(rows, PLACE)), strict=True):
+        files[name].write(array)
+
+
+def run(stages: Stages, job: BuildJob, tasks: list[SavedTask], folder: Path) -> None:
+    """Write the documents of all tasks, and BY_SOURCE, to `folder`."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    kept: dict[str, list[int]] = {}
+    for result in stages.map("texts", save, job, tasks).results:
+        for source, *counts in result.facts["sources"]:
+            kept[source] = [a + b for a, b in zip(kept.get(source, [0, 0]), counts, strict=True)]
+    table = io.StringIO()
+    rows = ((source, *kept[source]) for source in sorted(kept, key=lambda source: (-kept[source][1], source)))
+    csv.writer(table, lineterminator="\n").writerows([("source", "documents", "tokens"), *rows])
+    write_whole(folder / BY_SOURCE, table.getvalue().encode())
+
+
+def save(job: BuildJob, item: SavedTask) -> ItemResult:
+    """Write text/part-TASK.parquet, none where nothing of the task is left; the fact "sources": (file, documents, tokens)."""
+    import pyarrow.parquet as parquet
+
+    result = ItemResult()
+    stem = f"read-{item.task:07d}"
+    documents = work_files.read(job, f"{stem}.documents", DOCUMENT)
+    lengths = work_files.read(job, f"{stem}.sentences", "uint32").astype(np.int64)
+    data, sizes = work_files.read(job, f"{stem}.texts", "uint8"), work_files.read(job, f"{stem}.text-sizes", "int32")
+    places = work_files.read(job, f"{stem}.places", PLACE)
+    edges = np.append(0, np.cumsum(sizes)).astype(np.int32)
+    texts = pa.StringArray.from_buffers(len(sizes), pa.py_buffer(edges), pa.py_buffer(data))
+    left = Encoded(np.repeat(np.arange(len(lengths)), lengths), lengths, documents["sentences"].astype(np.int64), texts)
+    if item.mask:
+        left = left.select_sentences(work_files.read(job, f"{item.mask}-{item.task:07d}.mask", "bool"))
+    keep = left.document_sizes > 0
+    left, places = left.select(keep), places[keep]
+    tokens = left.document_tokens()
+    used, documents_of = np.unique(places["source"], return_counts=True)
+    tokens_of = np.bincount(places["source"], tokens, len(item.sources)).astype(int)
+    result.facts["sources"] = [
+        (item.sources[i], n, int(tokens_of[i])) for i, n in zip(used.tolist(), documents_of.tolist(), strict=True)
+    ]
+    if len(tokens):
+        columns = {
+            "text": left.document_texts(), "source": pa.array(item.sources).take(pa.array(places["source"])),
+            "document": pa.array(places["document"]), "tokens": pa.array(tokens, pa.uint32()),
+        }  # fmt: skip
+        path = Path(item.folder, FOLDER, f"part-{item.task:07d}.parquet")
+        with io.BytesIO() as file:
+            parquet.write_table(pa.table(columns), file, compression="zstd")
+            write_whole(path, file.getvalue())
+        result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
+    return result
