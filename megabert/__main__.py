@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
     "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
+    "pairs": Command("megabert.commands.pairs", "scores of minimal pairs: BLiMP, Zorro"),
     "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
     "glue": Command("megabert.finetune.glue", "every task of GLUE, to one table", saves=True),

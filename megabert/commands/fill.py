@@ -29,14 +29,8 @@ class Filler:
         """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
         import torch
 
-        from megabert.hf.read import MLM_HEAD
-
-        if MLM_HEAD in pretrained.initialised:
-            raise ValueError(
-                f"{pretrained.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
-            )
         self.config, self.tokenizer = pretrained.config, pretrained.tokenizer
-        self.model = pretrained.model(torch.device("cpu"))
+        self.model = pretrained.language_model(torch.device("cpu"))
 
     def fill(self, text: str, top: int = 5) -> Filled:
         """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is

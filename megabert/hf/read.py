@@ -78,6 +78,14 @@ class Pretrained:
         built.load_state_dict(self.weights)
         return built.to(device, dtype).eval()
 
+    def language_model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
+        """The same, to predict words. Raises ValueError for a Hugging Face folder whose weights are no language model's."""
+        if MLM_HEAD in self.initialised:
+            raise ValueError(
+                f"{self.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it predicts no words; name another"
+            )
+        return self.model(device, dtype)
+
 
 def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder, or a model of the hub.

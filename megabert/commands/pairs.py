@@ -1,0 +1,72 @@
+"""Minimal pairs: how often a model finds the right one of two sentences likelier.
+
+megabert pairs --model DIR --pairs blimp/                   BLiMP's .jsonl files; the table by field and paradigm
+megabert pairs --model DIR --pairs zorro/ --json FILE       Zorro's .txt files; the same as JSON
+
+DIR is a run folder, one of its checkpoints, or a Hugging Face folder. A masked model scores a sentence by its
+pseudo-log-likelihood, a causal one by its likelihood. Ties count half; the BabyLM challenge's scorer counts them as right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, code_of, command
+
+PRECISIONS = "of the model: bf16 is faster where the processor has it, and makes ties"
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """Fields with their paradigms, percent right."""
+    lines = []
+    for field, accuracy in table["fields"].items():
+        lines.append(f"{100 * accuracy:6.2f}  {field}")
+        of_field = ((name, values) for name, values in table["paradigms"].items() if values["field"] == field)
+        lines += [f"{100 * values['accuracy']:10.2f}  {name} ({values['pairs']} pairs)" for name, values in of_field]
+    ties = f", {table['ties']} of them ties, which count half" if table["ties"] else ""
+    lines.append(
+        f"{100 * table['accuracy']:6.2f}  mean of {len(table['paradigms'])} paradigms ({table['pairs']:,} pairs{ties})"
+    )
+    return "\n".join(lines)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.pairs"), description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add("--pairs", required=True, metavar="PATH", help=".jsonl or .txt file, or a folder of them")
+    add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
+    add("--json", default="", metavar="FILE", help="also write the table to this file")
+    add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
+    moved = "the run's tokenizer, where its dataset is no longer in its place"
+    add("--tokenizer", default="", metavar="FILE", help=moved)
+    args = parser.parse_args(argv)
+    if args.each < 0:
+        raise ValueError(f"--each {args.each}: must be 0 or more")
+    if args.json and not Path(args.json).parent.is_dir():
+        raise ValueError(f"{Path(args.json).parent}: no such folder")
+    import torch
+
+    from megabert import hf
+    from megabert.common.environment import keep_freed_memory
+    from megabert.common.files import write_whole
+    from megabert.minimal_pairs import read_pairs, score_pairs
+
+    keep_freed_memory()
+    pairs = read_pairs(args.pairs, args.each)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
+    table = score_pairs(hf.load(args.model, args.tokenizer), pairs, dtype)
+    if args.json:
+        text = json.dumps({"model": args.model} | table, indent=1) + "\n"
+        write_whole(Path(args.json), text.encode())
+    print(as_text(table))
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))

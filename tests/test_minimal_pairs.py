@@ -1,0 +1,92 @@
+"""Scores of sentences are those of a plain loop over transformers' model on the exported folder; tables are as BLiMP's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megabert import hf
+from megabert.commands import export, pairs
+from megabert.minimal_pairs import Pair, SentenceScorer, read_pairs, table_of
+from tests.helpers import runs
+
+SENTENCES = [
+    "the quick brown fox jumps",
+    "she sells sea shells",
+    "the",
+    "fox the she over the lazy dog by the sea shore",
+]
+
+
+@pytest.mark.parametrize(("kind", "causal"), [("uncased", False), ("uncased", True)])
+def test_scores_are_those_of_a_plain_loop(kind: str, causal: bool, tmp_path: Path) -> None:
+    run = runs.make(tmp_path / "run", kind, causal=causal)
+    export.export(run, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    kind_of_model = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
+    peer = kind_of_model.from_pretrained(tmp_path / "hf").eval()
+    want = []
+    for sentence in SENTENCES:
+        ids = tokenizer(sentence, return_tensors="pt")["input_ids"]
+        total = 0.0
+        for i in range(1, ids.shape[1] - 1):
+            seen = ids.clone()
+            seen[0, i] = tokenizer.mask_token_id
+            with torch.no_grad():
+                logits = peer(ids).logits[0, i - 1] if causal else peer(seen).logits[0, i]
+            total += logits.log_softmax(-1)[ids[0, i]].item()
+        want.append(total)
+    scorer = SentenceScorer(hf.load(run))
+    np.testing.assert_allclose(scorer.score(SENTENCES), want, rtol=1e-5)
+    with pytest.raises(ValueError, match="'' has 0 tokens; the model scores 1 to"):
+        scorer.score(["the", ""])
+
+
+def test_fields_are_means_and_ties_count_half() -> None:
+    scores = {"right": -1.0, "wrong": -2.0, "same": -2.0}
+    of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
+    table = table_of([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], scores)
+    assert table["fields"] == {"f": 0.75, "g": 0.5}
+    assert table["paradigms"]["a"] == {"field": "f", "pairs": 2, "accuracy": 0.5}
+    assert (table["accuracy"], table["pairs"], table["ties"]) == (pytest.approx(2 / 3), 4, 1)
+
+
+def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
+    lines = [
+        {"sentence_good": f"good {i}", "sentence_bad": f"bad {i}", "field": "syntax", "UID": "x_1"} for i in range(3)
+    ]
+    (tmp_path / "x_1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "npi-matrix_question.txt").write_text("wrong a\nright a\nwrong b\nright b\n")
+    assert read_pairs(tmp_path, each=1) == [
+        Pair("good 0", "bad 0", "x_1", "syntax"),
+        Pair("right a", "wrong a", "npi-matrix_question", "npi"),
+    ]
+    assert len(read_pairs(tmp_path)) == 5
+    (tmp_path / "odd.txt").write_text("one\ntwo\nthree\n")
+    with pytest.raises(ValueError, match="odd.txt: has 3 lines, which are no pairs"):
+        read_pairs(tmp_path)
+    (tmp_path / "x_2.jsonl").write_text(json.dumps(lines[0]) + '\n{"sentence_good": "alone"}\n')
+    with pytest.raises(ValueError, match="x_2.jsonl, line 2: no object with sentence_good and sentence_bad"):
+        read_pairs(tmp_path / "x_2.jsonl")
+    with pytest.raises(ValueError, match="neither a .jsonl or .txt file nor a folder"):
+        read_pairs(tmp_path / "nowhere")
+
+
+def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None:
+    run = runs.make(tmp_path / "run", "uncased")
+    (tmp_path / "npi-question.txt").write_text("the fox the\nthe quick fox\n" * 3)
+    command = ["--model", str(run), "--pairs", str(tmp_path / "npi-question.txt"), "--json", str(tmp_path / "out.json")]
+    assert pairs.main(command) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
+    shown = capsys.readouterr().out
+    assert (
+        f"{100 * written['accuracy']:.2f}  mean of 1 paradigms (3 pairs" in shown and "npi-question (3 pairs)" in shown
+    )
+    assert pairs.main([*command[:4], "--each", "-1"]) == 2
+    assert "--each -1: must be 0 or more" in capsys.readouterr().err
