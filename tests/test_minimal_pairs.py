@@ -63,17 +63,17 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "x_1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "npi-matrix_question.txt").write_text("wrong a\nright a\nwrong b\nright b\n")
     assert read_pairs(tmp_path, each=1) == [
-        Pair("good 0", "bad 0", "x_1", "syntax"),
         Pair("right a", "wrong a", "npi-matrix_question", "npi"),
+        Pair("good 0", "bad 0", "x_1", "syntax"),
     ]
     assert len(read_pairs(tmp_path)) == 5
     (tmp_path / "odd.txt").write_text("one\ntwo\nthree\n")
-    with pytest.raises(ValueError, match="odd.txt: has 3 lines, which are no pairs"):
+    with pytest.raises(ValueError, match=r"odd\.txt: has 3 lines, which are no pairs"):
         read_pairs(tmp_path)
     (tmp_path / "x_2.jsonl").write_text(json.dumps(lines[0]) + '\n{"sentence_good": "alone"}\n')
-    with pytest.raises(ValueError, match="x_2.jsonl, line 2: no object with sentence_good and sentence_bad"):
+    with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
         read_pairs(tmp_path / "x_2.jsonl")
-    with pytest.raises(ValueError, match="neither a .jsonl or .txt file nor a folder"):
+    with pytest.raises(ValueError, match=r"neither a \.jsonl or \.txt file nor a folder"):
         read_pairs(tmp_path / "nowhere")
 
 

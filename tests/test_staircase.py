@@ -22,7 +22,7 @@ MEGABERT = (
     ("checkpoint",),
     ("hf",),
     ("metrics", "spikes"),
-    ("evaluation",),
+    ("evaluation", "minimal_pairs"),
     ("distillation",),
     ("trainer",),
     ("pretraining",),
