@@ -91,12 +91,19 @@ def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]
 def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
     wanted = task.columns(labelled)
     may_be_empty = task.label if task.kind == "multilabel" else None
-    cut = 0
+    cut = count = 0
     for number, (where, row) in enumerate(tables.rows(path, wanted, False, task.cut_rows, task.ragged)):
         if task.cut_rows and not (row and all(cell is not None and str(cell).strip() for cell in row)):
             cut += 1
             continue
         cells = dict(zip(wanted, row, strict=True))
+        if task.kind == "score" and task.pair and isinstance(cells[task.text[1]], list):
+            for text, value in _ranked(
+                where, cells[task.text[0]], cells[task.text[1]], cells.get(task.label), labelled
+            ):
+                yield TextExample(str(count), where, cells[task.text[0]], text, value)
+                count += 1
+            continue
         for name, value in cells.items():
             if name != may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
                 raise ValueError(f"{where}: column {name!r} is empty; fill it or remove the line")
@@ -108,6 +115,27 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
         yield TextExample(identity, where, a, b, label)
     if cut:
         log.warning(f"{path}: {cut:,} rows are cut at a tab or a line end and left out")
+
+
+def _ranked(
+    where: str, query: Any, texts: list[Any], values: Any, labelled: bool
+) -> Iterator[tuple[str, float | None]]:
+    """Each text of a query with its score: `values` are the scores, or the negatives, whose score is 0 and that of `texts` 1. A
+    text that is the query or one of the positives is no negative."""
+    values = values if labelled else []
+    if not (isinstance(values, list) and all(isinstance(one, str) and one.strip() for one in [query, *texts])):
+        raise ValueError(f"{where}: is not a query, a list of its texts, and a list of their scores or of negatives")
+    if not labelled:
+        yield from ((text, None) for text in texts)
+    elif values and all(isinstance(one, str) and one.strip() for one in values):
+        yield from ((text, 1.0) for text in texts)
+        yield from ((text, 0.0) for text in values if text not in (query, *texts))
+    elif len(values) == len(texts) and all(type(one) in (int, float) and math.isfinite(one) for one in values):
+        yield from zip(texts, map(float, values), strict=True)
+    else:
+        raise ValueError(
+            f"{where}: has {len(values)} scores of {len(texts)} texts, or some that are not finite numbers"
+        )
 
 
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Example, QuestionExample, SentenceExample, TextExample
-from megabert.finetune.tasks import LABELLED, Task
+from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
 
 # Tokens; of Devlin et al. 2019's own code.
 MAX_QUESTION = 64
@@ -63,8 +63,9 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")
-    if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
-        raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
+    binary = [name for name in BINARY_METRICS if task.kind == "classify" and name in task.metrics]
+    if binary and len(labels) > 2:
+        raise ValueError(f"task {task.name}: {binary[0]} is of two labels, there are {len(labels)}; take macro_f1")
     return labels
 
 

@@ -131,6 +131,8 @@ def card(finetuned: Finetuned, name: str) -> str:
     }
     shape |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
     shape |= {"max_length": described.max_length, "tokenizer SHA-256": finetuned.tokenizer.sha256}
+    if described.threshold != 0.5:
+        shape["threshold"] = f"`{described.labels[1]}` where its probability is above {described.threshold:.6g}"
     scores = {metric: f"{value:.4f}" for metric, value in results.get("dev", {}).items()}
     tables = {
         "Settings": shape | results.get("settings", {}),

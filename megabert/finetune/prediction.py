@@ -137,7 +137,8 @@ def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: 
         with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):
             for examples, items in chunks:
                 logits = logits_of(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
-                yield examples, scores.decode(task, examples, items, logits, model.described.labels)
+                described = model.described
+                yield examples, scores.decode(task, examples, items, logits, described.labels, described.threshold)
                 bar.update(len(examples))
 
     return scores.write(task, predicted(), output)

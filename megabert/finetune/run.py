@@ -8,7 +8,7 @@ learning rates resumes.
     OUTPUT/settings.json            what all runs have in common
     OUTPUT/summary.json             the command, every learning rate, every run
     OUTPUT/RUN/best/                the best weights (`megabert.finetune.save`)
-    OUTPUT/RUN/predictions-dev.*    and predictions-test.*, of the best weights
+    OUTPUT/RUN/predictions-dev.*    and predictions-test.*, of the best weights; labels-*.tsv, their scores by label
     OUTPUT/RUN/metrics.jsonl        and tensorboard/, as in pre-training
     OUTPUT/RUN/result.json          written last: the run is finished
 """
@@ -24,7 +24,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, runs_of
-from megabert.finetune.tasks import Task
+from megabert.finetune.tasks import Task, goodness
 from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
 from megabert.trainer import Trainer
@@ -112,6 +112,10 @@ def encode_splits(
     Raises ValueError naming file and line of a label that is not among them.
     """
     labels = encoding.labels_of(task, examples["train"])
+    if settings.threshold != "half" and (task.kind != "classify" or len(labels) != 2):
+        raise ValueError(
+            f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
+        )
     examples = {name: part[: limit or None] for name, part in examples.items()}
     lengths = settings.max_length, settings.stride
     items = {name: encoding.encode(task, part, tokenizer, labels, *lengths) for name, part in examples.items()}
@@ -213,13 +217,14 @@ class FineTuning:
         """Predictions and scores of the best weights; the run is finished. A collective."""
         # Rank 0 has written them.
         self.world.barrier()
-        module = save.load(self.folder / "best", self.world.device).module
+        best = save.load(self.folder / "best", self.world.device)
         scores_by_split: dict[str, dict[str, float]] = {}
         for split in sorted(self.data.items.keys() - {"train"}):
-            scores_by_split[split], predictions = self.judge(module, split, trainer.watchdog.progress)
+            threshold = best.described.threshold
+            judged = self.judge(best.module, split, trainer.watchdog.progress, threshold)
+            scores_by_split[split], predictions, _ = judged
             if self.world.is_main:
-                path = self.folder / f"predictions-{split}.{scores.SUFFIXES.get(self.data.task.kind, 'tsv')}"
-                scores.write(self.data.task, [(self.data.examples[split], predictions)], path)
+                self.write_predictions(split, predictions)
         result = {
             "name": self.name,
             "settings": asdict(self.settings),
@@ -235,15 +240,32 @@ class FineTuning:
             shutil.rmtree(trainer.checkpoints.folder, ignore_errors=True)
         return result
 
+    def write_predictions(self, split: str, predictions: Sequence[Any]) -> None:
+        """The predictions of a split, and its scores by label where it has labels."""
+        task, examples = self.data.task, self.data.examples[split]
+        scores.write(
+            task,
+            [(examples, predictions)],
+            self.folder / f"predictions-{split}.{scores.SUFFIXES.get(task.kind, 'tsv')}",
+        )
+        if rows := scores.by_label(task, examples, predictions, self.data.labels):
+            lines = [f"{name}\t{p:.4f}\t{r:.4f}\t{f1:.4f}\t{support}\n" for name, p, r, f1, support in rows]
+            head = "label\tprecision\trecall\tf1\tsupport\n"
+            write_whole(self.folder / f"labels-{split}.tsv", (head + "".join(lines)).encode())
+
     def judge(
-        self, module: heads.Finetuner, split: str, progress: Callable[[], None]
-    ) -> tuple[dict[str, float], list[Any]]:
-        """A split's scores and predictions, on every rank. A collective."""
+        self, module: heads.Finetuner, split: str, progress: Callable[[], None], threshold: float | None = None
+    ) -> tuple[dict[str, float], list[Any], float]:
+        """A split's scores and predictions, and their threshold, which is chosen as the settings say unless given; on every rank.
+        A collective."""
         task, labels = self.data.task, self.data.labels
         examples, items = self.data.examples[split], self.data.items[split]
         logits = logits_of(module, items, self.described.layout, self.world, progress=progress)
-        predictions = scores.decode(task, examples, items, logits, labels)
-        return scores.score(task, examples, predictions, labels), predictions
+        if threshold is None:
+            chosen = self.settings.threshold == "f1"
+            threshold = scores.best_threshold(scores.truth_of(task, examples), logits, labels) if chosen else 0.5
+        predictions = scores.decode(task, examples, items, logits, labels, threshold)
+        return scores.score(task, examples, predictions, labels, logits), predictions, threshold
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
@@ -267,8 +289,8 @@ class FineTuning:
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
-        dev_scores, _ = self.judge(self.module, "dev", progress)
-        value, best = dev_scores[self.metric], self.best.scores.get(self.metric, -math.inf)
+        dev_scores, _, threshold = self.judge(self.module, "dev", progress)
+        value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best.scores))
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
         log.info(f"{self.name}  step {step:>6,}  dev  {shown}{'  (best so far)' if better else ''}")
@@ -277,7 +299,8 @@ class FineTuning:
             weights = self.engine.consolidated_weights()
             if self.world.is_main:
                 results = {"step": step, "dev": dev_scores, "settings": asdict(self.settings)}
-                save.save(self.folder / "best", self.described, weights, self.start.tokenizer, results)
+                described = replace(self.described, threshold=threshold)
+                save.save(self.folder / "best", described, weights, self.start.tokenizer, results)
         return {f"dev/{name}": v for name, v in dev_scores.items()}
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
@@ -430,7 +453,7 @@ def train_missing(
 
 
 def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the seeds (0 for one run) of each learning rate, the best mean of dev's `metric` first."""
+    """Mean and standard deviation over the seeds (0 for one run) of each learning rate, that with dev's best mean of `metric` first."""
     points = []
     for lr in dict.fromkeys(result["settings"]["lr"] for result in results):
         runs = [result for result in results if result["settings"]["lr"] == lr]
@@ -443,7 +466,7 @@ def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[st
             }
         seconds = round(statistics.fmean(run["seconds"] for run in runs), 3)
         points.append({"point": {"lr": lr}, "runs": len(runs), "scores": scores, "seconds": seconds})
-    return sorted(points, key=lambda point: -point["scores"]["dev"][metric]["mean"])
+    return sorted(points, key=lambda point: -goodness(metric, point["scores"]["dev"][metric]["mean"]))
 
 
 def table(points: Sequence[Mapping[str, Any]]) -> str:

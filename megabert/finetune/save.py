@@ -38,13 +38,15 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "task.json"
 
 @dataclass(frozen=True)
 class Described:
-    """Everything about a fine-tuned model but its weights. `max_length` and `stride` as `encoding.encode` takes them."""
+    """Everything about a fine-tuned model but its weights. `max_length` and `stride` as `encoding.encode` takes them, `threshold` as
+    `scores.decode`."""
 
     task: Task
     labels: tuple[str, ...]
     max_length: int
     stride: int
     config: Config
+    threshold: float = 0.5
 
     @property
     def outputs(self) -> int:
@@ -78,7 +80,7 @@ def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, in place of the one that an earlier call wrote there."""
-    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride")}
+    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride", "threshold")}
     tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
@@ -106,7 +108,8 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
         # JSON has lists for tuples.
         task: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
         config = configuration.from_dict(tree["config"])
-        described = Described(Task(**task), tuple(tree["labels"]), tree["max_length"], tree["stride"], config)
+        lengths = tree["max_length"], tree["stride"]
+        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, float(tree["threshold"]))
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None

@@ -1,6 +1,6 @@
 """Scores: logits to predictions, predictions to metrics by their published rules, and the files of predictions.
 
-All metrics are fractions (1.0 is best), correlations -1 to 1. Where a rule divides by zero (constant predictions, no entity
+All metrics are fractions (1.0 is best), correlations -1 to 1, mae in the unit of the scores. Where a rule divides by zero (constant predictions, no entity
 anywhere) the metric is 0.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 
 from megabert.common.errors import BadTraining
 from megabert.common.files import appearing_file, write_whole
-from megabert.finetune.datasets import Example
+from megabert.finetune.datasets import ENTITY_METRICS, Example
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.tasks import Task
+from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 
 # Tokens of an answer, and answers that are kept; both of Devlin et al. 2019's own code.
 MAX_ANSWER = 30
@@ -40,8 +40,9 @@ def decode(
     items: Sequence[TaskItem],
     logits: Sequence[np.ndarray],
     labels: Sequence[str],
+    threshold: float = 0.5,
 ) -> list[Any]:
-    """One prediction an example. `logits[i]` are of item i:
+    """One prediction an example; of two labels the last one where its probability is above `threshold`. `logits[i]` are of item i:
 
     classify [k] -> label; multilabel [k] -> list of labels; score [1] -> float; tag [p, k] -> list of tags; span [p, 2]
     (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, the text "" where the task allows no answer and its
@@ -66,7 +67,30 @@ def decode(
         return [float(logits[i][0]) for (i,) in windows]
     if task.kind == "multilabel":
         return [[label for label, value in zip(labels, logits[i], strict=True) if value > 0] for (i,) in windows]
+    if len(labels) == 2:
+        least = math.log(threshold / (1 - threshold))
+        return [labels[int(margin > least)] for margin in margins([logits[i] for (i,) in windows])]
     return [labels[int(logits[i].argmax())] for (i,) in windows]
+
+
+def margins(logits: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [n]: log odds of the last of two labels."""
+    both = np.asarray(logits, np.float64)
+    return both[:, 1] - both[:, 0]
+
+
+def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
+    """The probability above which the last of two labels has its best F1; a half where no example has it. It lies midway, in log
+    odds, between two examples, so that rounding moves none of them across."""
+    from sklearn import metrics
+
+    odds = margins(logits)
+    if labels[1] not in truth:
+        return 0.5
+    precision, recall, least = metrics.precision_recall_curve([label == labels[1] for label in truth], odds)
+    at = int(np.argmax(2 * precision * recall / np.maximum(precision + recall, 1e-12)))
+    middle = float(least[at] + least[at - 1]) / 2 if at else float(least[0]) - 1
+    return 1 / (1 + math.exp(-middle))
 
 
 def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float) -> dict[str, Any]:
@@ -93,26 +117,41 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
 # ---- predictions to metrics
 
 
-def score(
-    task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str] = ()
-) -> dict[str, float]:
-    """The task's metrics by name, in their order.
-
-    `labels` as in training: the F1 of two classes is of the last one. Raises ValueError for examples without labels.
-    """
+def truth_of(task: Task, examples: Sequence[Example]) -> list[Any]:
+    """What the predictions should be. Raises ValueError for examples without labels."""
     field = {"tag": "tags", "span": "answers"}.get(task.kind, "label")
     truth: list[Any] = [getattr(example, field) for example in examples]
     if None in truth:
         raise ValueError(f"{examples[truth.index(None)].where}: has no label to score against")
+    return truth
+
+
+def score(
+    task: Task,
+    examples: Sequence[Example],
+    predictions: Sequence[Any],
+    labels: Sequence[str] = (),
+    logits: Sequence[np.ndarray] = (),
+) -> dict[str, float]:
+    """The task's metrics by name, in their order.
+
+    `labels` as in training: the F1 of two classes is of the last one, and so is its AUROC, which is of `logits`. Raises ValueError
+    for examples without labels.
+    """
+    truth = truth_of(task, examples)
     with warnings.catch_warnings():
         # The libraries warn where they divide by zero.
         warnings.simplefilter("ignore")
         if task.kind == "classify":
             figures = _classified(truth, predictions, labels)
+            if "auroc" in task.metrics:
+                figures["auroc"] = _area(truth, logits, labels)
         elif task.kind == "multilabel":
             figures = _label_sets(truth, predictions, labels)
         elif task.kind == "score":
             figures = _correlated(truth, predictions)
+            if set(RANKING_METRICS) & set(task.metrics):
+                figures |= _ranked([getattr(example, "a", "") for example in examples], truth, predictions)
         elif task.kind == "tag":
             figures = _tagged([list(tags) for tags in truth], predictions)
         else:
@@ -131,6 +170,15 @@ def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[s
         "macro_f1": metrics.f1_score(truth, predictions, labels=present, average="macro", zero_division=0),
         "matthews": metrics.matthews_corrcoef(truth, predictions),
     }
+
+
+def _area(truth: list[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
+    """Area under the ROC curve of the last of two labels."""
+    from sklearn import metrics
+
+    return (
+        metrics.roc_auc_score([label == labels[1] for label in truth], margins(logits)) if len(set(truth)) > 1 else 0.0
+    )
 
 
 def _label_sets(
@@ -152,10 +200,33 @@ def _label_sets(
 def _correlated(truth: list[float], predictions: Sequence[float]) -> dict[str, float]:
     from scipy import stats
 
+    error = {"mae": float(np.abs(np.subtract(truth, predictions)).mean())}
     if len(truth) < 2:
-        return {"pearson": 0.0, "spearman": 0.0}
+        return {"pearson": 0.0, "spearman": 0.0} | error
     found = {"pearson": stats.pearsonr(truth, predictions), "spearman": stats.spearmanr(truth, predictions)}
-    return {name: float(np.nan_to_num(result.statistic)) for name, result in found.items()}
+    return {name: float(np.nan_to_num(result.statistic)) for name, result in found.items()} | error
+
+
+def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
+    """Means over the queries that have several texts, one of them relevant (score above 0): the reciprocal rank of the best ranked
+    relevant one (below all others of its prediction), and nDCG with the scores as gains, ties averaged (Järvelin and Kekäläinen
+    2002; McSherry and Najork 2008). Raises ValueError for a score below 0."""
+    from sklearn import metrics
+
+    if min(truth) < 0:
+        raise ValueError(f"score {min(truth)}: ndcg and mrr take scores of 0, not relevant, and above")
+    by_query: dict[str, list[int]] = {}
+    for i, query in enumerate(queries):
+        by_query.setdefault(query, []).append(i)
+    true, found = np.asarray(truth), np.asarray(predictions)
+    reciprocal, gains = [], []
+    for places in by_query.values():
+        gain, value = true[places], found[places]
+        if len(places) > 1 and gain.max() > 0:
+            best = value[gain > 0].max()
+            reciprocal.append(1 / (1 + int((value[gain == 0] >= best).sum())))
+            gains.append(float(metrics.ndcg_score([gain], [value])))
+    return {"mrr": float(np.mean(reciprocal or [0.0])), "ndcg": float(np.mean(gains or [0.0]))}
 
 
 def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[str, float]:
@@ -165,6 +236,37 @@ def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[st
 
     precision, recall, f1, _ = precision_recall_fscore_support(truth, predictions, average="micro", zero_division=0)
     return {"precision": precision, "recall": recall, "f1": f1, "accuracy": accuracy_score(truth, predictions)}
+
+
+def by_label(
+    task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str]
+) -> list[tuple[str, float, float, float, int]]:
+    """(label, precision, recall, F1, support) of every label, of tags of every kind of entity; [] of the kinds without labels."""
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as of_entities
+    from sklearn import metrics
+
+    if task.kind not in LABELLED:
+        return []
+    truth: list[Any] = truth_of(task, examples)
+    if task.kind == "tag" and ENTITY_METRICS & set(task.metrics):
+        truth = [list(tags) for tags in truth]
+        names = sorted({tag[2:] for of in (truth, predictions) for tags in of for tag in tags if tag != "O"})
+        figures = of_entities(truth, predictions, average=None, zero_division=0) if names else ()
+    else:
+        if task.kind == "tag":
+            truth, predictions = ([tag for tags in of for tag in tags] for of in (truth, predictions))
+        names = list(labels)
+        if task.kind == "multilabel":
+            truth, predictions = (
+                [[label in chosen for label in labels] for chosen in of] for of in (truth, predictions)
+            )
+        numbers = range(len(labels)) if task.kind == "multilabel" else names
+        figures = metrics.precision_recall_fscore_support(truth, predictions, labels=numbers, zero_division=0)
+    return (
+        [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *figures, strict=True)]
+        if names
+        else []
+    )
 
 
 # ---- SQuAD's rules

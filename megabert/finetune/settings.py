@@ -34,6 +34,11 @@ class Settings:
     max_length: int = option(None, "tokens of a text or window; without: the task's", 8)
     stride: int = option(None, "tokens from one window to the next; without: the task's", 1)
     from_scratch: bool = option(False, "same shape, random weights")
+    threshold: str = option(
+        "half",
+        "of two labels, the probability above which the last one is predicted: a half, or where its F1 on --dev is best",
+        choices=("half", "f1"),
+    )
     precision: str = option(
         "auto", "of forward and backward; auto: bf16 where the device multiplies it", choices=("auto", "bf16", "fp32")
     )

@@ -2,7 +2,7 @@
 
     classify    one label of a set for a text or a pair of texts
     multilabel  any number of labels of a set for a text or a pair of texts
-    score       one number for a text or a pair of texts
+    score       one number for a text or a pair of texts, or for each text of a list that a query is given with
     tag         one label for each word of a sentence
     span        the span of a context that answers a question, or that there is none
 
@@ -20,15 +20,23 @@ Kind = Literal["classify", "multilabel", "score", "tag", "span"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # Kinds whose labels are those of the training file, unless the task names them.
 LABELLED = ("classify", "multilabel", "tag")
-# Metrics of each kind, the default one first; larger is better for all of them. The accuracy of multilabel is of texts whose labels are
-# all correct, that of tag of words; f1, precision and recall of tag are of entities.
+# Metrics of each kind, the default one first. f1 and auroc of classify are of two labels. The accuracy of multilabel is of texts whose
+# labels are all correct, that of tag of words; f1, precision and recall of tag are of entities. mrr and ndcg are of rankings: the
+# second texts of one first text.
 METRICS: dict[str, tuple[str, ...]] = {
-    "classify": ("accuracy", "f1", "macro_f1", "matthews"),
+    "classify": ("accuracy", "f1", "macro_f1", "matthews", "auroc"),
     "multilabel": ("micro_f1", "macro_f1", "accuracy"),
-    "score": ("pearson", "spearman"),
+    "score": ("pearson", "spearman", "mae", "mrr", "ndcg"),
     "tag": ("f1", "precision", "recall", "accuracy"),
     "span": ("f1", "em"),
 }
+# Of two labels, or of rankings.
+BINARY_METRICS, RANKING_METRICS = ("f1", "auroc"), ("mrr", "ndcg")
+
+
+def goodness(metric: str, value: float) -> float:
+    """A metric's value, larger is better."""
+    return -value if metric == "mae" else value
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class Task:
         for metric in self.metrics:
             if metric not in METRICS[self.kind]:
                 return f"metric {metric!r} is none of those of {self.kind}: {', '.join(METRICS[self.kind])}"
+            if metric in RANKING_METRICS and not self.pair:
+                return f"metric {metric} is of pairs, a query and a text; name two text columns"
         return ""
 
     def _columns_problem(self) -> str:
@@ -174,6 +184,8 @@ PRESETS: dict[str, Task] = {
         Task("qnli", "classify", ("question", "sentence"), "label", labels=_ENTAILMENT),
         Task("rte", "classify", _SENTENCES, "label", labels=_ENTAILMENT),
         Task("wnli", "classify", _SENTENCES, "label", labels=_BINARY),
+        # JSON lines of a query with texts and their scores, or with what is to be found and what is not.
+        Task("ranking", "score", ("query", "texts|positives"), "scores|negatives", metrics=("ndcg", "mrr")),
         # Lengths of SQuAD: Devlin et al. 2019.
         Task("squad1.1", "span", metrics=("f1", "em"), max_length=384, stride=128),
         Task("squad2.0", "span", metrics=("f1", "em"), unanswerable=True, max_length=384, stride=128),

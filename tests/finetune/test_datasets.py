@@ -257,6 +257,27 @@ def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
             read(PLAIN, write(tmp_path, "t.tsv.gz", data))
 
 
+def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
+    """A text that is the query, or one of the positives, is no negative."""
+    lines = [
+        {"query": "q", "positives": ["p"], "negatives": ["n", "q", "p"]},
+        {"query": "r", "texts": ["a", "b"], "scores": [2, 0.5]},
+    ]
+    path = write(tmp_path, "r.jsonl", "\n".join(map(json.dumps, lines)))
+    want = [("0", "q", "p", 1.0), ("1", "q", "n", 0.0), ("2", "r", "a", 2.0), ("3", "r", "b", 0.5)]
+    assert [(e.id, e.a, e.b, e.label) for e in read(PRESETS["ranking"], path)] == want
+    assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
+    for bad in (
+        {"texts": ["a"], "scores": [1, 2]},
+        {"texts": ["a"], "scores": [None]},
+        {"texts": [""], "scores": [1]},
+        {"positives": ["a"], "negatives": []},
+    ):
+        path.write_text(json.dumps({"query": "q"} | bad))
+        with pytest.raises(ValueError, match=r"r\.jsonl, line 1: (has \d scores of 1 texts|is not a query)"):
+            read(PRESETS["ranking"], path)
+
+
 def test_labels_of_json_and_label_sets(tmp_path) -> None:
     path = write(tmp_path, "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
     assert [e.label for e in read(PLAIN, path)] == ["1", "true"]

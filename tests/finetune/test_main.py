@@ -52,6 +52,10 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"train": ""}, "--train is missing"),
         ({"dev": "unseen.tsv"}, "unseen.tsv"),
         ({"label": "stars"}, "stars"),
+        (
+            {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev": "dev.conll", "threshold": "f1"},
+            "--threshold f1",
+        ),
         ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
         ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
         ({"batch": "0"}, "--batch 0"),

@@ -111,6 +111,35 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, st
         assert result["scores"]["dev"][main] > {"tag": 0.8, "multilabel": 0.85}[kind]
 
 
+def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) -> None:
+    """Labels 1 in 6; one epoch predicts the rare label of no text at a half."""
+    for name in ("train", "dev"):
+        lines = (base / f"classify.{name}").read_text().splitlines()
+        rare = [
+            f"{'yes' if number % 6 == 0 else 'no'}\t{line.split(chr(9))[1]}" for number, line in enumerate(lines[1:])
+        ]
+        (tmp_path / name).write_text("\n".join(["label\ttext", *rare]) + "\n")
+    task = tasks.custom("classify", text=["text"], label="label", metrics=["f1", "auroc"])
+    examples = {name: datasets.read(task, tmp_path / name) for name in ("train", "dev")}
+    found = {}
+    for threshold in ("half", "f1"):
+        settings, folder = change(epochs=1, threshold=threshold), tmp_path / threshold
+        data = run.encode_splits(task, examples, start.tokenizer, settings)
+        found[threshold] = FineTuning(folder, "n", data, start, settings, world, 2).train(StopAt(), unwatched(world))[
+            "scores"
+        ]["dev"]
+        prediction.predict_file(folder, tmp_path / "dev", tmp_path / "again.tsv")
+        assert (tmp_path / "again.tsv").read_text() == (folder / "predictions-dev.tsv").read_text()
+    assert found["f1"]["auroc"] == found["half"]["auroc"] > 0 == found["half"]["f1"] < found["f1"]["f1"]
+    assert save.load(tmp_path / "half", world.device).described.threshold == 0.5
+    assert 0 < save.load(tmp_path / "f1", world.device).described.threshold < 0.5
+    head, *rows = (tmp_path / "f1/labels-dev.tsv").read_text().splitlines()
+    assert head == "label\tprecision\trecall\tf1\tsupport" and rows[1].split("\t")[3:] == [
+        f"{found['f1']['f1']:.4f}",
+        "5",
+    ]
+
+
 def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch, start) -> None:
     """The best rate first; a finished run is freed before the next one."""
     settings, data = change(epochs=1, batch=60), data_of(base, "classify", start)
@@ -202,6 +231,8 @@ def test_point_is_mean_and_deviation_of_seeds() -> None:
     # 0.04 / sqrt(2)
     assert other["scores"]["dev"]["accuracy"] == pytest.approx({"mean": 0.72, "std": 0.0282842712})
     assert [row["point"]["lr"] for row in run.summarise(runs, "f1")] == [2e-5, 5e-5]
+    errors = [run_ | {"scores": {"dev": {"mae": run_["scores"]["dev"]["accuracy"]}}} for run_ in runs]
+    assert [row["point"]["lr"] for row in run.summarise(errors, "mae")] == [2e-5, 5e-5]
     lines = run.table([best, other]).splitlines()
     assert " ".join(lines[0].split()) == "lr runs dev accuracy dev f1 test accuracy test f1 seconds"
     assert lines[2].split()[:5] == ["2e-05", "2", "0.7200", "±", "0.0283"]

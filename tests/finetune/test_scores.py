@@ -11,10 +11,10 @@ import pytest
 from megabert.common.errors import BadTraining
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.scores import decode, normalized, overlap, score, write
+from megabert.finetune.scores import best_threshold, by_label, decode, normalized, overlap, score, write
 from megabert.finetune.tasks import METRICS, PRESETS, custom
 
-CLASSES = custom("classify", ["text"], "label", METRICS["classify"])
+CLASSES = custom("classify", ["text"], "label", ["accuracy", "f1", "macro_f1", "matthews"])
 SCORE = custom("score", ["text"], "label", ["pearson", "spearman"])
 TAG = custom("tag", metrics=METRICS["tag"])
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
@@ -68,6 +68,69 @@ def test_correlations_and_entities_by_hand() -> None:
     assert score(TAG, sentences(truth), found) == pytest.approx(want)
     none = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "accuracy": 1.0}
     assert score(TAG, sentences([["O", "O"]]), [["O", "O"]]) == none
+
+
+def two(*odds: float) -> list[np.ndarray]:
+    """Logits of two labels with these log odds of the last one."""
+    return [np.array([1.0, 1.0 + value], np.float32) for value in odds]
+
+
+def test_area_threshold_and_errors_equal_oracles() -> None:
+    binary = custom("classify", ["text"], "label", ["auroc"])
+    draw = np.random.default_rng(1)
+    truth = ["no" if value else "yes" for value in draw.random(200) < 0.8]
+    odds = np.round(draw.normal(size=200) + 0.7 * (np.array(truth) == "yes") - 2, 1)  # with ties
+    labels, given = ("no", "yes"), two(*odds)
+    figures = score(binary, texts(truth), truth, labels, given)
+    # the share of pairs of a yes and a no that are in order, ties one half (Mann and Whitney 1947)
+    ours, theirs = (odds[np.array(truth) == label] for label in ("yes", "no"))
+    pairs = np.sign(ours[:, None] - theirs[None, :])
+    assert figures == pytest.approx({"auroc": float((pairs + 1).mean() / 2)}) and 0.5 < figures["auroc"] < 0.9
+    assert score(binary, texts(["no"] * 2), ["no"] * 2, labels, two(1, 2)) == {"auroc": 0.0}
+    f1 = custom("classify", ["text"], "label", ["f1"])
+
+    def f1_at(threshold: float) -> float:
+        return score(
+            f1, texts(truth), decode(f1, texts(truth), [item(i) for i in range(200)], given, labels, threshold), labels
+        )["f1"]
+
+    chosen = best_threshold(truth, given, labels)
+    assert f1_at(chosen) == max(f1_at(1 / (1 + math.exp(-value))) for value in np.arange(-6, 4, 0.05))
+    assert f1_at(chosen) > f1_at(0.5) + 0.1
+    assert best_threshold(["no"] * 2, two(1, 2), labels) == 0.5
+    error = custom("score", ["text"], "label", ["mae"])
+    assert score(error, texts([1.0, -2.0]), [1.5, 0.0]) == {"mae": 1.25}
+
+
+def test_rankings_by_hand() -> None:
+    """Ties count against the reciprocal rank, and are averaged in nDCG; a query without a choice counts in neither."""
+    task = custom("score", ["a", "b"], "y", ["mrr", "ndcg"])
+    rows = [("q", 0.0, 0.9), ("q", 2.0, 0.5), ("q", 1.0, 0.1), ("tie", 1.0, 0.0), ("tie", 0.0, 0.0), ("one", 1.0, 5.0),
+            ("none", 0.0, 1.0), ("none", 0.0, 2.0)]  # fmt: skip
+    examples = [TextExample("0", "", query, "t", truth) for query, truth, _ in rows]
+    first = (2 / math.log2(3) + 1 / 2) / (2 + 1 / math.log2(3))
+    tie = (1 + 1 / math.log2(3)) / 2
+    want = {"mrr": (1 / 2 + 1 / 2) / 2, "ndcg": (first + tie) / 2}
+    assert score(task, examples, [found for *_, found in rows]) == pytest.approx(want)
+    with pytest.raises(ValueError, match=r"score -1\.0: ndcg and mrr take"):
+        score(task, [TextExample("0", "", "q", "t", -1.0)], [0.0])
+
+
+def test_report_by_label_by_hand() -> None:
+    truth, found = ["a", "a", "b", "c"], ["a", "b", "b", "b"]
+    want = [("a", 1.0, 1 / 2, 2 / 3, 2), ("b", 1 / 3, 1.0, 1 / 2, 1), ("c", 0.0, 0.0, 0.0, 1)]
+    assert by_label(CLASSES, texts(truth), found, "abc") == [pytest.approx(row) for row in want]
+    sets = custom("multilabel", ["t"], "y")
+    rows = by_label(sets, texts([("a", "b"), ("b",), ()]), [["a"], ["b"], ["a"]], "ab")
+    assert rows == [pytest.approx(row) for row in (("a", 1 / 2, 1.0, 2 / 3, 1), ("b", 1.0, 1 / 2, 2 / 3, 2))]
+    tags = sentences([["B-X", "I-X", "O", "B-Y"], ["O"]])
+    entities = by_label(TAG, tags, [["B-X", "O", "O", "B-Y"], ["B-Y"]], ())
+    assert entities == [pytest.approx(row) for row in (("X", 0.0, 0.0, 0.0, 1), ("Y", 1 / 2, 1.0, 2 / 3, 1))]
+    assert by_label(TAG, sentences([["O"]]), [["O"]], ()) == by_label(SCORE, texts([1.0]), [1.0], ()) == []
+    words = custom("tag", metrics=["accuracy"])
+    assert by_label(words, sentences([["N", "V"]]), [["N", "N"]], ("N", "V")) == [
+        pytest.approx(("N", 1 / 2, 1.0, 2 / 3, 1)), ("V", 0.0, 0.0, 0.0, 1)
+    ]  # fmt: skip
 
 
 # ---- SQuAD's rules
