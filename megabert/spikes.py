@@ -102,8 +102,9 @@ class SpikePolicy:
 
     @property
     def immediate(self) -> bool:
-        """Whether each update has to be judged before the next one; under the other policies later is as good."""
-        return self.settings.policy in ("skip", "rollback")
+        """Whether each update has to be judged before the next one; under the other policies later is as good: a rollback
+        forgets the updates after the spike."""
+        return self.settings.policy == "skip"
 
     def expect(self, loss: SupportsFloat) -> None:
         """Take over a loss of an update that is repeated and was judged before."""

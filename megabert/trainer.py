@@ -30,6 +30,9 @@ from megabert.metrics import Meter, RankFigures, Shown, Sinks, as_json, figures
 from megabert.optim.schedule import finished, learning_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
+# updates that the host may be ahead of what it has read of the device
+MOST_UNREAD = 64
+
 # -- what is trained -------------------------------------------------------------------------------------------------
 
 
@@ -269,10 +272,13 @@ class Trainer:
         # what the ranks agreed on last, and whether any of them has been asked to stop
         self.known: Sync | None = None
         self.stopping = False
-        # whether a checkpoint is due after the newest update, and the training time of the newest one
-        self.save_due, self.saved_seconds = False, 0.0
+        # whether a checkpoint and a log line are due after the newest update, and the training time of the newest ones
+        self.save_due = self.line_due = False
+        self.saved_seconds = self.logged_seconds = 0.0
         self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
+        # the update to roll back to before
+        self.spike: Unjudged | None = None
         self.rows = RowDigest()
         self.ranks = RankFigures(world, engine)
         self.last_eval: dict[str, float] = {}
@@ -296,10 +302,12 @@ class Trainer:
         while not self.over and not self.stopping:
             started = time.perf_counter()
             update, lr, result = self.train_update()
-            if self.account(update, result, started) and self.judge() is Decision.ROLLBACK:
-                self.roll_back(update)
+            if self.account(update, result, started):
+                self.judge()
+            if self.spike is not None:
+                self.roll_back(self.spike)
                 continue
-            if self.complete or self.state.step % self.config.log.interval == 0:
+            if self.complete or self.line_due:
                 self.log(lr)
             if self.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate()
@@ -371,6 +379,7 @@ class Trainer:
     def account(self, update: Any, result: UpdateResult, started: float) -> bool:
         """Meter an update and report it to the other ranks; whether results are read back now, and all reports are known."""
         self.save_due = self.checkpoint_due(self.state.step + 1)
+        self.line_due = self.log_due(self.state.step + 1)
         reading = self.save_due or self.reading_due(self.state.step + 1)
         if reading:
             # here, where it is training time
@@ -393,11 +402,16 @@ class Trainer:
 
     def reading_due(self, step: int) -> bool:
         """Whether something is read back from the device after update `step`. Between two such updates the host only gives
-        it work; a policy that acts on the very update reads each."""
-        if self.spike_policy.immediate or step % self.config.log.interval == 0:
+        it work, of MOST_UNREAD updates at most; a policy that acts on the very update reads each."""
+        if self.spike_policy.immediate or self.log_due(step) or len(self.unjudged) + 1 >= MOST_UNREAD:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
         return last or self.workload.evaluation_due(step)
+
+    def log_due(self, step: int) -> bool:
+        """Whether to log update `step`, the end aside; known to all ranks alike before the update."""
+        least, passed = self.config.log.seconds, self.state.seconds - self.logged_seconds
+        return step % self.config.log.interval == 0 and (not least or passed >= least)
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether to save after update `step`, the end aside; known to all ranks alike before the update."""
@@ -437,6 +451,7 @@ class Trainer:
         """An object for the sinks and a line for the terminal, from the ranks' reports of this update."""
         assert self.known is not None
         state = self.state
+        self.logged_seconds = state.seconds
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
@@ -476,14 +491,13 @@ class Trainer:
 
     # -- trouble -----------------------------------------------------------------------------------------------------
 
-    def judge(self) -> Decision:
-        """Look at the updates since the last call and act on them; the decision about the newest. Raises BadTraining where
-        the run ends."""
-        decision = Decision.OK
-        unjudged, self.unjudged = self.unjudged, []
-        for done in unjudged:
-            decision = self.judge_one(done)
-        return decision
+    def judge(self) -> None:
+        """Look at the updates since the last call and act on them, up to the first `spike` to roll back from. Raises BadTraining
+        where the run ends."""
+        while self.unjudged and self.spike is None:
+            done = self.unjudged.pop(0)
+            if self.judge_one(done) is Decision.ROLLBACK:
+                self.spike = done
 
     def judge_one(self, done: Unjudged) -> Decision:
         """Look at one update's loss and whether it was applied, act on it; the decision."""
@@ -510,17 +524,21 @@ class Trainer:
             with open(self.run_dir / TROUBLE, "a") as file:
                 file.write(as_json(entry) + "\n")
 
-    def roll_back(self, update: Any) -> None:
-        """Return to the newest checkpoint before `update`, leaving out the data from there through `update` (PaLM's recipe,
-        Chowdhery et al. 2022, section 5.1). Raises BadTraining when there is none."""
+    def roll_back(self, spike: Unjudged) -> None:
+        """Return to the newest checkpoint before `spike`, leaving out the data from there through it (PaLM's recipe,
+        Chowdhery et al. 2022, section 5.1). Where it is seen updates later, they are forgotten. Raises BadTraining when there
+        is no such checkpoint."""
+        self.agree()
         self.saves.finish()
-        path = self.checkpoints.latest(self.state.step - 1)
+        path = self.checkpoints.latest(spike.step - 1)
         if path is None:
-            raise BadTraining(f"a spike at step {self.state.step} and no checkpoint before it to roll back to")
+            raise BadTraining(f"a spike at step {spike.step} and no checkpoint before it to roll back to")
+        self.watchdog.progress()
+        self.spike, self.unjudged = None, []
         self.updates.close()
         self.sinks.close()
         self.resume(self.checkpoints.load(self.engine, path))
-        self.state.cursor = update.step + 1
+        self.state.cursor = spike.cursor + 1
         self.sinks = self.open_sinks()
         self.updates = self.workload.updates(self.state.cursor, self.share_used)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is left out")
@@ -537,7 +555,8 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
-        self.saves.step, self.saved_seconds = self.state.step, self.state.seconds
+        self.saves.step = self.state.step
+        self.saved_seconds = self.logged_seconds = self.state.seconds
         self.rows, self.known = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved["losses"], self.state.bad)
         self.workload.meter.resume(saved["meter"])

@@ -108,6 +108,33 @@ def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
     assert saved == [f"step-{step:08d}" for step in (2, 3, 5, 7)]
 
 
+def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch) -> None:
+    """Data 3 and 4 are left out, whether the spike of 4 is seen at once or one update later; lines follow the clock."""
+    found = []
+    for unread, seconds in ((64, 0.0), (3, 1e9)):
+        monkeypatch.setattr("megabert.trainer.MOST_UNREAD", unread)
+        cfg = tiny.config(
+            zero__stage=0, log__interval=1, log__seconds=seconds, log__tensorboard=False, checkpoint__asynchronous=False,
+            spikes__policy="rollback", spikes__window=8, spikes__threshold=300.0, batch__micro_size=8,
+        )  # fmt: skip
+        ours, trained = trainer(cfg, world, tmp_path / str(unread)), []
+        weights, train_update = ours.engine._weights, ours.engine.train_update
+
+        def spiked(update, lr, veto, trained=trained, ours=ours, weights=weights, train_update=train_update):
+            trained.append(update.step)
+            ours.engine._weights = weights * (50.0 if update.step == 4 else 1.0)
+            return train_update(update, lr, veto)
+
+        ours.engine.train_update = spiked
+        assert ours.train()
+        logged = sorted(lines(ours.run_dir)) if (ours.run_dir / "metrics.jsonl").exists() else []
+        found.append((trained, logged, ours.state.cursor, (ours.run_dir / "trouble.jsonl").read_text()))
+        found[-1] += ({name: w.tolist() for name, w in ours.engine.consolidated_weights().items()},)
+    assert [trained for trained, *_ in found] == [[*range(5), *range(5, 9)], [*range(6), *range(5, 9)]]
+    assert [logged for _, logged, *_ in found] == [[1, 2, 3, 4, 5, 6, 7], []]
+    assert found[0][2:] == found[1][2:] and found[0][2] == 9
+
+
 def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
     cfg = tiny.config(
         zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,

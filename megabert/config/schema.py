@@ -218,8 +218,7 @@ class SpikesConfig(Section):
     newest checkpoint before the spike and skip the data from there through the spike."""
 
     policy: Literal["off", "warn", "skip", "rollback"] = Field(
-        "warn",
-        description="warn with the next log line, skip the update, or roll back; the last two synchronise at each update",
+        "warn", description="warn or roll back with the next log line, or skip the update, which synchronises at each"
     )
     threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
     window: int = Field(128, ge=8, description="recent updates a loss is compared with; judged from a quarter on")
@@ -232,6 +231,9 @@ class WatchdogConfig(Section):
 
 class LogConfig(Section):
     interval: int = Field(10, gt=0, description="updates between log lines, and between readings of the device")
+    seconds: float = Field(
+        0.0, ge=0, description="of training between log lines, at least; 0: a line at every interval"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
     wandb: str = Field("", description="project of Weights & Biases that metrics are also sent to; empty: none")
 

@@ -53,14 +53,15 @@ def waits(world: Any) -> dict[Any, Any]:
         assert not result.skipped
         result.losses.tolist()
     found["asked for"] = dict(reads.found)
-    return found | {"run": run(world, reads)}
+    by_time = {"log__interval": 1, "log__seconds": 1e9, "spikes__policy": "rollback"}
+    return found | {"run": run(world, reads, log__interval=LINES), "by time": run(world, reads, **by_time)}
 
 
-def run(world: Any, reads: HostReads) -> dict[str, Any]:
+def run(world: Any, reads: HostReads, **settings: Any) -> dict[str, Any]:
     """A run with a bad update: what the updates before a log line waited for, and what was logged."""
     cfg = tiny.config(
-        precision="bf16", zero__stage=1, log__interval=LINES, log__tensorboard=False, schedule__total_steps=STEPS,
-        schedule__warmup_steps=0, spikes__policy="warn", checkpoint__asynchronous=False,
+        precision="bf16", zero__stage=1, log__tensorboard=False, schedule__total_steps=STEPS,
+        schedule__warmup_steps=0, checkpoint__asynchronous=False, **settings,
     )  # fmt: skip
     engine = tiny.engine(cfg, world)
     intervals: list[dict[str, int]] = []
@@ -117,8 +118,9 @@ def test_an_update_waits_for_nothing(found):
     assert sum(found["asked for"].values()) == 3, found["asked for"]  # the veto's loss, `skipped`, the losses
 
 
-def test_a_run_reads_nothing_between_its_log_lines(found):
-    run = found["run"]
-    assert len(run["intervals"]) == STEPS - 3 and not any(run["intervals"]), run["intervals"]
+@pytest.mark.parametrize(("name", "quiet"), [("run", STEPS - 3), ("by time", STEPS - 1)])
+def test_a_run_reads_nothing_between_its_log_lines(name, quiet, found):
+    run = found[name]
+    assert len(run["intervals"]) == quiet and not any(run["intervals"]), run["intervals"]
     assert len(run["trouble"]) == 1 and f'"step": {BAD}' in run["trouble"][0]
     assert run["skipped"] == (1, 1, 1) and run["updates"] == STEPS - 1
