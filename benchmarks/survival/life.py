@@ -117,7 +117,7 @@ class Life:
     def _saving(self) -> list[tuple[str, int]]:
         try:
             with os.scandir(self.run / "checkpoints") as entries:
-                return [(e.name, e.inode()) for e in entries if re.fullmatch(r"\.saving-\d+", e.name)]
+                return [(e.name, e.inode()) for e in entries if re.fullmatch(r"\.saving-\d+-\w+", e.name)]
         except FileNotFoundError:
             return []
 
@@ -139,7 +139,7 @@ class Life:
                 raise Failure(text) from None
             return ENDED_BY_LAUNCHER
         if before:
-            written = all(int(name.removeprefix(".saving-")) in committed for name, _ in before)
+            written = all(int(name.split("-")[1]) in committed for name, _ in before)
             return "while a checkpoint is committed" if written else "inside a checkpoint write"
         return "in training" if trained else "in the start"
 

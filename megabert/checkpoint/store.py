@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -32,6 +33,7 @@ from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, sync, write_whole
 from megabert.common.logs import log
 from megabert.config import CheckpointConfig
+from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, refuse_together
 
 if TYPE_CHECKING:
@@ -113,7 +115,8 @@ class Checkpoints:
         if settings is not None:
             if world.is_main:
                 self._clean()
-            world.barrier()
+            # in names of folders: a rank of a job that lost the run writes to none of the next one's
+            self._token = world.broadcast(secrets.token_hex(4))
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ class Checkpoints:
         assert self.settings is not None, "opened for reading only"
         self.finish()
         snapshot = engine.snapshot()
-        folder = self.folder / f"{SAVING}{int(state['step']):08d}"
+        folder = self.folder / f"{SAVING}{int(state['step']):08d}-{self._token}"
         writing = BackgroundTask(f"save-{folder.name}", partial(self._write, folder, snapshot))
         self._in_flight = SaveInFlight(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
         return None if self.settings.asynchronous else self.finish()
@@ -192,6 +195,7 @@ class Checkpoints:
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final, doomed = self.folder / f"step-{step:08d}", []
+        run_lock.check(self.run_dir)
         if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
             doomed += self._free(step, f"{REPLACED}{final.name}")
         os.rename(temporary, final)
@@ -211,6 +215,7 @@ class Checkpoints:
     def _free(self, step: int, name: str) -> list[Path]:
         """Rename a checkpoint to `name`, to be removed: the folder. A damaged one stays, as `damaged-…`, for who may need what
         is left of it."""
+        run_lock.check(self.run_dir)
         remove = step not in self._damaged
         self._damaged.discard(step)
         renamed = self.folder / (name if remove else f"{DAMAGED}{step:08d}-{time.time_ns()}")

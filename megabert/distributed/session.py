@@ -15,7 +15,7 @@ from megabert.common import errors, logs
 from megabert.common.environment import raise_descriptor_limit
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.distributed import ranks
+from megabert.distributed import ranks, run_lock
 from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -70,6 +70,7 @@ def run(command: Callable[[Session], int]) -> int:
         logs.setup()
         session = Session()
         code = command(session)
+        run_lock.release()
         good = True
         return code
     except (BadTraining, RankRefused) as error:  # on every rank

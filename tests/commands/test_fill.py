@@ -65,8 +65,9 @@ def test_the_likeliest_words_are_printed(tmp_path: Path, capsys) -> None:
     assert {"[PAD]", "##es", "the"} <= {word for word, _ in words}
 
 
-def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
+def test_it_reads_beside_a_locked_run(tmp_path: Path, monkeypatch) -> None:
     run = runs.make(tmp_path / "run", "uncased")
+    monkeypatch.setattr(run_lock, "BEAT", 1000.0)
     run_lock.take(run, ALONE)
     half = run / "checkpoints" / ".saving-00000009"
     half.mkdir()

@@ -1,15 +1,14 @@
-"""Two jobs never write one run; however the first one dies, the next can start at once."""
+"""Two jobs never write one run, on whichever hosts; however the first one ends, the next can start."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import fcntl
-import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,98 +16,175 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.common.errors import FAILED, exit_code
+from megabert.checkpoint import Checkpoints
+from megabert.common.errors import FAILED, USER_ERROR, describe, exit_code
+from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import CONTEXT, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-HOLD = """
-import os, sys, time, torch
-from megabert.distributed import run_lock
-from megabert.distributed.ranks import World
-run_lock.take(sys.argv[1], World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
-if os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
-print("held", flush=True)
-time.sleep(60)
-"""
+LIBC = ctypes.CDLL(None, use_errno=True)
+# linux/sched.h, linux/prctl.h
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, PR_SET_PDEATHSIG = 0x00020000, 0x04000000, 0x20000000, 1
+LIMIT = 2.0
 
 
-def hold(folder: Path, **env: str) -> subprocess.Popen[str]:
-    """A process that holds the lock of `folder`, and has a child of its own that outlives it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    return process
+def become(host: str) -> None:
+    """Continue in a process that has a host name and process ids of its own; "" stays on this host."""
+    if host:
+        assert LIBC.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWPID) == 0, os.strerror(ctypes.get_errno())
+        socket.sethostname(host)
+    if inner := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) & 0x7F)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if host:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
 
 
-def test_a_second_job_is_refused_until_the_first_dies(tmp_path):
-    holder = hold(tmp_path, SLURM_JOB_ID="77")
+def job(host: str, run: Path, outcome: Path, commits: int) -> None:
+    """Takes the run and keeps it, committing a checkpoint of the next step each moment from step `commits` on, if any."""
+    become(host)
+    os.environ["SLURM_JOB_ID"] = "77"
+    run_lock.BEAT, run_lock.LIMIT, run_lock.POLL = 0.2, LIMIT, 0.05
     try:
-        with pytest.raises(ValueError) as caught:
-            run_lock.take(tmp_path, ALONE, patience=0.3)
-        expected = f"{tmp_path} is in use by pid {holder.pid} on host {socket.gethostname()} (job 77)"
-        assert expected in str(caught.value)
-        for found in run_ranks(2, refused, str(tmp_path)):
-            assert expected in found
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
-        started = time.monotonic()
-        run_lock.take(tmp_path, ALONE, patience=0)  # its forked child is still alive
-        assert time.monotonic() - started < 1
-        os.killpg(holder.pid, 0)  # raises if that were not so
-    finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-        holder.wait()
-    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-    run_lock.take(tmp_path, ALONE, patience=0)  # ours already
+        run_lock.take(run, ALONE)
+        if commits:
+            run_lock.BEAT = 1000.0  # it is the commit that has to find out
+        checkpoints = Checkpoints(run, ALONE, CheckpointConfig(keep=1, asynchronous=False))
+        outcome.write_text("taken\n")
+        while commits:
+            folder = checkpoints.folder / f".saving-{commits:08d}-{host}"
+            folder.mkdir(parents=True)
+            checkpoints.commit(folder, commits, b"{}\n")
+            commits += 1
+            time.sleep(0.01)
+        if host == "leaves":
+            run_lock.release()
+        time.sleep(60)
+    except (ValueError, OSError) as error:
+        outcome.write_text(f"{describe(error)}\n")
+        os._exit(exit_code(error))
 
 
-def refused(world: World, folder: str) -> str:
+class Job:
+    """`job` on a host, which is a set of namespaces of this machine."""
+
+    def __init__(self, host: str, run: Path, commits: int = 0) -> None:
+        if host and os.geteuid():
+            pytest.skip("only root makes namespaces")
+        self._outcome = run.parent / f"{host}-{time.time_ns()}"
+        self._process = CONTEXT.Process(target=job, args=(host, run, self._outcome, commits), daemon=True)
+        self._process.start()
+
+    def outcome(self) -> str:
+        """ "taken", or the error."""
+        deadline = time.monotonic() + 30
+        while not self._outcome.exists() or not (text := self._outcome.read_text()).endswith("\n"):
+            assert time.monotonic() < deadline and self._process.is_alive()
+            time.sleep(0.01)
+        return text.strip()
+
+    def code(self) -> int | None:
+        self._process.join(30)
+        return self._process.exitcode
+
+    def signal(self, number: int) -> None:
+        outer = self._process.pid
+        os.kill(int(Path(f"/proc/{outer}/task/{outer}/children").read_text()), number)
+
+
+def refused(world: World, run: str) -> str:
+    run_lock.BEAT, run_lock.LIMIT, run_lock.POLL = 0.2, LIMIT, 0.05
     try:
-        run_lock.take(folder, world, patience=0.3)
+        run_lock.take(run, world)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_a_dying_holder_is_waited_for(tmp_path):
-    holder = hold(tmp_path)
-    killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 -{holder.pid}"])
-    run_lock.take(tmp_path, ALONE, patience=20)
-    holder.wait()
-    killer.wait()
+@pytest.mark.parametrize("host", ["", "n2"])
+def test_a_second_job_is_refused_beside_the_first(host, tmp_path):
+    run = tmp_path / "run"
+    first = Job("n1", run)
+    assert first.outcome() == "taken"
+    second = Job(host, run)
+    expected = f"{run} is in use by pid 1 on host n1 (job 77); wait for it, stop it, or name another run folder"
+    assert second.outcome() == expected and second.code() == USER_ERROR
+    if not host:
+        assert run_ranks(2, refused, str(run)) == [expected] * 2
+    assert os.listdir(run / "lock") == ["00000001"]
 
 
-def test_a_lock_without_text_refuses(tmp_path):
-    with (tmp_path / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="in use by another process"):
-            run_lock.take(tmp_path, ALONE, patience=0)
+@pytest.mark.parametrize(("one", "other", "least"), [("", "", 0), ("n1", "n2", LIMIT), ("leaves", "n2", 0)])
+def test_the_next_job_starts_when_the_first_ended(one, other, least, tmp_path):
+    """At once on the same host and after an orderly end, otherwise when the limit has passed."""
+    first = Job(one, tmp_path / "run")
+    assert first.outcome() == "taken"
+    if one != "leaves":
+        first.signal(signal.SIGKILL)
+        assert first.code() is not None
+    started = time.monotonic()
+    assert Job(other, tmp_path / "run").outcome() == "taken"
+    assert least * 0.9 < time.monotonic() - started < least + LIMIT
+    assert os.listdir(tmp_path / "run/lock") == ["00000002"]
 
 
-def failing(number: int) -> Any:
-    def fail(path: Any, *flags: Any) -> None:
-        raise OSError(number, os.strerror(number), str(path))
+@pytest.mark.parametrize("commits", [0, 10], ids=["renewing", "committing"])
+def test_a_suspended_owner_ends_before_it_harms(commits, tmp_path):
+    run = tmp_path / "run"
+    first = Job("n1", run, commits)
+    assert first.outcome() == "taken"
+    time.sleep(0.3)
+    first.signal(signal.SIGSTOP)
+    second = Job("n2", run)
+    assert second.outcome() == "taken"
+    newer = run / "checkpoints/step-00001000"  # of the second job; the first would remove it as newer than its own
+    newer.mkdir(parents=True)
+    first.signal(signal.SIGCONT)
+    assert first.code() == FAILED
+    assert newer.exists() and os.listdir(run / "lock") == ["00000002"]
+    second.signal(0)
 
-    return fail
+
+def test_of_several_takers_one_wins(tmp_path):
+    run = tmp_path / "run"
+    first = Job("n1", run)
+    assert first.outcome() == "taken"
+    first.signal(signal.SIGKILL)
+    takers = [Job(host, run) for host in ("n2", "n3", "", "")]
+    outcomes = [taker.outcome() for taker in takers]
+    assert outcomes.count("taken") == 1 and sum(" is in use by pid " in text for text in outcomes) == 3, outcomes
+
+
+def test_a_number_long_past_is_not_taken(tmp_path):
+    owner = run_lock.Owner("token", "host", "elsewhere", 1, "1", "")
+    assert run_lock._create(tmp_path / "00000007", owner) and not run_lock._create(tmp_path / "00000007", owner)
+    assert not run_lock._create(tmp_path / "00000006", owner)
+    assert os.listdir(tmp_path) == ["00000007"]
+
+
+def test_a_job_killed_while_it_locks_blocks_nobody(tmp_path):
+    (tmp_path / "run/lock").mkdir(parents=True)
+    (tmp_path / "run/lock/00000001").touch()
+    assert Job("", tmp_path / "run").outcome() == "taken"
+
+
+def test_an_owner_whose_lock_was_removed_ends(tmp_path):
+    first = Job("", tmp_path / "run")
+    assert first.outcome() == "taken"
+    shutil.rmtree(tmp_path / "run/lock")
+    assert Job("", tmp_path / "run").outcome() == "taken"
+    assert first.code() == FAILED
+
+
+def failing(*arguments: Any) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/lock")
 
 
 def test_a_file_system_fault_is_not_a_user_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "open", failing(errno.ESTALE))
-    with pytest.raises(OSError, match="lock: Stale file handle") as found:
+    monkeypatch.setattr(os, "listdir", failing)
+    with pytest.raises(OSError, match="run/lock: Stale file handle") as found:
         run_lock.take(tmp_path / "run", ALONE)
     assert exit_code(found.value) == FAILED
-
-
-def test_a_file_system_without_locks_warns_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
-    for _ in range(2):
-        run_lock.take(tmp_path, ALONE)
-    errors = capsys.readouterr().err
-    assert errors.count("warning:") == 1 and "has no locks" in errors and os.strerror(errno.ENOLCK) in errors
