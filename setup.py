@@ -11,10 +11,9 @@ architectures, CXX and CXXFLAGS the compiler, MAX_JOBS the number of compilers r
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,9 +26,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OBJECTS = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
-RECORD = OBJECTS / "library.json"  # which library was built last, and from what
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
 CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
+GLIBC = (2, 28)  # that torch's wheels run on
 ARCHITECTURES = ("8.0", "8.9", "9.0", "10.0")  # A100, L4 and L40, H100 and H200, B200
 
 
@@ -62,17 +61,6 @@ def native_sources() -> tuple[list[str], list[str]]:
     return cpp, cuda if wanted == "1" or (wanted == "" and find_nvcc()) else []
 
 
-def native_digest() -> str:
-    """SHA-256 over names and bytes of all that the library is made from, this file with them."""
-    found = hashlib.sha256()
-    suffixes = (".cpp", ".cu", ".cuh", ".h", ".inl")
-    inputs = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes]
-    for path in sorted([*inputs, ROOT / "setup.py"]):
-        name = path.relative_to(ROOT).as_posix()
-        found.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return found.hexdigest()
-
-
 def gencode(architectures: str) -> list[str]:
     """nvcc flags for a TORCH_CUDA_ARCH_LIST such as `8.0;9.0a+PTX` (separated by `;` or spaces)."""
     flags = []
@@ -82,6 +70,33 @@ def gencode(architectures: str) -> list[str]:
         if entry.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
+
+
+def glibc_stub(cxx: list[str], folder: Path) -> list[str]:
+    """A library to link in front of glibc: functions that got a newer version after GLIBC, under the one of before.
+
+    Without it CUDA's static runtime would need glibc 2.34, which gave every function of threads a new version. Only names
+    whose code is the same under both are in it. Empty where the C library is another one.
+    """
+    libc = subprocess.run(
+        [*cxx, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(libc).is_file():
+        return []
+    table = subprocess.run(["objdump", "-T", libc], capture_output=True, text=True, check=True).stdout
+    versions: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for place, version, name in re.findall(r"^(\w+) .*DF \.text.*?GLIBC_([\d.]+)\)?\s+(\w+)$", table, re.M):
+        versions.setdefault((name, place), []).append(tuple(map(int, version.split("."))))
+    names: dict[str, list[str]] = {}
+    for (name, _), found in versions.items():
+        if min(found) <= GLIBC < max(found):
+            names.setdefault(".".join(map(str, max(v for v in found if v <= GLIBC))), []).append(name)
+    source, script, stub = (folder / f"glibc.{suffix}" for suffix in ("c", "map", "so"))
+    source.write_text("".join(f"void {name}(void) {{}}\n" for group in names.values() for name in group))
+    script.write_text("".join(f"GLIBC_{version} {{ {'; '.join(group)}; }};\n" for version, group in names.items()))
+    link = ["-shared", "-nostdlib", "-Wl,-soname,libc.so.6", f"-Wl,--version-script={script}", "-o", str(stub)]
+    run([*cxx, "-w", "-fPIC", "-fno-builtin", "-x", "c", str(source), *link], "linking the older names of glibc")
+    return [str(stub)]
 
 
 def run(command: list[str], what: str, hint: str = "") -> None:
@@ -102,7 +117,6 @@ class BuildNative(build_ext):
             from torch.utils import cpp_extension
         except ImportError:
             sys.exit("error: building the native library needs torch: pip install torch, then --no-build-isolation")
-        digest = native_digest()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         includes = [f"-I{ROOT / 'csrc'}"]
@@ -141,7 +155,7 @@ class BuildNative(build_ext):
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             compiled = [str(path) for path in pool.map(compile_one, ext.sources)]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        libraries = [*glibc_stub(cxx, OBJECTS), *(f"-L{path}" for path in cpp_extension.library_paths())]
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
             link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
@@ -161,8 +175,6 @@ class BuildNative(build_ext):
             check += f"; torch.version.cuda and ctypes.CDLL({str(part)!r}).aoti_torch_get_current_cuda_stream"
         run([sys.executable, "-c", check], f"loading {target.name} with torch {torch.__version__}")
         part.replace(target)  # atomic: a running process keeps the library it has
-        library = hashlib.sha256(target.read_bytes()).hexdigest()
-        RECORD.write_text(json.dumps({"library": library, "native_sources": digest}) + "\n")
 
 
 def up_to_date(made: Path, command: list[str]) -> bool:

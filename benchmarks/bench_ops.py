@@ -2,8 +2,9 @@
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only attention …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, a linear layer each. Sides run in turn in one process and medians are compared (on a GPU in CUDA graphs, whose replays are
-timed by events). `mlm_loss` stands beside its three matrix products alone; `attention` is that of packed rows, beside
+BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, a linear layer each. Sides run in turn in one
+process and medians are compared (on a GPU in CUDA graphs, whose replays are timed by events; the peers run first, and where a
+side cannot be captured the process starts again without it). `mlm_loss` stands beside its three matrix products alone; `attention` is that of packed rows, beside
 scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` stand beside
 eager and compiled torch; `optimizer` is one step of Muon beside AdamW's, LAMB's, and torch.optim.Muon with AdamW. Extra memory
 is the growth at the peak of one call. Bytes (each tensor that must be read or written, once) are given as a share of the
@@ -13,6 +14,7 @@ measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, copy_bandwidth, kernel_times, quantiles, synchronise
+from benchmarks.common.measure import CaptureFailed, Memory, copy_bandwidth, kernel_times, quantiles, synchronise
 from megabert import ops
 from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
@@ -324,19 +326,27 @@ def extra_memory(call: Call, device: torch.device) -> int:
 
 
 def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
-    times = {name: quantiles(found) for name, found in kernel_times(case.sides, device, rounds, seconds).items()}
+    sides = {
+        name: case.sides[name] for name in sorted(case.sides, key=[pair[0] for pair in case.comparisons].__contains__)
+    }
+    times = {name: quantiles(found) for name, found in kernel_times(sides, device, rounds, seconds).items()}
     return {
         "op": case.name,
         "size": case.size,
         "what": case.what,
         "seconds": times,
-        "extra_memory_mib": {name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory},
+        "extra_memory_mib": {
+            name: extra_memory(sides[name], device) / 2**20 for name in case.extra_memory if name in sides
+        },
         "tflops": {name: case.flops / s["p50"] / 1e12 for name, s in times.items()} if case.flops else {},
-        "bandwidth_share": {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items()},
+        "bandwidth_share": {
+            name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items() if name in sides
+        },
         "comparisons": [
             {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer}
             | {"ratio": times[peer]["p50"] / times[ours]["p50"]}
             for ours, peer in case.comparisons
+            if ours in sides and peer in sides
         ],
     }
 
@@ -360,6 +370,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"),
+        help="a side that is left out, and why")  # fmt: skip
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
@@ -370,17 +382,29 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     keep_freed_memory()
     print(hardware.describe(), flush=True)
-    bandwidth = copy_bandwidth(device, 1 << 16 if args.small else 1 << 28)
     ceiling = matmul_tflops(device, torch.bfloat16, 0.05 if args.small else 0.5)
+    bandwidth = copy_bandwidth(device, 1 << 16 if args.small else 1 << 28)
     print(f"copy {bandwidth / 1e9:.1f} GB/s, bf16 matrix product {ceiling:.3f} TFLOP/s")
     results = []
     for name in args.only:
         for case in CASES[name](Maker(device), args.small):
-            results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
+            for op, side, _ in args.without:
+                case.sides.pop(side if op == f"{case.name} {case.size}" else "", None)
+            try:
+                results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
+            except CaptureFailed as error:
+                left_out = ["--without", f"{case.name} {case.size}", error.side, str(error)]
+                print(f"starting again: {left_out}", flush=True)
+                os.execv(sys.executable, [sys.executable, *sys.argv, *left_out])
             show(results[-1])
     if args.json:
         report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
-        report |= {"copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling, "results": results}
+        report |= {
+            "copy_bytes_per_sec": bandwidth,
+            "matmul_ceiling_tflops": ceiling,
+            "results": results,
+            "left_out": args.without,
+        }
         hardware.write_json(args.json, report)
     return 0
 

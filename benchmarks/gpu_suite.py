@@ -68,9 +68,9 @@ class SuiteItem:
 
 
 def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
-    """All items, the most telling ones first."""
-    size = ["--small"] if small else []
-    found = [
+    """All items: torch's step before anything of ours or in a graph can leave the device in another state, then kernels."""
+    size, steps = ["--small"] if small else [], []
+    kernels = [
         SuiteItem(f"kernels/{name}", ("benchmarks/bench_ops.py", "--device", device, "--only", name, *size))
         for name in KERNELS
     ]
@@ -81,9 +81,16 @@ def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
         chosen = options if "--dropout" in options else f"{options} --dropout 0.1"
         if device == "cpu":
             chosen = chosen.replace("=varlen", "=sdpa")
-        found.append(SuiteItem(f"steps/{name}", ("benchmarks/bench_step.py", *shape, *chosen.split())))
+        steps.append(SuiteItem(f"steps/{name}", ("benchmarks/bench_step.py", *shape, *chosen.split())))
     chosen_tests = ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"]
-    return [*found, SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests))]
+    baseline = [item for item in steps if item.key.startswith("steps/torch ")]
+    rest = [item for item in steps if item not in baseline]
+    return [
+        *baseline,
+        *kernels,
+        *rest,
+        SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests)),
+    ]
 
 
 class Telemetry:

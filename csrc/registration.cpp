@@ -4,6 +4,16 @@
 #include "common/errors.h"
 
 #include <torch/csrc/stable/library.h>
+#include <sstream>
+
+// What newer compilers take of libraries that are newer than torch's wheels need (setup.py, glibc_stub): here for the whole
+// library, from glibc 2.32 (0: there may be threads) and from GCC 9's libstdc++.
+extern "C" {
+[[gnu::visibility("hidden")]] char __libc_single_threaded = 0;
+}
+#if defined(_GLIBCXX_RELEASE) && _GLIBCXX_RELEASE >= 9
+template std::ostringstream::basic_ostringstream();
+#endif
 
 STABLE_TORCH_LIBRARY(megabert, m) {
   // x [..., D], bias [D] -> gelu(x + bias)

@@ -76,23 +76,34 @@ def in_turn(
     return found
 
 
+class CaptureFailed(RuntimeError):
+    """A side could not be captured or replayed. The device's context may be unusable then: the process has to be restarted."""
+
+    def __init__(self, side: str, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.side = side
+
+
 def kernel_times(
     sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
     """Seconds of one call of each side on the device, without the time Python takes to launch it.
 
     On CUDA the calls lie in a CUDA graph, as many as take about a millisecond, and its replays are timed by events, so
-    that what is measured is the kernels and the gaps between them. Raises RuntimeError for a call that cannot be captured
+    that what is measured is the kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured
     (one that waits for the device): its wall-clock time would rank Python, not kernels. On the CPU: `in_turn`.
     """
     if device.type != "cuda":
         return in_turn(sides, device, rounds, seconds)
     found = {}
     for name, side in sides.items():
-        once = statistics.median(_replays(side, calls=1, replays=5))
-        calls = max(1, min(100, round(1e-3 / max(once, 1e-7))))
-        replays = max(rounds, min(200, round(seconds / (calls * once))))
-        found[name] = _replays(side, calls, replays)
+        try:
+            once = statistics.median(_replays(side, calls=1, replays=5))
+            calls = max(1, min(100, round(1e-3 / max(once, 1e-7))))
+            replays = max(rounds, min(200, round(seconds / (calls * once))))
+            found[name] = _replays(side, calls, replays)
+        except Exception as error:
+            raise CaptureFailed(name, error) from error
     return found
 
 
@@ -122,6 +133,7 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
     for mark in marks[1:]:
         graph.replay()
         mark.record()
+    torch.rand(1, device="cuda")  # raises where the capture has left the generator unusable for what comes next
     torch.cuda.synchronize()
     return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
 

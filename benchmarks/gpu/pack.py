@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h
 PACKAGES = ("deepspeed", "pydantic", "safetensors", "sentencepiece", "tqdm", "webdataset", "zstandard", "pytest")
 # the machine's own
 THERE = {"torch", "numpy", "triton", "setuptools", "pip"}
+# of what torch's own wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
 # loads a library and runs one operation of it, gelu(2): a library may load and hold no code for the device
 PROBE = """
 import sys, torch
@@ -54,12 +57,18 @@ def run(command: list[str], timeout: float | None = None, **env: str) -> str:
 
 
 def native_digest() -> str:
-    """SHA-256 over names and bytes of this tree's native sources, as setup.py has it."""
+    """SHA-256 over names and bytes of what this tree's library is made from."""
     found = hashlib.sha256()
     for path in sorted({path for pattern in NATIVE_SOURCES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
         found.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()
+
+
+def newer_symbols(library: Path) -> list[str]:
+    """NAME@VERSION of what a library needs and machines that torch runs on may lack."""
+    needed = re.findall(r"\*UND\*.*\((GLIBC|GLIBCXX|CXXABI)_([\d.]+)\) +(\w+)", run(["objdump", "-T", str(library)]))
+    return [f"{n}@{kind}_{v}" for kind, v, n in needed if tuple(map(int, v.split("."))) > NEWEST[kind]]
 
 
 def requirements(packages: Sequence[str]) -> list[str]:
@@ -89,6 +98,10 @@ def make(
     (folder / RECORD).write_text("{}")
     if library is None:
         run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1")
+    if newer := newer_symbols(library or TREES_LIBRARY):
+        raise ValueError(
+            f"{library or TREES_LIBRARY} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}"
+        )
     shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
     build = [sys.executable, "-m", "data_prep", "build", "--output", str(folder / "data"), "--quiet", "--held-out", "0"]
     run([*build, "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])

@@ -94,24 +94,46 @@ class Cuda:
         yield
         self.captured = None
 
+    def rand(self, count: int, device: str) -> None:
+        assert device == "cuda" and self.captured is None
+
     def Event(self, enable_timing: bool) -> Any:
         made = types.SimpleNamespace(at=0.0, elapsed_time=lambda other: (other.at - made.at) * 1e3)
         made.record = lambda: setattr(made, "at", self.clock)
         return made
 
 
-@pytest.mark.parametrize(("kernel", "calls"), [(2e-6, 100), (20e-6, 42), (5e-3, 1)])
-def test_a_kernel_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch, kernel: float, calls: int) -> None:
-    cuda = Cuda(kernel)
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda(getattr(request, "param", 2e-6))
     for name in ("CUDAGraph", "graph", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     for name in ("Stream", "current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch, "rand", made.rand)
+    return made
+
+
+@pytest.mark.parametrize("fault", ["graph", "rand"])
+def test_a_side_that_spoils_the_device_is_named(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In its capture, or by what it leaves of the generator."""
+
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("offset increment outside graph capture")
+
+    monkeypatch.setattr(torch if fault == "rand" else torch.cuda, fault, breaks)
+    with pytest.raises(measure.CaptureFailed, match="RuntimeError: offset increment outside") as error:
+        measure.kernel_times({"side": cuda.call}, torch.device("cuda"), rounds=5)
+    assert error.value.side == "side"
+
+
+@pytest.mark.parametrize(("cuda", "calls"), [(2e-6, 100), (20e-6, 42), (5e-3, 1)], indirect=["cuda"])
+def test_a_kernel_is_timed_without_its_launch(cuda: Cuda, calls: int) -> None:
     times = measure.kernel_times({"call": cuda.call}, torch.device("cuda"), rounds=5, seconds=0.1)["call"]
     assert [graph.calls for graph in cuda.graphs] == [1, calls]
     assert 5 <= len(times) <= 200
     for seconds in times:
-        assert kernel <= seconds <= kernel * 1.05, "neither Python's launches nor the gaps between replays"
+        assert cuda.kernel <= seconds <= cuda.kernel * 1.05, "neither Python's launches nor the gaps between replays"
 
 
 def as_a_script(script: str, output: str) -> None:
