@@ -119,9 +119,9 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019), LAMB (You et al. 2020) or Muon (Jordan et al. 2024)."""
+    """AdamW (Loshchilov & Hutter 2019), LAMB (You et al. 2020), Muon (Jordan et al. 2024) or StableAdamW (Wortsman et al. 2023)."""
 
-    name: Literal["adamw", "lamb", "muon"] = Field(
+    name: Literal["adamw", "lamb", "muon", "stable_adamw"] = Field(
         "adamw", description="update rule; muon: of the layers' matrices, adamw's of all other parameters"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")

@@ -21,8 +21,8 @@ def obstacle(config: Config, device: torch.device) -> str:
     """Why this run's optimizer cannot be apex's, or an empty string."""
     if device.type != "cuda":
         return "NVIDIA's apex needs a CUDA device"
-    if config.optimizer.name == "muon":
-        return "apex has no Muon"
+    if config.optimizer.name in ("muon", "stable_adamw"):
+        return f"apex has no {config.optimizer.name}"
     if config.optimizer.name == "lamb" and config.zero.stage:
         return f"at zero.stage={config.zero.stage} apex's LAMB would have one trust ratio for a whole partition"
     if config.optimizer.split_qkv:

@@ -11,7 +11,7 @@ from megabert.config import OptimizerConfig
 from megabert.optim import apex
 from megabert.optim.adamw import AdamW
 from megabert.optim.guarded import parameter_groups
-from megabert.optim.lamb import Lamb
+from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 
 
@@ -26,7 +26,9 @@ def build_optimizer(
     if config.name == "muon":
         return Muon(model, config.lr, betas, config.eps, config.weight_decay, dtype)
     rules: dict[str, Any] = (
-        {"adamw": apex.ApexAdamW, "lamb": apex.ApexLamb} if use_apex else {"adamw": AdamW, "lamb": Lamb}
+        {"adamw": apex.ApexAdamW, "lamb": apex.ApexLamb}
+        if use_apex
+        else {"adamw": AdamW, "lamb": Lamb, "stable_adamw": StableAdamW}
     )
     groups = parameter_groups(model, config.weight_decay)
     return rules[config.name](groups, lr=config.lr, betas=betas, eps=config.eps)

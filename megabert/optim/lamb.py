@@ -1,4 +1,5 @@
-"""LAMB with one trust ratio a parameter, whatever flat partitions ZeRO hands it: norms are summed over its slices on all ranks."""
+"""LAMB and StableAdamW: Adam's update with a factor a parameter, whatever flat partitions ZeRO hands them. What the factors need is
+summed over a parameter's slices on all ranks."""
 
 from __future__ import annotations
 
@@ -11,33 +12,27 @@ from torch import Tensor
 
 from megabert.optim.guarded import FlatSegment, GuardedOptimizer, blocks, to_device
 
-# (index of what has a trust ratio, slice of its weight, slice of its update)
-Sliced = tuple[int, Tensor, Tensor]
+# indices of units, and of flat tensors the slices that belong to them
+Slices = tuple[tuple[int, ...], list[list[Tensor]]]
 
 
-class Lamb(GuardedOptimizer):
-    """LAMB (You et al. 2020) as NVIDIA's BERT recipe runs it.
-
-    Bias correction, decay inside the update, ratio |w| / |u| a parameter (or a part of one), 1 where either norm is 0. As in
-    apex's FusedLAMB by default (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`),
-    parameters without weight decay take the plain Adam step.
-    """
+class AdamByUnit(GuardedOptimizer):
+    """Adam's update with a factor for each unit, a parameter or a part of one."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        # Each unit, a parameter or a part of one, has a trust ratio.
         self._units = sum(len(group["params"]) for group in self.param_groups)
         # Indices of units, copied to the device once.
         self._index_tensors: dict[tuple[int, ...], Tensor] = {}
 
     def set_units(self, units: int) -> None:
-        """Number of what has a trust ratio, where `attach`'s segments cut parameters into parts."""
+        """Number of units, where `attach`'s segments cut parameters into parts."""
         self._units = units
 
-    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Gradients are consumed: each becomes the update u = m^ / (sqrt(v^) + eps) + decay * w.
+    def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w, which take the gradients' place.
 
-        A step that is not taken runs with g = 0, moments multiplied by 1 and an update of 0.
+        A step that is not taken runs with g = 0 and moments multiplied by 1; its u is to be multiplied by 0.
         """
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         device = tensors[0].device
@@ -74,30 +69,95 @@ class Lamb(GuardedOptimizer):
             torch._foreach_div_(u, denominators)
             if decay:
                 torch._foreach_add_(u, w, alpha=decay)
-        if not decay:
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            return
-        sliced = [
-            (segment.index, w[segment.start : segment.end], u[segment.start : segment.end])
-            for number, (tensor, w, u) in enumerate(zip(tensors, weights, updates, strict=True))
-            for segment in self._segments.get(tensor, (FlatSegment(number, 0, w.numel(), 0),))
-        ]
-        rates = (-group["lr"] * taken * self._trust_ratios(sliced, device)).float().unbind()
-        for index, weight, update in sliced:
-            weight.addcmul_(update, rates[index])
+        return weights, updates
 
-    def _trust_ratios(self, sliced: list[Sliced], device: torch.device) -> Tensor:
-        """fp64 [units]: |w| / |u| of every unit, from its slices on all ranks; 1 where either is 0."""
-        squares = torch.zeros(2, self._units, dtype=torch.float64, device=device)
-        if sliced:
-            indices, *both = zip(*sliced, strict=True)
+    def _sliced(self, tensors: list[Tensor], *flat: list[Tensor]) -> Slices:
+        """The units that have elements in `tensors`, and their slices of each of `flat`, tensors of the same sizes."""
+        segments = [
+            (number, segment)
+            for number, tensor in enumerate(tensors)
+            for segment in self._segments.get(tensor, (FlatSegment(number, 0, tensor.numel(), 0),))
+        ]
+        slices = [[views[number][segment.start : segment.end] for number, segment in segments] for views in flat]
+        return tuple(segment.index for _, segment in segments), slices
+
+    def _sums(self, slices: Slices, device: torch.device) -> Tensor:
+        """fp64 [rows, units]: the squares of each unit's elements, summed over its slices on all ranks."""
+        indices, rows = slices
+        sums = torch.zeros(len(rows), self._units, dtype=torch.float64, device=device)
+        if indices:
             if indices not in self._index_tensors:
                 self._index_tensors[indices] = to_device(indices, device, torch.int64)
-            for row, views in zip(squares, both, strict=True):
+            for row, views in zip(sums, rows, strict=True):
                 norms = torch.stack(torch._foreach_norm(views)).double()
                 row.index_add_(0, self._index_tensors[indices], norms.square())
         if self._reduce_on is not None:
-            dist.all_reduce(squares)
-        weight_norms, update_norms = squares.sqrt()
+            dist.all_reduce(sums)
+        return sums
+
+    def _add(self, slices: Slices, rates: Tensor) -> None:
+        """Add to each unit's weight its update times its rate; slices: of weights and updates; rates: fp64 [units]."""
+        indices, both = slices
+        each = rates.float().unbind()
+        for index, weight, update in zip(indices, *both, strict=True):
+            weight.addcmul_(update, each[index])
+
+
+class Lamb(AdamByUnit):
+    """LAMB (You et al. 2020) as NVIDIA's BERT recipe runs it.
+
+    Bias correction, decay inside the update, ratio |w| / |u| a unit, 1 where either norm is 0. As in apex's FusedLAMB by default
+    (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`), parameters without weight decay take
+    the plain Adam step.
+    """
+
+    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        weights, updates = self._updates(group, tensors)
+        if not group["weight_decay"]:
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            return
+        slices = self._sliced(tensors, weights, updates)
+        weight_norms, update_norms = self._sums(slices, weights[0].device).sqrt()
         valid = (weight_norms > 0) & (update_norms > 0)
-        return torch.where(valid, weight_norms / update_norms, 1.0)
+        ratios = torch.where(valid, weight_norms / update_norms, 1.0)
+        self._add(slices, -group["lr"] * (1 - self.found_inf.double()) * ratios)
+
+
+class StableAdamW(AdamByUnit):
+    """AdamW whose rate is divided by the root mean square of g / sqrt(v^) of a parameter, where that is above 1: a gradient that the
+    second moment has not seen coming takes a smaller step (Wortsman et al. 2023, Stable and low-precision training, section 3.5; ModernBERT's optimizer)."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, lr, betas, eps)
+        # By indices of units.
+        self._counted: dict[tuple[int, ...], Tensor] = {}
+
+    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        skip = self.found_inf.double() != 0
+        squares = self._surprise(group, tensors)
+        weights, updates = self._updates(group, tensors)
+        slices = self._sliced(tensors, weights, updates)
+        (sums,) = self._sums(self._sliced(tensors, squares), skip.device)
+        factors = 1 / (sums / self._sizes(slices, skip.device)).sqrt().clamp(min=1)
+        self._add(slices, torch.where(skip, 0.0, -group["lr"] * factors))
+
+    def _sizes(self, slices: Slices, device: torch.device) -> Tensor:
+        """fp64 [units]: elements of each unit; 1 for those that are not of this group."""
+        indices, (views, _) = slices
+        if indices not in self._counted:
+            roots = [torch.full((1,), math.sqrt(view.numel()), device=device) for view in views]
+            self._counted[indices] = self._sums((indices, [roots]), device)[0].round().clamp(min=1)
+        return self._counted[indices]
+
+    def _surprise(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
+        """Flat |g| / max(sqrt(v^), eps) of the update that comes."""
+        beta2 = group["betas"][1]
+        gradients = [t.grad.reshape(-1) for t in tensors if t.grad is not None]
+        if self.grad_scale is not None:
+            gradients = list(torch._foreach_div(gradients, self.grad_scale))
+        second = torch._foreach_mul([self.state[t]["exp_avg_sq"].view(-1) for t in tensors], beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
+        torch._foreach_div_(second, (1 - beta2 ** (self.state[tensors[0]]["step"].double() + 1)).float())
+        torch._foreach_sqrt_(second)
+        torch._foreach_clamp_min_(second, group["eps"])
+        return list(torch._foreach_div(gradients, second))

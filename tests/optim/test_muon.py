@@ -53,8 +53,9 @@ class PlainOptimizer:
                 self.muon(lr, name, p)
             else:
                 parts = 3 if self.name == "split lamb" and ".qkv." in name else 1
+                rule = self.stable_adamw if self.name == "stable_adamw" else self.lamb
                 for one in zip(*(t.chunk(parts) for t in (p, p.grad, self.m[name], self.v[name])), strict=True):
-                    self.lamb(lr, *one)
+                    rule(lr, *one)
             p.grad = None
 
     def adam(self, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
@@ -70,6 +71,12 @@ class PlainOptimizer:
             if w_norm > 0 and u_norm > 0:
                 ratio = w_norm / u_norm
         p.sub_(lr * ratio * u)
+
+    def stable_adamw(self, lr: float, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        """Wortsman et al. 2023, algorithm 2, with the bias corrections of Adam."""
+        u = self.adam(g, m, v) + (DECAY * p if p.ndim >= 2 else 0)
+        second = (v / (1 - BETAS[1] ** self.t)).clamp(min=EPS**2)
+        p.sub_(lr / max(1.0, float((g.double() ** 2 / second).mean().sqrt())) * u)
 
     def muon(self, lr: float, name: str, p: Tensor) -> None:
         """Which are matrices of the layers is read from their names. Of one: momentum, Nesterov's direction, orthogonal, as

@@ -13,7 +13,7 @@ from megabert.checkpoint import Checkpoints, start_engine
 from megabert.config import CheckpointConfig
 from megabert.optim.adamw import AdamW
 from megabert.optim.guarded import parameter_groups
-from megabert.optim.lamb import Lamb
+from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 from tests.checkpoint.test_store import state
 from tests.helpers import once, tiny
@@ -21,8 +21,8 @@ from tests.helpers.ranks import run_ranks
 from tests.optim.test_muon import BETAS, DECAY, EPS, LR, check, clip, plain_run, train
 
 # ZeRO stages of two ranks by optimizer; the others are slow
-USUAL = {"lamb": [2], "muon": [1, 3]}
-OTHERS = {"lamb": [0, 1, 3], "muon": [0, 2]}
+USUAL = {"lamb": [2], "muon": [1, 3], "stable_adamw": [2]}
+OTHERS = {"lamb": [0, 1, 3], "muon": [0, 2], "stable_adamw": [0, 1, 3]}
 SPLIT: dict[str, Any] = {"name": "lamb", "steps": 6, "optimizer__split_qkv": True}
 
 
@@ -100,6 +100,23 @@ def test_lamb_ratio_is_one_for_a_zero_weight():
     torch.testing.assert_close(still.detach(), torch.full((2, 2), 0.5))
 
 
+def test_an_unforeseen_gradient_takes_a_smaller_step():
+    """Of a first gradient 1 and a second 100, whose root mean square over sqrt(v^) is sqrt(2) at most: here 100 / sqrt(v^)."""
+    steady, jumps = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    optimizer = StableAdamW([{"params": [steady, jumps], "weight_decay": 0.0}], lr=0.1, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    for size in (1.0, 100.0):
+        before = jumps.detach().clone()
+        steady.grad, jumps.grad = torch.ones(4, 4), torch.full((4, 4), size)
+        optimizer.guard([steady.grad, jumps.grad], 0.0)
+        optimizer.step()
+    m = (BETAS[0] * (1 - BETAS[0]) + (1 - BETAS[0]) * 100) / (1 - BETAS[0] ** 2)
+    v = (BETAS[1] * (1 - BETAS[1]) + (1 - BETAS[1]) * 100**2) / (1 - BETAS[1] ** 2)
+    rate = 0.1 / (100 / math.sqrt(v))
+    torch.testing.assert_close(before - jumps, torch.full((4, 4), rate * m / (math.sqrt(v) + EPS)))
+    torch.testing.assert_close(steady.detach(), torch.full((4, 4), -0.2 / (1 + EPS)))
+
+
 def built(kind: type, layer: Any) -> Any:
     """An attached optimizer of a linear layer; its weight is one matrix."""
     layer.matrices = 1
@@ -111,7 +128,7 @@ def built(kind: type, layer: Any) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("kind", (AdamW, Lamb, Muon))
+@pytest.mark.parametrize("kind", (AdamW, Lamb, Muon, StableAdamW))
 def test_a_guarded_step_clips_and_skips(kind):
     """Against the same optimizer on gradients clipped here, over steps with bad gradients between, also before the first."""
     torch.manual_seed(2)

@@ -32,8 +32,9 @@ PYTHON = 19e-6
 TORCH, NATIVE = (166.0, 60), (65.0, 28)
 # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
 ACCUMULATE = 27.0
-# bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides
-OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0}
+# bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides. stable_adamw: lamb's with the
+# pass that measures the surprise (counted, 12 reads and writes).
+OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0, "stable_adamw": 212.0}
 # seconds an update in which the device waits for Python (assumed)
 HOST = 2e-3
 # bytes a pair and head; the other backends write no scores
