@@ -4,8 +4,9 @@ python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vect
 python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors 200     a short trial of 200 updates
 
 The data is SQuAD's JSON: each question and its paragraph are a pair, whose vectors should be nearer to each other than those of
-the question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). The paragraphs of the last
-articles are held out, and the nDCG of a search among them is printed before and after. OUTPUT/model loads by
+the question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). No text is twice in a batch,
+be it a question here and a paragraph there, so none is its own negative, nor is it in the evaluation. The paragraphs of the last
+articles are held out, and the nDCG and the mean reciprocal rank of a search among them are printed before and after. OUTPUT/model loads by
 `SentenceTransformer`, and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
 """
 
@@ -28,7 +29,15 @@ from megabert.commands.export import export
 MAX_LENGTH = 128
 # Share of the articles.
 HELD_OUT = 0.1
-METRIC = "held-out_cosine_ndcg@10"
+METRIC, RANK = "held-out_cosine_ndcg@10", "held-out_cosine_mrr@10"
+
+
+class EvaluatorOfOthers(InformationRetrievalEvaluator):
+    """A search in which a text that is in the corpus too does not find itself; texts are their own ids."""
+
+    def compute_metrics(self, queries_result_list: list[Any]) -> Any:
+        every = zip(self.queries_ids, queries_result_list, strict=True)
+        return super().compute_metrics([[hit for hit in hits if hit["corpus_id"] != query] for query, hits in every])
 
 
 def read_pairs(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -43,14 +52,28 @@ def read_pairs(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
     return first, second
 
 
-def evaluator_of(pairs: list[tuple[str, str]]) -> InformationRetrievalEvaluator:
+def evaluator_of(pairs: list[tuple[str, str]]) -> EvaluatorOfOthers:
     """Every question searches all paragraphs of `pairs`."""
     corpus: dict[str, Any] = {context: context for _, context in pairs}
     queries: dict[str, Any] = {question: question for question, _ in pairs}
     relevant: dict[str, set[str]] = {}
     for question, context in pairs:
         relevant.setdefault(question, set()).add(context)
-    return InformationRetrievalEvaluator(queries, corpus, relevant, name="held-out")
+    return EvaluatorOfOthers(queries, corpus, relevant, name="held-out")
+
+
+def trainer_of(model: SentenceTransformer, pairs: list[tuple[str, str]], output: str, max_steps: int = -1) -> Any:
+    """The library's trainer on (text, text to be found) pairs."""
+    return SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(
+            output_dir=f"{output}/trainer", max_steps=max_steps, num_train_epochs=1, per_device_train_batch_size=64,
+            learning_rate=3e-4, warmup_steps=0.1, batch_sampler=BatchSamplers.NO_DUPLICATES, save_strategy="no",
+            report_to="none", seed=1,
+        ),
+        train_dataset=Dataset.from_dict({"anchor": [a for a, _ in pairs], "positive": [b for _, b in pairs]}),
+        loss=MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
 
 
 def main(run: str, squad: str, output: str, max_steps: int = -1) -> None:
@@ -59,22 +82,14 @@ def main(run: str, squad: str, output: str, max_steps: int = -1) -> None:
     model.max_seq_length = min(MAX_LENGTH, start.config.model.max_positions)
     train, held_out = read_pairs(Path(squad))
     evaluate = evaluator_of(held_out)
-    before = evaluate(model)[METRIC]
-    SentenceTransformerTrainer(
-        model=model,
-        args=SentenceTransformerTrainingArguments(
-            output_dir=f"{output}/trainer", max_steps=max_steps, num_train_epochs=1, per_device_train_batch_size=64,
-            learning_rate=3e-4, warmup_steps=0.1, batch_sampler=BatchSamplers.NO_DUPLICATES, save_strategy="no",
-            report_to="none", seed=1,
-        ),
-        train_dataset=Dataset.from_dict({"anchor": [q for q, _ in train], "positive": [c for _, c in train]}),
-        loss=MultipleNegativesRankingLoss(model),
-    ).train()  # fmt: skip
+    before = evaluate(model)
+    trainer_of(model, train, output, max_steps).train()
     model.save(f"{output}/model")
     for name, data in start.tokenizer.files().items():  # the form that MegaBERT reads, beside tokenizer.json
         Path(output, "model", name).write_bytes(data)
-    after = evaluate(model)[METRIC]
-    print(f"{METRIC}: {before:.3f} before, {after:.3f} after; {len(train):,} pairs trained on")
+    after = evaluate(model)
+    for metric in (METRIC, RANK):
+        print(f"{metric}: {before[metric]:.3f} before, {after[metric]:.3f} after; {len(train):,} pairs trained on")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--train", default="", metavar="FILE", help="texts and labels to train on")
     add("--dev", default="", metavar="FILE", help="decides about the best weights and learning rate")
     add("--test", default="", metavar="FILE", help="labelled too; scored with the best weights")
-    options.add_options(parser, seeds=1, rates=[5e-5])
+    options.add_options(parser, seeds=1, rates=1)
     return parser.parse_args(argv)
 
 

@@ -341,7 +341,8 @@ def train_tasks(
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
     args.precision = precision.choose(args.precision, world)
     start, (first, *_) = hf.load(args.model, args.tokenizer), tasks[0]
-    runs = runs_of(args, min(first.max_length, start.config.model.max_positions), first.stride)
+    model = start.config.model
+    runs = runs_of(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
     settings, limit = next(iter(runs.values())), args.limit
     for task, files, _ in tasks:
         configure(start.config, settings, len(read(task, files)["train"][: limit or None]), world.size)

@@ -45,15 +45,29 @@ class Settings:
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
 
-def add_options(parser: Parser, seeds: int, rates: Sequence[float]) -> None:
-    """The options of every field of `Settings`, and those that both commands share; `seeds` and `rates` are defaults."""
+# Width of the narrower model of Devlin et al. 2019, their rates (section 4.1), and those of Turc et al. 2019 for 24 smaller models.
+BASE_WIDTH = 768
+BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-4, 5e-5, 3e-5)
+
+
+def usual_rates(hidden: int) -> tuple[float, ...]:
+    """Learning rates to choose from for a model of this width, that of a single run first."""
+    return BASE_RATES if hidden >= BASE_WIDTH else SMALL_RATES
+
+
+def add_options(parser: Parser, seeds: int, rates: int) -> None:
+    """The options of every field of `Settings`, and those that both commands share; `seeds` is a default, and so are the first
+    `rates` of the usual ones."""
     add = parser.add_argument
     add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer, where its folder has none")
     add("--limit", type=int, default=0, metavar="N", help="use N examples of each file, for a trial; 0: all")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
     add("--seeds", type=int, nargs="+", default=[seeds], help="how many, or which")
-    add("--lr", type=float, nargs="+", default=list(rates), help="peak learning rate; several: runs with each")
+    usual = [" ".join(f"{rate:g}" for rate in of[:rates]) for of in (BASE_RATES, SMALL_RATES)]
+    add("--lr", type=float, nargs="+", default=[],
+        help=f"peak learning rate; several: runs with each (default: {usual[0]}; of models narrower than {BASE_WIDTH}: {usual[1]})")  # fmt: skip
+    parser.set_defaults(usual=rates)
     for each in (f for f in fields(Settings) if f.metadata):
         name, about, choices = f"--{each.name.replace('_', '-')}", each.metadata["about"], each.metadata["choices"]
         if isinstance(each.default, bool):
@@ -63,10 +77,10 @@ def add_options(parser: Parser, seeds: int, rates: Sequence[float]) -> None:
             add(name, type=kind, choices=choices or None, default=each.default, help=about)
 
 
-def runs_of(args: argparse.Namespace, max_length: int, stride: int) -> dict[str, Settings]:
+def runs_of(args: argparse.Namespace, max_length: int, stride: int, hidden: int = BASE_WIDTH) -> dict[str, Settings]:
     """The settings of each run that a command line asks for, by name: `seed1`, or `lr2e-05-seed1` where there are several rates.
 
-    `max_length` and `stride`: where none are given. Raises ValueError naming an option that is out of range.
+    `max_length` and `stride`: where none are given; without rates those usual for the width `hidden`. Raises ValueError naming an option that is out of range.
     """
     named = {each.name: getattr(args, each.name) for each in fields(Settings) if each.metadata}
     named |= {name: usual for name, usual in (("max_length", max_length), ("stride", stride)) if named[name] is None}
@@ -83,9 +97,10 @@ def runs_of(args: argparse.Namespace, max_length: int, stride: int) -> dict[str,
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    several = len(args.lr) > 1
+    rates = args.lr or usual_rates(hidden)[: args.usual]
+    several = len(rates) > 1
     return {
         (f"lr{lr:g}-" if several else "") + f"seed{seed}": Settings(seed=seed, lr=lr, **named)
-        for lr in args.lr
+        for lr in rates
         for seed in seeds
     }

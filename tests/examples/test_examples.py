@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,27 @@ def test_what_it_learned(tmp_path, capsys) -> None:
 
 
 @pytest.mark.slow
+def test_sentence_vectors_text_is_no_negative_of_itself(tmp_path) -> None:
+    """Of pairs (a, b), (b, c): no batch has both, and a search by b does not find b."""
+    from sentence_transformers import SentenceTransformer
+
+    example = runpy.run_path(str(ROOT / "examples/train_sentence_vectors.py"))
+    runs.make(tmp_path / "run")
+    example["export"](str(tmp_path / "run"), str(tmp_path / "start"), pool="mean")
+    model = SentenceTransformer(str(tmp_path / "start"), device="cpu")
+    words = sorted(set(re.findall(r"[a-z]{4,}", " ".join(runs.TEXT))))[:40]
+    pairs = [*pairwise(words), *pairwise(words[::-1])]
+    loader = example["trainer_of"](model, pairs, str(tmp_path)).get_train_dataloader()
+    batches = list(loader.batch_sampler)
+    assert len(batches) > 1 and sorted(i for batch in batches for i in batch) == list(range(len(pairs)))
+    for batch in batches:
+        texts = [text for i in batch for text in pairs[i]]
+        assert len(set(texts)) == len(texts)
+    searched = [("one two", "one two three"), ("one two three", "one two")]
+    assert example["evaluator_of"](searched)(model)["held-out_cosine_mrr@10"] == 1.0
+
+
+@pytest.mark.slow
 def test_train_sentence_vectors(tmp_path) -> None:
     """The nDCG of a search is printed before and after, and the trained folder is read by the library and by us."""
     rng = np.random.default_rng(1)
@@ -142,7 +164,8 @@ def test_train_sentence_vectors(tmp_path) -> None:
         *(sys.executable, "examples/train_sentence_vectors.py"),
         *(tmp_path / "run", tmp_path / "squad.json", tmp_path / "out", 5),
     )
-    assert re.search(r"ndcg@10: 0\.\d{3} before, 0\.\d{3} after; 72 pairs trained on", shown), shown
+    for metric in ("ndcg", "mrr"):
+        assert re.search(rf"{metric}@10: 0\.\d{{3}} before, 0\.\d{{3}} after; 72 pairs trained on", shown), shown
     trained = pretrained.load(tmp_path / "out/model")
     assert trained.tokenizer.sha256 == start.tokenizer.sha256
     change = trained.weights["layers.1.qkv.weight"] - start.weights["layers.1.qkv.weight"]

@@ -9,7 +9,7 @@ import pytest
 
 from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
-from megabert.finetune import datasets, run
+from megabert.finetune import datasets, glue, run
 from megabert.finetune.__main__ import main, parse, task_of
 from megabert.finetune.settings import Settings, runs_of
 from megabert.finetune.tasks import custom
@@ -99,6 +99,12 @@ def test_runs_are_every_rate_and_seed() -> None:
     assert found["lr3e-05-seed2"] == Settings(epochs=4, lr=3e-5, seed=2, max_length=32, stride=8)
     assert runs("--max-length", "16") == {"seed1": Settings(max_length=16, stride=8)}
     assert list(runs("--seeds", "7", "9")) == ["seed7", "seed9"]
+    assert [each.lr for width in (256, 768) for each in runs_of(parse(["--model", "", "--output", ""]), 32, 8, width).values()] == [
+        3e-4, 5e-5
+    ]  # fmt: skip
+    swept = glue.parse(["--model", "", "--data", "", "--output", "", "--seeds", "1"])
+    assert list(runs_of(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.0001", "5e-05", "3e-05")]
+    assert list(runs_of(swept, 32, 8, 768)) == [f"lr{rate}-seed1" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]
 
 
 @pytest.mark.parametrize(
