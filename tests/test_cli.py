@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SLOW_MACHINE = 5  # a shared one, against the 0.3 s of a quiet one
 # what no command's help may leave out: (command and subcommand, option) -> its default
 EXAMPLES = {
-    ("finetune", "--lr"): "5e-05",
+    ("finetune", "--lr"): "5e-05; of models narrower than 768: 0.0003",
     ("finetune", "--precision"): "auto",
     ("finetune", "--seeds"): "1",
     ("prep build", "--vocab-size"): "30000",

@@ -139,7 +139,7 @@ def test_sentence_vectors_text_is_no_negative_of_itself(tmp_path) -> None:
     pairs = [*pairwise(words), *pairwise(words[::-1])]
     loader = example["trainer_of"](model, pairs, str(tmp_path)).get_train_dataloader()
     batches = list(loader.batch_sampler)
-    assert len(batches) > 1 and sorted(i for batch in batches for i in batch) == list(range(len(pairs)))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(pairs)))
     for batch in batches:
         texts = [text for i in batch for text in pairs[i]]
         assert len(set(texts)) == len(texts)
