@@ -151,7 +151,7 @@ class HeldOutSamples:
         return [[self._vocabulary[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
 
 
-def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
+def evaluate_run(run: str | Path, data: str, rows: int = 0) -> dict[str, float | int]:
     """Figures of the newest whole checkpoint of a run, or of another model that `hf.load` reads, on the device at hand, with its
     usual backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it)."""
     dataset, folder = held_out(data), hf.located(run)

@@ -25,11 +25,11 @@ if __name__ == "__main__":
     sys.exit(start("train"))  # before the slow imports
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megabert.common import errors
 from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from megabert.config import Config
     from megabert.distributed.session import Session
 
+# variables that launchers set for each of several processes
+LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 TIMES = "90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00"
 
 
@@ -61,7 +63,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat this update of the run, print its losses as JSON, write nothing",
     )
     add("--extend", action="store_true", help="train a finished run on under the schedule given")
-    add("--print-config", action="store_true", help="print the resolved configuration and exit")
+    add(
+        "--print-config",
+        action="store_true",
+        help="print the configuration as TOML with the sources of its values, and exit",
+    )
+    add("--explain", default="", metavar="NAME", help="describe a section or key, e.g. schedule, and exit")
     add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
     add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
     add("--debug", action="store_true", help="deterministic algorithms, anomaly detection, debug messages; slow")
@@ -70,10 +77,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    # imports are slow: a command line that is wrong, or asks for help, is answered before them
+    # imports are slow: a command line that is wrong, or needs no run, is answered before them; of several ranks by one of them
+    if args.print_config or args.explain or not LAUNCHED & set(os.environ):
+        code = answer(args)
+        if code != OK or args.print_config or args.explain:
+            return code
     from megabert.distributed import session
 
     return session.run(lambda ranks: command(args, ranks, started))
+
+
+@errors.command
+def answer(args: argparse.Namespace) -> int:
+    """Print what --explain or --print-config asks for; otherwise only check the arguments. Without torch."""
+    from megabert import config as configuration
+    from megabert.config import reference
+
+    config = configuration.from_arguments(args)
+    found = configuration.value_sources(args.config, configuration.overrides_of(args))
+    if args.explain:
+        print(reference.explain(args.explain, config, found))
+    elif args.print_config:
+        print(reference.as_toml(config, found))
+    else:
+        check(args, config)
+    return OK
 
 
 def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
@@ -82,13 +110,14 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     from megabert.common.environment import keep_freed_memory
     from megabert.distributed.signals import REQUEUE, end_of_time
     from megabert.engine.profiler import parse_steps
+    from megabert.metrics import check_packages
     from megabert.pretraining import open_run
 
     config = configuration.from_arguments(args)
-    if args.print_config:
-        print(json.dumps(config.model_dump(), indent=2))
-        return OK
-    check(args, config, ranks.world.size)
+    check(args, config)
+    check_packages(config)
+    if not 0 <= args.profile_rank < ranks.world.size:
+        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks.world.size} rank(s), from 0 on")
     profile = parse_steps(args.profile) if args.profile else (0, 0)
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
@@ -135,17 +164,20 @@ def make_debuggable() -> None:
     log.setLevel("DEBUG")
 
 
-def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
-    """Raises ValueError naming the argument that is missing or out of range, or the setting whose package is missing."""
-    from megabert.metrics import check_packages
+def check(args: argparse.Namespace, config: Config) -> None:
+    """Raises ValueError naming the argument that is missing, out of range, or no dataset's folder."""
+    from megabert.config import read_deepspeed
+    from megabert.data.shards import MANIFEST
+    from megabert.distributed.signals import end_of_time
 
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
-    if not 0 <= args.profile_rank < ranks:
-        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
+    if not Path(config.data.path, MANIFEST).is_file():
+        raise ValueError(f"--data {config.data.path}: no dataset ({MANIFEST}) there; `megabert prep build` makes one")
+    read_deepspeed(args.deepspeed_config)
+    end_of_time(args.max_time, os.environ, time.time())
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
     if args.replay is not None and not (Path(args.run) / CONFIG).is_file():
         raise ValueError(f"--run {args.run}: no run to --replay an update of (no {CONFIG}); name a run folder")
-    check_packages(config)

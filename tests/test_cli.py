@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,60 @@ def test_train_is_the_same_by_every_name() -> None:
     arguments = ("--config", "tiny", "--print-config", "schedule.total_steps=4321")
     ways = (("megabert/train.py",), ("-m", "megabert.train"), ("-m", "megabert", "train"))
     first, *others = (python(*way, *arguments) for way in ways)
-    assert first.returncode == 0 and json.loads(first.stdout)["schedule"]["total_steps"] == 4321
+    assert first.returncode == 0 and tomllib.loads(first.stdout)["schedule"]["total_steps"] == 4321
     for done in others:
         assert (done.returncode, done.stdout) == (0, first.stdout)
+
+
+# mistakes of every command, and what its one line says
+MISTAKES = {
+    "train --config tiny --dta x": "unknown option --dta; did you mean --data?",
+    "train --config tinny": "--config tinny: no such preset or file; presets: ",
+    "train --config tiny model.layres=3": "unknown config key model.layres; did you mean model.layers?",
+    "train --config tiny model.layers=three": "model.layers: Input should be a valid integer (got 'three')",
+    "train --config tiny": "--data is missing: name a folder",
+    "train --config tiny --data nowhere --run x": "--data nowhere: no dataset (manifest.json) there; ",
+    "train --config tiny --explain shedule": "--explain shedule: no such section or key; did you mean schedule?",
+    "prep build --inptu x --output y": "unknown option --inptu; did you mean --input?",
+    "prep biuld": "argument command: invalid choice: 'biuld'",
+    "plan --config tiny --over 8": "--over belongs to a forecast: name the GPU with --gpus",
+    "plan --config tinny --gpus h100": "--config tinny: no such preset or file; presets: ",
+    "evaluate --model nowhere --data x": "nowhere: no such folder; ",
+    "evaluate --model . --data nowhere": "nowhere/manifest.json: not found; a dataset is made by ",
+    "distill --model nowhere --layers 2 --data x --run y": "nowhere: no such folder; ",
+    "finetune --taks sst2 --model x --output y": "unknown option --taks; did you mean --task?",
+    "glue --model x --dta y --output z": "unknown option --dta; did you mean --data?",
+    "features --model nowhere --input a --output b.npy": "nowhere: no such folder; ",
+    "features --model . --input absent.txt --output b.npy": "--input absent.txt: no such file",
+    "pairs --model nowhere --pairs x": "nowhere: no such folder; ",
+    "report nowhere": "nowhere: ",
+    "fill --modle x text": "unknown option --modle; did you mean --model?",
+    "fill --model . text": "the text has no [MASK]; ",
+    "fill --model nowhere [MASK]": "nowhere: no such folder; ",
+    "export --model nowhere --output x": "nowhere: no such folder; ",
+    "convert --model nowhere --run x": "nowhere: no such folder; ",
+    "doctor --clustr": "unknown option --clustr",
+}
+MISTAKEN = """
+import contextlib, io, json, sys
+from megabert import __main__ as cli
+found = []
+for call in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        code = cli.main(call.split())
+    found.append([code, stderr.getvalue(), "torch" in sys.modules])
+print(json.dumps(found))
+"""
+
+
+def test_mistakes_are_one_line_before_torch_is_imported() -> None:
+    assert {call.split()[0] for call in MISTAKES} == set(cli.COMMANDS)
+    done = python("-c", MISTAKEN, json.dumps([*MISTAKES]))
+    assert done.returncode == 0 and not done.stdout.startswith("\n"), done.stderr
+    for (call, said), (code, error, torch) in zip(MISTAKES.items(), json.loads(done.stdout), strict=True):
+        assert code == 2 and error.startswith(f"error: {said}") and error.count("\n") == 1, (call, error)
+        assert not torch, f"{call}: torch is imported before its mistake is answered"
+        assert len(error) < 350, error
 
 
 WAITING = """
@@ -173,7 +225,8 @@ def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
 def test_a_replay_needs_a_run_and_a_profile_its_rank(tmp_path, capsys) -> None:
     from megabert import train
 
-    arguments = ["--config", "tiny", "--data", str(tmp_path), "--run", str(tmp_path / "missing")]
+    data = Path(__file__).parent / "data/golden/dataset"
+    arguments = ["--config", "tiny", "--data", str(data), "--run", str(tmp_path / "missing")]
     assert train.main([*arguments, "--replay", "2"]) == 2
     assert "missing: no run to --replay an update of (no config.json)" in capsys.readouterr().err
     assert train.main([*arguments, "--profile-rank", "9"]) == 2

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import appearing, canonical
+from megabert.common.hub import located
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -28,10 +29,10 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
 
     Arguments and errors as of `read.read`; after an error nothing is written.
     """
-    from megabert import checkpoint
-    from megabert.hf import located, read
-
     folder, run = located(source), Path(run)
+    from megabert import checkpoint
+    from megabert.hf import read
+
     foreign = read.read(folder, tokenizer, nsp)
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import code_of, command
+from megabert.common.hub import located
 from megabert.common.logs import log
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -30,11 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", required=True, metavar="DIR", help="the student's run folder")
     add("overrides", nargs="*", metavar="section.key=value", help="what differs from the teacher's training")
     args = parser.parse_intermixed_args(argv)
+    folder = located(args.model).resolve()
     from megabert import hf
     from megabert.distillation import student_overrides
 
-    teacher = hf.load(args.model)
-    settings = student_overrides(teacher.config, str(hf.located(args.model).resolve()), args.layers)
+    teacher = hf.load(folder)
+    settings = student_overrides(teacher.config, str(folder), args.layers)
     training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
     os.execv(sys.executable, [sys.executable, *training])

@@ -10,6 +10,7 @@ import sys
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.hub import located
 
 
 @command
@@ -20,9 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", required=True, metavar="DIR", help="dataset folder written by data_prep, with a held-out split")
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)
+    folder = located(args.model)
+    from megabert.data.shards import Manifest
+
+    Manifest.load(args.data)  # what is wrong with it is answered before the slow imports
     from megabert.evaluation import evaluate_run
 
-    print(json.dumps(evaluate_run(args.model, args.data, args.rows)))
+    print(json.dumps(evaluate_run(folder, args.data, args.rows)))
     return OK
 
 

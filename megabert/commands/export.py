@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.hub import located
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
     add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
     args = parser.parse_args(argv)
+    args.model = str(located(args.model))
     from megabert.finetune import save
 
     if save.find(args.model):

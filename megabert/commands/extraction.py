@@ -223,7 +223,7 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
 WRITERS = {".parquet": _write_parquet, ".npy": _write_npy}
 
 
-def extract(source: str, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
+def extract(source: str | Path, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
     """Write the vectors of the texts in `input`; `options` are Extractor's.
 
     Raises ValueError or OSError naming the mistake, before anything is computed where it can be known; `output` is there

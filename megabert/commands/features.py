@@ -8,10 +8,12 @@ Vectors are in the order of the input, and are the same whatever the batches. A 
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.hub import located
 
 POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
@@ -36,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     moved = "the run's tokenizer, where its dataset is no longer in its place"
     add("--tokenizer", default="", metavar="FILE", help=moved)
     args = vars(parser.parse_args(argv))
+    args["model"] = located(args["model"])
+    if not os.path.isfile(args["input"]):
+        raise ValueError(f"--input {args['input']}: no such file")
     from megabert.commands.extraction import extract
     from megabert.common.environment import keep_freed_memory
 

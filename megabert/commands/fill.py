@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.hub import located
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -35,6 +36,7 @@ class Filler:
     def fill(self, text: str, top: int = 5) -> Filled:
         """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is
         causal (it has never seen a [MASK]), or for too long a text."""
+        refuse_without_mask(text)
         import numpy as np
         import torch
 
@@ -43,8 +45,6 @@ class Filler:
         ids = np.array(self._encode(text))
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])
-        if not len(masks):
-            raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
         if len(ids) > most:
             raise ValueError(f"the text has {len(ids)} tokens, the model takes at most {most}; shorten it")
         if causal and len(masks) > 1:
@@ -72,6 +72,11 @@ class Filler:
         return shown if shown.isprintable() and shown else ascii(shown)
 
 
+def refuse_without_mask(text: str) -> None:
+    if MASK not in text:
+        raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
+
+
 def lines(filled: Filled) -> str:
     """A line a mask: its words and their probabilities."""
     return "\n".join(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words) for words in filled)
@@ -89,9 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.top < 1:
         raise ValueError(f"--top {args.top}: must be 1 or more")
+    refuse_without_mask(args.text)
+    folder = located(args.model)
     from megabert import hf
 
-    print(lines(Filler(hf.load(args.model, args.tokenizer)).fill(args.text, args.top)))
+    print(lines(Filler(hf.load(folder, args.tokenizer)).fill(args.text, args.top)))
     return OK
 
 

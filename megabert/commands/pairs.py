@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.hub import located
 
 PRECISIONS = "of the model: bf16 is faster where the processor has it, and makes ties"
 
@@ -38,7 +39,7 @@ def as_text(table: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.pairs"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--pairs", required=True, metavar="PATH", help=".jsonl or .txt file, or a folder of them")
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--each {args.each}: must be 0 or more")
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
+    folder = located(args.model)
     import torch
 
     from megabert import hf
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()
     pairs = read_pairs(args.pairs, args.each)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
-    table = score_pairs(hf.load(args.model, args.tokenizer), pairs, dtype)
+    table = score_pairs(hf.load(folder, args.tokenizer), pairs, dtype)
     if args.json:
         text = json.dumps({"model": args.model} | table, indent=1) + "\n"
         write_whole(Path(args.json), text.encode())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # what a command's --model takes
@@ -35,10 +37,24 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with `Help`."""
+    """An argument parser with `Help`, whose errors are one line; of a misspelt option it names the nearest one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses an unknown option first: what a misspelt one should have given is missing then, too."""
+        given = sys.argv[1:] if args is None else list(args)
+        for name in () if self._subparsers else (text.partition("=")[0] for text in given):
+            if name == "--":
+                break
+            if name.startswith("--") and not any(known.startswith(name) for known in self._option_string_actions):
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                self.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (`{self.prog} --help` shows all options)\n")
 
 
 def presets() -> list[str]:

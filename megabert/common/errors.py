@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megabert.common import logs
 from megabert.common.logs import log
@@ -84,11 +84,11 @@ def tried_again(action: Callable[[], T]) -> T:
     return action()
 
 
-def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorator of a command's `main(argv)`: sets up messages; an error becomes one line on stderr and its exit code."""
+def command(main: Callable[[Any], int]) -> Callable[..., int]:
+    """Decorator of a command's `main(argv)`, or of what it does with its arguments: sets up messages; an error becomes one line on stderr and its exit code."""
 
     @functools.wraps(main)
-    def wrapped(argv: list[str] | None = None) -> int:
+    def wrapped(argv: Any = None) -> int:
         try:
             logs.setup()
             return main(argv)

@@ -21,4 +21,4 @@ from megabert.config.schema import (
     SpikesConfig,
     WatchdogConfig,
 )
-from megabert.config.sources import changed, flat, from_arguments, from_dict, load
+from megabert.config.sources import changed, flat, from_arguments, from_dict, load, overrides_of, value_sources

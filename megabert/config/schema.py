@@ -197,6 +197,8 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
+    """Evaluation on held-out rows, under a mask that never changes."""
+
     interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
     rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
@@ -226,10 +228,14 @@ class SpikesConfig(Section):
 
 
 class WatchdogConfig(Section):
+    """The end of a job that hangs."""
+
     timeout_seconds: float = Field(600.0, ge=0, description="seconds without progress that end the job; 0: off")
 
 
 class LogConfig(Section):
+    """When figures of the updates are logged, and where besides `metrics.jsonl`."""
+
     interval: int = Field(10, gt=0, description="updates between log lines, and between readings of the device")
     seconds: float = Field(
         0.0, ge=0, description="of training between log lines, at least; 0: a line at every interval"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,23 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     return from_dict(tree)
 
 
+def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Where the value of each `section.key` that is no default comes from; arguments as of `load`, which they must suit."""
+    path, tree = read_toml(source, PRESETS, "--config", "preset") if source else (Path(), {})
+    where = f"preset {source}" if path.parent == PRESETS else f"file {path}"
+    tables = {"data.mix": where} if tree.get("data", {}).get("mix") else {}
+    return dict.fromkeys(flat(tree), where) | tables | {text.partition("=")[0]: "command line" for text in overrides}
+
+
 def from_arguments(args: argparse.Namespace) -> Config:
     """The config of the options of `common.arguments.add_config_options`. Raises ValueError naming the option, key or value that
     is wrong."""
-    data = [f"data.path={args.data}"] if args.data else []
-    return load(args.config, data + args.overrides)
+    return load(args.config, overrides_of(args))
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """The `section.key=value` of the options."""
+    return ([f"data.path={args.data}"] if args.data else []) + args.overrides
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
@@ -113,13 +125,22 @@ def refuse_unknown(model: Any, tree: dict[str, Any]) -> None:
         siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
         for key, value in section.items():
             if key not in siblings:
-                others = siblings, {name.rpartition(".")[2]: name for name in names}
-                near = [of[match] for of in others for match in difflib.get_close_matches(key, of, n=1)]
-                raise ValueError(f"unknown config key {prefix}{key}" + (f"; did you mean {near[0]}?" if near else ""))
+                raise ValueError(f"unknown config key {prefix}{key}{nearest(key, siblings, by_leaf(names))}")
             if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in siblings):
                 check_section(value, f"{prefix}{key}.")
 
     check_section(tree, "")
+
+
+def by_leaf(names: Iterable[str]) -> dict[str, str]:
+    """Full names by their last parts."""
+    return {name.rpartition(".")[2]: name for name in names}
+
+
+def nearest(wrong: str, *groups: Mapping[str, str]) -> str:
+    """The question for the full name whose short one is nearest to `wrong`, in the first of the groups that has a near one."""
+    near = [group[match] for group in groups for match in difflib.get_close_matches(wrong, group, n=1)]
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _field_names(model: Any, prefix: str = "") -> Iterator[str]:

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
+from megabert.common.hub import located
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.hf import mapping
-from megabert.hf.hub import located
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a run folder, and in a Hugging Face folder

@@ -173,6 +173,12 @@ def test_the_report_says_what_the_run_needs() -> None:
     gib = 110.1e6 / 2**30
     assert cells == pytest.approx([1, 2 * gib, 4 * gib, 0.5 * gib, gib], abs=0.01)
     by_tokens = base("schedule.by=tokens", "schedule.budget_tokens=13107201")
+    by_minutes = workload.report(
+        base("schedule.by=minutes", "schedule.budget_minutes=30", "schedule.total_steps=1000000000"), 8
+    )
+    assert (
+        "run      30 minutes of training, in as many updates as fit" in by_minutes and "1,000,000,000" not in by_minutes
+    )
     assert "101 updates, 25,856 rows" in workload.report(by_tokens, 8)
     assert "rows = 37 x 7 ranks x 1 micro-steps less 3 seats" in workload.report(base("batch.micro_size=37"), 7)
 
@@ -429,6 +435,7 @@ def test_the_table_of_a_forecast() -> None:
     cells = dict(zip(head, line, strict=True))
     mfu = whole.operations / (points[1].step.seconds * 64 * 989e12)
     assert cells["MFU"] == f"{mfu:.1%}" and cells["rows x steps"] == "64 x 16"
+    assert cells["updates"] == "7,038"
     assert cells["GPU-hours"] == f"{64 * points[1].seconds / 3_600:,.0f}"
     assert cells["efficiency"] == f"{points[0].step.seconds / (8 * points[1].step.seconds):.1%}"
 
@@ -441,6 +448,8 @@ def test_the_command(capsys) -> None:
     text = capsys.readouterr().out
     assert text.startswith("projection, not measured: h100, nodes of 8, network 8x400: 65,536 rows of 128")
     assert "milliseconds of an update" in text
+    assert plan.main(["--config", "large_phase1", "--gpus", "a100", *LARGE, "--over", "8", "64"]) == 0
+    assert "a100, nodes of 8, network 8x200 (assumed, " in capsys.readouterr().out.splitlines()[0]
     assert plan.main([*TINY, "--world-size", "4"]) == 0
     assert "64 rows = 16 x 4 ranks x 1 micro-steps" in capsys.readouterr().out
 

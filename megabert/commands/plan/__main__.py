@@ -1,7 +1,7 @@
 """What a run will need, before it gets a machine: batch arithmetic, memory, work and time.
 
     megabert plan --config large_phase1 --data DIR --world-size 64 [section.key=value …]
-    megabert plan --config large_phase1 --gpus h100 --nodes-of 8 --network 8x400 --over 8 64 512
+    megabert plan --config large_phase1 --gpus h100 --over 8 64 512
 
 Nothing is run. With --gpus seconds an update and days at each number of GPUs are predicted (docs/planner.md).
 """
@@ -28,7 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     numbers = "numbers of GPUs to predict for (default: one node); overrides go before it"
     add("--over", type=int, nargs="+", metavar="N", help=numbers)
     add("--nodes-of", type=int, default=8, metavar="N", help="GPUs a node")
-    add("--network", metavar="AxG", help="network a node: A adapters of G Gbit/s, e.g. 8x400")
+    add(
+        "--network",
+        metavar="AxG",
+        help="network a node: A adapters of G Gbit/s (default: an adapter a GPU, of v100 50, a100 200, later 400)",
+    )
     args = parser.parse_intermixed_args(argv)
     for name in ("over", "network"):
         if not args.gpus and getattr(args, name) is not None:
@@ -38,9 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     from megabert import config as configuration
-    from megabert.commands.plan import forecast, step_time, workload
 
     config = configuration.from_arguments(args)
+    from megabert.commands.plan import forecast, step_time, workload
+
     if not args.gpus:
         extra = configuration.read_deepspeed(args.deepspeed_config)
         print(workload.report(config, args.world_size, args.memory_gib, extra))
@@ -48,10 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.gpus not in step_time.DEVICES:
         raise ValueError(f"--gpus {args.gpus}: not in the device table; choose one of {', '.join(step_time.DEVICES)}")
     job, device = forecast.job_of(config), step_time.DEVICES[args.gpus]
-    fabric = step_time.Fabric.of(args.nodes_of, args.network or "")
-    points = forecast.forecast(job, args.over or [fabric.node], device, fabric)
+    sizes, network, assumed = args.over or [args.nodes_of], args.network, ""
+    if network is None and max(sizes) > args.nodes_of:
+        network = f"{args.nodes_of}x{device.adapter:g}"
+        assumed = " (assumed, as NVIDIA sells this GPU in nodes; --network names another)"
+    fabric = step_time.Fabric.of(args.nodes_of, network or "")
+    points = forecast.forecast(job, sizes, device, fabric)
     print(
-        f"projection, not measured: {args.gpus}, nodes of {fabric.node}{f', network {args.network}' * bool(args.network)}: "
+        f"projection, not measured: {args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}: "
         f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}\n"
     )
     print(forecast.table(job, points, device))

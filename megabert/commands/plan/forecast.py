@@ -132,7 +132,9 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> str:
     """Speed, efficiency (against the first line), days and GPU-hours, a line a number of GPUs; then the terms in milliseconds."""
-    lines = [["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "GPU-hours"]]
+    lines = [
+        ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "updates", "days", "GPU-hours"]
+    ]
     first = points[0].size * points[0].step.seconds
     for point in points:
         seconds = point.step.seconds
@@ -144,6 +146,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
             f"{mfu:.1%}",
             f"{efficiency:.1%}",
         ]
+        cells.append(f"{point.seconds / seconds:,.0f}")
         lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]

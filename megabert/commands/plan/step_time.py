@@ -28,6 +28,11 @@ MICROSECOND = 1e-6
 ACHIEVED = {"volta": 0.5482, "ampere": 0.5779, "hopper": 0.4549, "blackwell": 0.2815}
 
 
+# Gbit/s of network adapters a GPU in NVIDIA's own nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
+# 8 x 200, DGX H100 and DGX B200 8 x 400
+ADAPTERS = {"volta": 50.0, "ampere": 200.0, "hopper": 400.0, "blackwell": 400.0}
+
+
 @dataclass(frozen=True)
 class Device:
     """An accelerator as its datasheet has it. `link` is what joins those of a node, `domain` how many it joins at most."""
@@ -41,6 +46,11 @@ class Device:
     processors: int
     # 0: a node's
     domain: int = 0
+
+    @property
+    def adapter(self) -> float:
+        """Gbit/s of the network adapter that a GPU has, unless another is named."""
+        return ADAPTERS[self.generation]
 
 
 def _device(sold_as: str, generation: str, memory: float, link: float, processors: int, domain: int = 0) -> Device:

@@ -150,16 +150,24 @@ def report(
     if schedule.unit == "tokens":
         steps = min(steps, math.ceil(schedule.budget_tokens / update.tokens))
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
+    run = (
+        f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
+        + (data or " (no dataset named: full rows assumed)"),
+        f", {steps * flops:.4g} the run",
+    )
+    if schedule.unit == "minutes":
+        # a number of updates would be the machine's
+        run = (
+            f"{schedule.budget_minutes:g} minutes of training, in as many updates as fit; --gpus NAME predicts how many",
+            "",
+        )
     lines = [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions",
-        f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
-        + (data or " (no dataset named: full rows assumed)"),
-        f"work     {flops:.4g} FLOPs an update, {steps * flops:.4g} the run",
+        f"run      {run[0]}",
+        f"work     {flops:.4g} FLOPs an update{run[1]}",
     ]
-    if schedule.unit == "minutes":
-        lines.append(f"time     the schedule ends after {schedule.budget_minutes:g} minutes of training")
     planned = config.model_copy(update={"precision": planned_precision(config)})
     merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
     lines += ["", *_memory(config, update.seq_len, world_size, memory_gib)]
