@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabert.config import ModelConfig, OpsConfig
-from megabert.ops import Ops, Rotation, choose_all, rotation
+from megabert.ops import Ops, Rotation, choose_all, norm, rotation
 
 
 def truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
@@ -29,15 +29,17 @@ def truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight [out, in], bias [out]."""
+    """y = x W^T + b. weight [out, in], bias [out] or None."""
 
     # Square matrices stacked in `weight`, for optimizers of matrices; 0: the weight is not a layer's.
     matrices = 0
 
-    def __init__(self, inputs: int, outputs: int, std: float):
+    bias: nn.Parameter | None
+
+    def __init__(self, inputs: int, outputs: int, std: float, bias: bool = True):
         super().__init__()
         self.weight = nn.Parameter(truncated_normal((outputs, inputs), std))
-        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(outputs)) if bias else None)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
         """x W^T + bias. Inference with packed weights and training in float8 put their own product in its place."""
@@ -54,28 +56,45 @@ class QueriesKeysValues(Linear):
     returned beside the result, for `Ops.attention`, and the product does not sum it again.
     """
 
-    matrices = 3
-
     def __init__(self, cfg: ModelConfig, ops: Ops):
-        super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
-        self.sums_bias = ops.attention_sums_bias and not cfg.modern
+        heads, shared = cfg.heads, cfg.key_heads
+        super().__init__(cfg.hidden, cfg.hidden // heads * (heads + 2 * shared), cfg.init_std, cfg.bias)
+        self.heads, self.shared, self.matrices = heads, shared, heads // shared + 2
+        self.sums_bias = ops.attention_sums_bias and not cfg.modern and cfg.bias and heads == shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
         if not self.sums_bias:
-            return self.matmul(x, self.bias), None
+            y = self.matmul(x, self.bias)
+            return y if self.heads == self.shared else self._repeated(y), None
+        assert self.bias is not None
         return self.matmul(x, self.bias.detach()), self.bias.view_as(self.bias)
+
+    def _repeated(self, y: Tensor) -> Tensor:
+        """Each head of keys and values for all heads of its group (Ainslie et al. 2023, "GQA"): (B, T, (H + 2G) d) -> (B, T, 3D)."""
+        groups, heads = self.heads // self.shared, y.unflatten(-1, (self.heads + 2 * self.shared, -1))
+        q, kv = heads.split([self.heads, 2 * self.shared], -2)  # (B, T, H, d), (B, T, 2G, d)
+        return torch.cat([q, kv.repeat_interleave(groups, -2)], -2).flatten(-2)
 
 
 class FeedForward(Linear):
-    """gelu(x W^T + b), the exact (erf) one. `modern`: gelu(a) * b of (a, b) = x W^T + b, W [2F, D]."""
+    """gelu(x W^T + b), the exact (erf) one. `modern`: gelu(a) * b of (a, b) = x W^T + b, W [2F, D], or silu(a) * b."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
-        super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std)
+        super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std, cfg.bias)
+        self.silu = cfg.activation == "silu"
         self.gated, self.matrices, self.ops = cfg.modern, 2 if cfg.modern else 1, ops
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.matmul(x)  # (..., D) -> (..., F), gated (..., 2F)
-        return self.ops.bias_geglu(y, self.bias) if self.gated else self.ops.bias_gelu(y, self.bias)  # (..., F)
+        if self.gated:
+            return self.ops.bias_geglu(y, self.bias, silu=self.silu)  # (..., F)
+        return self.ops.bias_gelu(y, self.bias)  # (..., F)
+
+
+def norm_parameters(cfg: ModelConfig) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias [D] of a norm."""
+    shifted = cfg.bias and not cfg.rms_norm
+    return nn.Parameter(torch.ones(cfg.hidden)), nn.Parameter(torch.zeros(cfg.hidden)) if shifted else None
 
 
 class LinearNorm(Linear):
@@ -84,9 +103,8 @@ class LinearNorm(Linear):
     matrices = 1
 
     def __init__(self, inputs: int, cfg: ModelConfig, ops: Ops):
-        super().__init__(inputs, cfg.hidden, cfg.init_std)
-        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
-        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
+        super().__init__(inputs, cfg.hidden, cfg.init_std, cfg.bias)
+        self.norm_weight, self.norm_bias = norm_parameters(cfg)
         self.cfg, self.ops = cfg, ops
         if cfg.zero_init:
             nn.init.zeros_(self.weight)
@@ -100,15 +118,16 @@ class LinearNorm(Linear):
         y = self.matmul(x)  # (..., in) -> (..., D)
         return self.ops.dropout_add_layer_norm(
             y, self.bias, residual, self.norm_weight, self.norm_bias, p, self.cfg.layer_norm_eps, seed, stream,
-            post=self.cfg.norm == "post",
+            post=self.cfg.norm == "post", rms=self.cfg.rms_norm,
         )  # fmt: skip
 
 
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with its residual (Vaswani et al. 2017; pre-LN: Xiong et al. 2020)."""
 
-    def __init__(self, cfg: ModelConfig, ops: Ops):
+    def __init__(self, cfg: ModelConfig, ops: Ops, index: int):
         super().__init__()
+        self.window = cfg.window_of(index)
         self.qkv = QueriesKeysValues(cfg, ops)
         self.attention_output = LinearNorm(cfg.hidden, cfg, ops)
         self.feed_forward = FeedForward(cfg, ops)
@@ -136,7 +155,7 @@ class Layer(nn.Module):
         qkv, bias = self.qkv(x)  # (B, T, 3D)
         if angles is not None:
             qkv = self.ops.rotate(qkv, heads, angles)  # (B, T, 3D)
-        return self.ops.attention(qkv, heads, keys, p, seed, stream, bias=bias)  # (B, T, D)
+        return self.ops.attention(qkv, heads, keys, p, seed, stream, bias=bias, window=self.window)  # (B, T, D)
 
 
 class Vocabulary(nn.Module):
@@ -146,13 +165,14 @@ class Vocabulary(nn.Module):
     this module, since ZeRO-3 gathers a module's weights when it is called.
     """
 
+    bias: nn.Parameter | None
     decoder: nn.Parameter | None
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__()
         self.size, self.ops = cfg.vocab_size, ops
         self.weight = nn.Parameter(self._table(cfg))
-        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(cfg.padded_vocab)) if cfg.decoder_bias else None)
         self.register_parameter("decoder", None if cfg.tied else nn.Parameter(self._table(cfg)))
 
     @staticmethod
@@ -167,9 +187,10 @@ class Vocabulary(nn.Module):
             return F.embedding(ids, self.weight)
         assert hidden is not None
         weight = self.weight if self.decoder is None else self.decoder
+        bias = weight.new_zeros(len(weight)) if self.bias is None else self.bias
         if labels is None:
-            return self.ops.mlm_logits(hidden, weight, self.bias, self.size)
-        return self.ops.mlm_loss(hidden, weight, self.bias, labels, self.size)
+            return self.ops.mlm_logits(hidden, weight, bias, self.size)
+        return self.ops.mlm_loss(hidden, weight, bias, labels, self.size)
 
 
 class Embeddings(nn.Module):
@@ -179,10 +200,10 @@ class Embeddings(nn.Module):
         super().__init__()
         self.word = Vocabulary(cfg, ops)
         if not cfg.modern:
-            self.position = nn.Parameter(truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
-            self.segment = nn.Parameter(truncated_normal((2, cfg.hidden), cfg.init_std))
-        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
-        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
+            positions = cfg.first_position + cfg.max_positions
+            self.position = nn.Parameter(truncated_normal((positions, cfg.hidden), cfg.init_std))
+            self.segment = nn.Parameter(truncated_normal((cfg.segments, cfg.hidden), cfg.init_std))
+        self.norm_weight, self.norm_bias = norm_parameters(cfg)
         self.cfg, self.ops = cfg, ops
 
     def forward(
@@ -191,10 +212,11 @@ class Embeddings(nn.Module):
         """int32 [B, T] each -> (normed, residual), both [B, T, D]."""
         x = self.word(input_ids)  # (B, T, D)
         if not self.cfg.modern:
-            x = x + F.embedding(position_ids, self.position) + F.embedding(segment_ids, self.segment)
-        normed = F.layer_norm(x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps)
+            x = x + F.embedding(position_ids + self.cfg.first_position, self.position)
+            x = x + (F.embedding(segment_ids, self.segment) if self.cfg.segments > 1 else self.segment)
+        normed = norm(x, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
         p = self.cfg.dropout if self.training else 0.0
-        if self.cfg.norm == "post" or self.cfg.modern:
+        if self.cfg.norm == "post" or (self.cfg.modern and self.cfg.embedding_norm):
             normed = self.ops.dropout(normed, p, seed, 0)
             return normed, normed
         return normed, self.ops.dropout(x, p, seed, 0)
@@ -204,14 +226,13 @@ class MlmTransform(Linear):
     """Dense + GELU + LayerNorm in front of the decoder."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
-        super().__init__(cfg.hidden, cfg.hidden, cfg.init_std)
-        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
-        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
-        self.eps, self.ops = cfg.layer_norm_eps, ops
+        super().__init__(cfg.hidden, cfg.hidden, cfg.init_std, cfg.bias)
+        self.norm_weight, self.norm_bias = norm_parameters(cfg)
+        self.cfg, self.ops = cfg, ops
 
     def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
         y = self.ops.bias_gelu(self.matmul(x), self.bias)
-        return F.layer_norm(y, y.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
+        return norm(y, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
 
 
 class Output(NamedTuple):
@@ -249,11 +270,11 @@ class BertForPreTraining(nn.Module):
         # The names of its losses, and what each counts in their sum.
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")
         self.weights: tuple[float, ...] = (1.0, 1.0)
-        self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads)
+        self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads, cfg.window)
         self.ops = Ops(self.backends)
         self.embeddings = Embeddings(cfg, self.ops)
-        self.layers = nn.ModuleList(self.ops.layer(Layer(cfg, self.ops)) for _ in range(cfg.layers))
-        self.mlm = MlmTransform(cfg, self.ops)
+        self.layers = nn.ModuleList(self.ops.layer(Layer(cfg, self.ops, index)) for index in range(cfg.layers))
+        self.mlm = MlmTransform(cfg, self.ops) if cfg.transform else nn.Identity()
         if cfg.nsp:
             self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std)
             self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
@@ -263,6 +284,7 @@ class BertForPreTraining(nn.Module):
         """Set the decoder's bias so that an untrained model predicts each id as often as it occurs: `counts` int64 [V], to
         which one is added. To be called on new weights that no engine has taken over."""
         shares = (counts.double() + 1) / (counts.sum() + len(counts))
+        assert self.embeddings.word.bias is not None
         self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
 
     def encode(
@@ -301,15 +323,18 @@ class BertForPreTraining(nn.Module):
         """(normed, residual) of the embeddings and of each layer, as they are computed."""
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
-        keys = self.ops.attention_inputs(key_start, key_end, lengths)
+        size = self.cfg.hidden // self.cfg.heads
+        kinds = {(self.cfg.window_of(index), self.cfg.theta_of(index)) for index in range(len(self.layers))}
+        keys = {w: self.ops.attention_inputs(key_start, key_end, lengths, w) for w, _ in kinds}
+        angles = {theta: rotation(position_ids, size, theta) for _, theta in kinds} if self.cfg.modern else {}
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)  # (B, T, D) each
         yield normed, x
-        angles = rotation(position_ids, self.cfg.hidden // self.cfg.heads) if self.cfg.modern else None
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
+            seen = keys[self.cfg.window_of(index)]
             if last is not None and not self.training:
-                keys = self.ops.only_queries(keys, last)
-            args = (normed, x, keys, seed, 4 * index + 4, last, angles)
+                seen = self.ops.only_queries(seen, last)
+            args = (normed, x, seen, seed, 4 * index + 4, last, angles.get(self.cfg.theta_of(index)))
             if self.cfg.activation_checkpointing and self.training:
                 normed, x = checkpoint(layer, *args, use_reentrant=False)
             else:
@@ -393,4 +418,4 @@ def outline(cfg: ModelConfig) -> BertForPreTraining:
 def parameter_count(cfg: ModelConfig) -> int:
     """Parameters of the model, padded vocabulary entries left out."""
     total = sum(p.numel() for p in outline(cfg).parameters())
-    return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden * (1 if cfg.tied else 2) + 1)
+    return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden * (1 if cfg.tied else 2) + cfg.decoder_bias)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# of the embedding and of the head's bias, where these are tied
-COPIES = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
 
 
 def export(
@@ -40,10 +38,13 @@ def export(
 
     pretrained = hf.load(run, tokenizer)
     model = pretrained.config.model
-    config = mapping.to_huggingface_config(model, pretrained.config.data.masking.causal)
+    family = mapping.family_of(model)
+    config = mapping.to_huggingface_config(
+        model, pretrained.config.data.masking.causal, pretrained.tokenizer.special_ids
+    )
     card = model_card.render(pretrained, Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
-    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, not model.modern)
+    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented)
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     if pool:
         files |= sentence_folder.files(pretrained.config, pool)
@@ -51,7 +52,8 @@ def export(
         for file, data in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
-        copies = COPIES if model.tied else ()
+        # of the embedding and of the head's bias
+        copies = (family.decoder, family.bias_copy) if model.tied else ()
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
     return pretrained

@@ -33,6 +33,7 @@ class ModelConfig(Section):
     layers: int = Field(12, gt=0, description="number of encoder layers")
     hidden: int = Field(768, gt=0, description="width of the residual stream")
     heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
+    kv_heads: int = Field(0, ge=0, description="heads of keys and values, shared by groups of heads; 0: as heads")
     intermediate: int = Field(0, ge=0, description="feed-forward width; 0: 4 x hidden, or gated as many weights")
     vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
     max_positions: int = Field(512, gt=0, description="tokens of a sequence at most; bert learns a position for each")
@@ -40,6 +41,19 @@ class ModelConfig(Section):
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
     attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
     layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
+    rms_norm: bool = Field(False, description="RMSNorm (Zhang & Sennrich 2019) in place of LayerNorm")
+    bias: bool = Field(True, description="biases of linear layers and norms; the decoder has decoder_bias")
+    decoder_bias: bool = Field(True, description="the decoder has a bias")
+    window: int = Field(0, ge=0, description="local layers see half of it on each side of a token; 0: no local layers")
+    global_every: int = Field(3, gt=0, description="with a window: layers 0, n, 2n, ... see whole sequences")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of rotary positions in layers that see whole sequences")
+    local_rope_theta: float = Field(10_000.0, gt=0, description="base of rotary positions in local layers")
+    activation: Literal["gelu", "silu"] = Field("gelu", description="of the gated feed-forward layer; silu: SwiGLU")
+    embedding_norm: bool = Field(True, description="modern: the norm of the embeddings is the residual stream's start")
+    transform: bool = Field(True, description="dense layer, GELU and norm between encoder and decoder")
+    segments: Literal[1, 2] = Field(2, description="bert: learned segments; 1: the same one for every token (RoBERTa)")
+    first_position: int = Field(0, ge=0, description="bert: row of the first token's position; 2 in RoBERTa")
+    hub_type: str = Field("", description="model_type of an export, where several have this shape (xlm-roberta, ...)")
     init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
     nsp: bool = Field(True, description="train the next-sentence head")
     tied: bool = Field(True, description="the decoder's weights are the word embedding's")
@@ -60,6 +74,24 @@ class ModelConfig(Section):
     @property
     def modern(self) -> bool:
         return self.kind == "modern"
+
+    @property
+    def segmented(self) -> bool:
+        """Whether the parts of a pair have embeddings of their own."""
+        return not self.modern and self.segments > 1
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.kv_heads or self.heads
+
+    def window_of(self, layer: int) -> int:
+        """The layer's window; 0: it sees whole sequences."""
+        return self.window if layer % self.global_every else 0
+
+    def theta_of(self, layer: int) -> float:
+        """Base of the layer's rotary positions."""
+        return self.local_rope_theta if self.window_of(layer) else self.rope_theta
 
     @property
     def padded_vocab(self) -> int:
@@ -296,6 +328,15 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
     width = f"model.hidden / model.heads = {model.hidden // model.heads}"
     yield model.hidden % model.heads > 0, f"model.heads={model.heads} does not divide model.hidden={model.hidden}"
+    groups = f"model.kv_heads={model.key_heads} does not divide model.heads={model.heads}"
+    yield model.heads % model.key_heads > 0, groups
+    yield model.window % 2 > 0, f"model.window={model.window} is odd; half of it lies on each side of a token"
+    no_bias = "model.frequency_bias=true needs a bias of the decoder; set model.decoder_bias=true"
+    yield model.frequency_bias and not model.decoder_bias, no_bias
+    if not model.modern:
+        for name, usual in (("activation", "gelu"), ("embedding_norm", True)):
+            changed = getattr(model, name) != usual
+            yield changed, f"model.{name}={str(getattr(model, name)).lower()} needs model.kind=modern"
     if model.modern:
         yield model.norm != "pre", f"model.kind=modern needs model.norm=pre; it is {model.norm}"
         yield model.nsp, "model.kind=modern needs model.nsp=false; it is true"

@@ -94,7 +94,9 @@ def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: P
 def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
     """Why each backend of an operation cannot run; "" where it can."""
     model = config.model
-    found = ops.obstacles(role, device, DTYPES[config.precision], config.causal_updates, model.hidden // model.heads)
+    found = ops.obstacles(
+        role, device, DTYPES[config.precision], config.causal_updates, model.hidden // model.heads, model.window
+    )
     if role == "layer" and config.zero.stage == 3:
         found["compiled"] = found["compiled"] or "torch.compile cannot trace the hooks of zero.stage=3"
     return found

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config, ModelConfig, OpsConfig
-from megabert.model import BertForPreTraining, Linear, MlmTransform
+from megabert.model import BertForPreTraining, Linear
 
 # Kinds that are read at their tokens; the others at [CLS].
 TOKEN_KINDS = ("tag", "span")
@@ -28,13 +28,13 @@ class OutputLayer(Linear):
     """The added layer, in fp32 whatever its parameters are in."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., K)
-        return F.linear(x.float(), self.weight.float(), self.bias.float())
+        return F.linear(x.float(), self.weight.float(), self.bias.float() if self.bias is not None else None)
 
 
 class Head(nn.Module):
     """Pooler with tanh (of texts), transform (of modern models) or neither -> dropout -> the added layer."""
 
-    def __init__(self, cfg: ModelConfig, kind: str, outputs: int, transform: MlmTransform) -> None:
+    def __init__(self, cfg: ModelConfig, kind: str, outputs: int, transform: nn.Module) -> None:
         super().__init__()
         pooled = not cfg.modern and kind not in TOKEN_KINDS
         self.transform = transform if cfg.modern else None

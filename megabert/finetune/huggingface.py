@@ -7,6 +7,7 @@ by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def load(source: str | Path) -> Finetuned:
     if finetuned.described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
         raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
+    if not mapping.family_of(finetuned.described.config.model).text_layer:
+        kind = architecture(finetuned.described)
+        raise ValueError(f"{finetuned.folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
     return finetuned
 
 
@@ -63,12 +67,12 @@ HUB_KINDS = {
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return mapping.class_of(described.config.model) + HUB_KINDS[described.task.kind].class_of
+    return mapping.family_of(described.config.model).prefix + HUB_KINDS[described.task.kind].class_of
 
 
-def config(described: Described) -> dict[str, Any]:
-    """The `config.json`."""
-    tree = mapping.to_huggingface_config(described.config.model)
+def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
+    """The `config.json`; `ids`: the tokenizer's special ids."""
+    tree = mapping.to_huggingface_config(described.config.model, ids=ids)
     tree["architectures"] = [architecture(described)]
     # What a pipeline calls the outputs; a span's have no names.
     if called := (SCORE,) if described.task.kind == "score" else described.labels:
@@ -88,22 +92,23 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
     )
     model = finetuned.described.config.model
     renamed = mapping.to_huggingface(encoder, model, heads=False)
-    added = "classifier" if model.modern else HUB_KINDS[finetuned.described.task.kind].layer
+    kind, family = finetuned.described.task.kind, mapping.family_of(model)
+    added = family.text_layer if model.modern or kind not in TOKEN_KINDS else HUB_KINDS[kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")
         if part == "transform":
-            renamed[mapping.MODERN_HEAD[f"mlm.{which}"]] = tensor
+            renamed[family.head[f"mlm.{which}"]] = tensor
         else:
-            renamed[f"{'bert.pooler.dense' if part == 'pooler' else added}.{which}"] = tensor
+            renamed[f"{family.pooler if part == 'pooler' else added}.{which}"] = tensor
     return renamed
 
 
 def write(finetuned: Finetuned, folder: Path) -> None:
     """Everything but the card."""
     files = tokenizer_files.files(
-        finetuned.tokenizer, finetuned.described.max_length, not finetuned.described.config.model.modern
+        finetuned.tokenizer, finetuned.described.max_length, finetuned.described.config.model.segmented
     )
-    files[CONFIG] = tokenizer_files.as_json(config(finetuned.described))
+    files[CONFIG] = tokenizer_files.as_json(config(finetuned.described, finetuned.tokenizer.special_ids))
     for name, data in files.items():
         (folder / name).write_bytes(data)
     write_tensors(folder / WEIGHTS, weights(finetuned), {"format": "pt"})

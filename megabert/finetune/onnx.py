@@ -1,7 +1,7 @@
 """ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime.
 
 What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those which
-servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids` (not of modern models), int64 [batch, sequence],
+servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids` (of models with segments), int64 [batch, sequence],
 and `logits` fp32 [batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence].
 """
 
@@ -84,4 +84,4 @@ def probe(size: ModelConfig, batch: int, length: int) -> dict[str, Tensor]:
     segments = torch.ones_like(ids)
     segments[:, : length // 2] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    return inputs if size.modern else inputs | {"token_type_ids": segments}
+    return inputs | {"token_type_ids": segments} if size.segmented else inputs

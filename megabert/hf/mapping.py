@@ -1,16 +1,15 @@
 """Names of Hugging Face: its state dicts and configs as ours, and ours as its.
 
-Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
-parameters with the norms before the blocks and none on the embeddings (RoBERTa-PreLayerNorm normalises the embeddings too,
-so it is another function). A modern model is its ModernBERT with biases and global attention in every layer; ModernBERT as
-published (Warner et al. 2024) has no biases and two layers in three with local attention, and is refused by the field that
-shows it. Ours stacks queries, keys and values, pads the vocabulary to a multiple of 128 with zeros, and names a norm after
-the block that ends in it.
+Mapping there and back is bit-equal. An architecture of Hugging Face is a `Family`: the settings of our one model that make it,
+its names of the parameters, and its fields of a config.json. Ours stacks queries, keys and values (and a gate and what it
+gates), pads the vocabulary to a multiple of 128 with zeros, and names a norm after the block that ends in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,79 +18,8 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import ModelConfig
-from megabert.ops.rotary import THETA
 
-# model types and class prefixes of kind `bert`, by place of the norm; of kind `modern`
-TYPES = {"post": "bert", "pre": "megatron-bert"}
-CLASSES = {"post": "Bert", "pre": "MegatronBert"}
-MODERN_TYPE, MODERN_CLASS = "modernbert", "ModernBert"
-# classes of causal models, whose weights are those of ForMaskedLM
-CAUSAL = {"post": "BertLMHeadModel", "pre": "MegatronBertForCausalLM"}
-
-# Our name -> theirs, of the parameters outside layers and norms. Where ours stacks several of theirs they are a tuple.
-EMBEDDINGS = {
-    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position": "bert.embeddings.position_embeddings.weight",
-    "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
-}
-MLM = {
-    "embeddings.word.bias": "cls.predictions.bias",
-    "mlm.weight": "cls.predictions.transform.dense.weight",
-    "mlm.bias": "cls.predictions.transform.dense.bias",
-    "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
-    "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
-}
-NSP = {
-    "pooler.weight": "bert.pooler.dense.weight",
-    "pooler.bias": "bert.pooler.dense.bias",
-    "nsp.weight": "cls.seq_relationship.weight",
-    "nsp.bias": "cls.seq_relationship.bias",
-}
-# of a layer, without `.weight` and `.bias`
-LAYER: dict[str, tuple[str, ...]] = {
-    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "attention_output": ("attention.output.dense",),
-    "feed_forward": ("intermediate.dense",),
-    "feed_forward_output": ("output.dense",),
-}
-MODERN_EMBEDDINGS = {"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"}
-MODERN_HEAD = {
-    "embeddings.word.bias": "decoder.bias",
-    "mlm.weight": "head.dense.weight",
-    "mlm.bias": "head.dense.bias",
-    "mlm.norm_weight": "head.norm.weight",
-    "mlm.norm_bias": "head.norm.bias",
-}
-MODERN_LAYER: dict[str, tuple[str, ...]] = {
-    "qkv": ("attn.Wqkv",),
-    "attention_output": ("attn.Wo",),
-    "feed_forward": ("mlp.Wi",),
-    "feed_forward_output": ("mlp.Wo",),
-}
-# decoder weights, which are the word embedding where they are tied
-DECODER, MODERN_DECODER = "cls.predictions.decoder.weight", "decoder.weight"
-DECODER_BIAS = "cls.predictions.decoder.bias"
-# buffers that some versions save beside the weights
-BUFFERS = ("bert.embeddings.position_ids", "bert.embeddings.token_type_ids")
-_PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
-# fields of a config.json that must have a value for the model to be ours, and their value where they are missing
-FIXED: dict[str, tuple[Any, Any]] = {
-    "hidden_act": ("gelu", "gelu"),
-    "position_embedding_type": ("absolute", "absolute"),
-    "type_vocab_size": (2, 2),
-    "add_cross_attention": (False, False),
-    "pad_token_id": (0, 0),
-}
-MODERN_FIXED: dict[str, tuple[Any, Any]] = {
-    "attention_bias": (True, False),
-    "mlp_bias": (True, False),
-    "norm_bias": (True, False),
-    "classifier_bias": (True, False),
-    "decoder_bias": (True, True),
-    "classifier_activation": ("gelu", "gelu"),
-    "hidden_activation": ("gelu", "gelu"),
-    "pad_token_id": (0, 50283),
-}
+Tree = Mapping[str, Any]
 # our field -> theirs, and its value where it is missing; without one it is a count that must be there
 FIELDS: dict[str, tuple[str, float | None]] = {
     "hidden": ("hidden_size", None),
@@ -102,106 +30,396 @@ FIELDS: dict[str, tuple[str, float | None]] = {
     "max_positions": ("max_position_embeddings", None),
     "init_std": ("initializer_range", 0.02),
 }
-BERT_FIELDS: dict[str, tuple[str, float | None]] = FIELDS | {
+# their special ids -> the tokenizer's
+IDS = {"pad_token_id": "pad", "bos_token_id": "cls", "eos_token_id": "sep"}
+BUFFERS = ("position_ids", "token_type_ids")
+_PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of Hugging Face. Names of layers' parameters are without `.weight` and `.bias`."""
+
+    # Prefix of the classes' names.
+    prefix: str
+    # Fields of our model that have this value; those that no family names are free.
+    ours: dict[str, Any]
+    # Our name -> theirs, of the parameters outside layers and norms.
+    embeddings: dict[str, str]
+    head: dict[str, str]
+    # The decoder's weights, which are the word embedding where they are tied.
+    decoder: str
+    # Prefix of the layers, and our names of a layer -> theirs, several where ours stacks them.
+    layers: str
+    layer: dict[str, tuple[str, ...]]
+    # The norms: of the embeddings (pre-LN without one: of the first layer), inside a layer, at its end (pre-LN: at the next
+    # one's start), behind the last layer (pre-LN).
+    norms: tuple[str, str, str, str]
+    # Our field -> theirs, as in FIELDS.
+    fields: dict[str, tuple[str, float | None]]
+    # Fields of theirs that must have a value, and their value where they are missing.
+    fixed: dict[str, tuple[Any, Any]]
+    nsp: dict[str, str] = field(default_factory=dict)
+    # The class of causal models, whose weights are those of ForMaskedLM.
+    causal: str = ""
+    # Copy of the decoder's bias.
+    bias_copy: str = ""
+    ids: dict[str, str] = field(default_factory=lambda: {"pad_token_id": "pad"})
+    # Further fields: of ours from theirs (and the file's name), of theirs from ours.
+    read: Callable[[Tree, str], dict[str, Any]] = lambda tree, where: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda cfg: {}
+    # Of a model fine-tuned on texts: the layer behind the pooler, and the pooler; empty: its class has another head.
+    text_layer: str = "classifier"
+    pooler: str = "bert.pooler.dense"
+
+    @property
+    def encoder(self) -> str:
+        """Prefix of the encoder's tensors in a class that has heads."""
+        return self.embeddings["embeddings.word.weight"].partition(".")[0] + "."
+
+
+def _value(tree: Tree, name: str, where: str, usual: Any, allowed: type | tuple[type, ...]) -> Any:
+    """A field's value, checked, or its usual one where it is missing."""
+    value = tree.get(name, usual)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
+        kind = "true or false" if allowed is bool else "a number"
+        raise ValueError(f"{where}: {name} must be {kind}, is {value!r:.40}")
+    return value
+
+
+def _theta(tree: Tree, where: str, kind: str, old: str, usual: float) -> float:
+    """Base of the rotary positions, of the layers of a `kind` where theirs have several; `old`: the field in releases before 5."""
+    given = tree.get("rope_parameters") or {}
+    rope = (given.get(kind) or {} if kind else given) if isinstance(given, dict) else None
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
+        raise ValueError(f"{where}: rope_parameters: only rotary positions without scaling are supported")
+    value = rope.get("rope_theta", tree.get(old, usual))
+    return float(_value({"rope_theta": value}, "rope_theta", where, usual, (int, float)))
+
+
+# Published are all four of ModernBERT false, and those of its ancestor true.
+MODERN_BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
+
+
+def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
+    biases = {name: _value(tree, name, where, False, bool) for name in MODERN_BIASES}
+    for name, value in biases.items():
+        if value != biases["attention_bias"]:
+            raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
+    layers = _value(tree, "num_hidden_layers", where, None, int)
+    every = max(1, _value(tree, "global_attn_every_n_layers", where, 3, int))
+    types = tree.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+    full = [i for i, name in enumerate(types) if name == "full_attention"]
+    if full != list(range(0, layers, every)):  # what releases before 5 read is not there
+        every = full[1] if len(full) > 1 else layers
+    if len(types) != layers or full != list(range(0, layers, every)):
+        raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
+    window = _value(tree, "local_attention", where, 128, int)
+    local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
+    if local:
+        local["local_rope_theta"] = _theta(tree, where, "sliding_attention", "local_rope_theta", 10_000.0)
+    theta = _theta(tree, where, "full_attention", "global_rope_theta", 160_000.0)
+    bias = {"bias": biases["attention_bias"], "decoder_bias": _value(tree, "decoder_bias", where, True, bool)}
+    return bias | local | {"rope_theta": theta}
+
+
+def _write_modern(cfg: ModelConfig) -> dict[str, Any]:
+    local = [bool(cfg.window_of(i)) for i in range(cfg.layers)]
+    full, sliding = ({"rope_type": "default", "rope_theta": theta} for theta in (cfg.rope_theta, cfg.local_rope_theta))
+    return dict.fromkeys(MODERN_BIASES, cfg.bias) | {
+        "decoder_bias": cfg.decoder_bias,
+        "mlp_dropout": 0.0,
+        "local_attention": cfg.window or 128,
+        "layer_types": ["sliding_attention" if here else "full_attention" for here in local],
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        # releases before 5 read these three
+        "global_attn_every_n_layers": cfg.global_every if any(local) else 1,
+        "global_rope_theta": cfg.rope_theta,
+        "local_rope_theta": cfg.local_rope_theta,
+    }
+
+
+def _read_roberta(tree: Tree, where: str) -> dict[str, Any]:
+    """Positions count from the one behind the padding's, whose row is there but not used."""
+    first = _value(tree, "pad_token_id", where, 1, int) + 1
+    rows = _value(tree, "max_position_embeddings", where, None, int)
+    return {"first_position": first, "max_positions": rows - first}
+
+
+def _write_roberta(cfg: ModelConfig) -> dict[str, Any]:
+    return {"max_position_embeddings": cfg.max_positions + cfg.first_position, "pad_token_id": cfg.first_position - 1}
+
+
+def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
+    heads = _value(tree, "num_attention_heads", where, None, int)
+    hidden = _value(tree, "hidden_size", where, None, int)
+    size = tree.get("head_dim")
+    if size is not None and size * heads != hidden:
+        raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
+    shared = _value(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
+    theta = _theta(tree, where, "", "rope_theta", 10_000.0)
+    return {"kv_heads": 0 if shared == heads else shared, "rope_theta": theta, "dropout": 0.0}
+
+
+def _write_euro(cfg: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    # releases before 5 read the last one
+    return {"num_key_value_heads": cfg.key_heads, "rope_parameters": rope, "rope_theta": cfg.rope_theta}
+
+
+# what a family has unless it says otherwise
+PLAIN = {"rms_norm": False, "bias": True, "decoder_bias": True, "window": 0, "transform": True, "kv_heads": 0}
+GATED = {"kind": "modern", "norm": "pre", "nsp": False}
+LEARNED = PLAIN | {"kind": "bert", "segments": 2, "first_position": 0}
+DROPOUTS: dict[str, tuple[str, float | None]] = {
     "dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
     "layer_norm_eps": ("layer_norm_eps", 1e-12),
 }
-MODERN_FIELDS: dict[str, tuple[str, float | None]] = FIELDS | {
-    "dropout": ("embedding_dropout", 0.0),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "layer_norm_eps": ("norm_eps", 1e-5),
+BERT = Family(
+    prefix="Bert",
+    ours=LEARNED | {"norm": "post"},
+    embeddings={
+        "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+        "embeddings.position": "bert.embeddings.position_embeddings.weight",
+        "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
+    },
+    head={
+        "embeddings.word.bias": "cls.predictions.bias",
+        "mlm.weight": "cls.predictions.transform.dense.weight",
+        "mlm.bias": "cls.predictions.transform.dense.bias",
+        "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
+        "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
+    },
+    decoder="cls.predictions.decoder.weight",
+    layers="bert.encoder.layer",
+    layer={
+        "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+        "attention_output": ("attention.output.dense",),
+        "feed_forward": ("intermediate.dense",),
+        "feed_forward_output": ("output.dense",),
+    },
+    norms=("bert.embeddings.LayerNorm", "attention.output.LayerNorm", "output.LayerNorm", ""),
+    fields=FIELDS | DROPOUTS,
+    fixed={
+        "hidden_act": ("gelu", "gelu"),
+        "position_embedding_type": ("absolute", "absolute"),
+        "type_vocab_size": (2, 2),
+        "add_cross_attention": (False, False),
+    },
+    nsp={
+        "pooler.weight": "bert.pooler.dense.weight",
+        "pooler.bias": "bert.pooler.dense.bias",
+        "nsp.weight": "cls.seq_relationship.weight",
+        "nsp.bias": "cls.seq_relationship.bias",
+    },
+    causal="BertLMHeadModel",
+    bias_copy="cls.predictions.decoder.bias",
+)
+# Norms before the blocks and none on the embeddings (RoBERTa-PreLayerNorm normalises the embeddings too).
+MEGATRON = replace(
+    BERT,
+    prefix="MegatronBert",
+    ours=LEARNED | {"norm": "pre"},
+    norms=("bert.encoder.layer.0.attention.ln", "ln", "attention.ln", "bert.encoder.ln"),
+    causal="MegatronBertForCausalLM",
+)
+# Liu et al. 2019.
+ROBERTA = replace(
+    BERT,
+    prefix="Roberta",
+    ours={name: value for name, value in BERT.ours.items() if name != "first_position"} | {"segments": 1, "nsp": False},
+    embeddings={ours: theirs.replace("bert.", "roberta.") for ours, theirs in BERT.embeddings.items()},
+    head={
+        "embeddings.word.bias": "lm_head.bias",
+        "mlm.weight": "lm_head.dense.weight",
+        "mlm.bias": "lm_head.dense.bias",
+        "mlm.norm_weight": "lm_head.layer_norm.weight",
+        "mlm.norm_bias": "lm_head.layer_norm.bias",
+    },
+    decoder="lm_head.decoder.weight",
+    layers="roberta.encoder.layer",
+    norms=("roberta.embeddings.LayerNorm", *BERT.norms[1:]),
+    fields={name: theirs for name, theirs in BERT.fields.items() if name != "max_positions"},
+    fixed=BERT.fixed | {"type_vocab_size": (1, 2)},
+    nsp={},
+    causal="RobertaForCausalLM",
+    bias_copy="lm_head.decoder.bias",
+    ids=IDS,
+    read=_read_roberta,
+    write=_write_roberta,
+    text_layer="classifier.out_proj",
+    pooler="classifier.dense",
+)
+# Warner et al. 2024; Ettin and mmBERT are it too.
+MODERN = Family(
+    prefix="ModernBert",
+    ours=GATED
+    | {"activation": "gelu", "embedding_norm": True}
+    | {name: PLAIN[name] for name in ("rms_norm", "transform", "kv_heads")},
+    embeddings={"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"},
+    head={
+        "embeddings.word.bias": "decoder.bias",
+        "mlm.weight": "head.dense.weight",
+        "mlm.bias": "head.dense.bias",
+        "mlm.norm_weight": "head.norm.weight",
+        "mlm.norm_bias": "head.norm.bias",
+    },
+    decoder="decoder.weight",
+    layers="model.layers",
+    layer={
+        "qkv": ("attn.Wqkv",),
+        "attention_output": ("attn.Wo",),
+        "feed_forward": ("mlp.Wi",),
+        "feed_forward_output": ("mlp.Wo",),
+    },
+    norms=("model.embeddings.norm", "mlp_norm", "attn_norm", "model.final_norm"),
+    fields=FIELDS
+    | {
+        "dropout": ("embedding_dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "layer_norm_eps": ("norm_eps", 1e-5),
+    },
+    fixed={"classifier_activation": ("gelu", "gelu"), "hidden_activation": ("gelu", "gelu")},
+    ids=IDS | {"cls_token_id": "cls", "sep_token_id": "sep"},
+    read=_read_modern,
+    write=_write_modern,
+)
+# Boizard et al. 2025.
+EURO = replace(
+    MODERN,
+    prefix="EuroBert",
+    ours=GATED
+    | {"activation": "silu", "embedding_norm": False, "dropout": 0.0}
+    | {"rms_norm": True, "transform": False, "bias": False, "decoder_bias": False, "window": 0},
+    embeddings={"embeddings.word.weight": "model.embed_tokens.weight"},
+    head={},
+    decoder="lm_head.weight",
+    layer={
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention_output": ("self_attn.o_proj",),
+        "feed_forward": ("mlp.gate_proj", "mlp.up_proj"),
+        "feed_forward_output": ("mlp.down_proj",),
+    },
+    norms=("model.layers.0.input_layernorm", "post_attention_layernorm", "input_layernorm", "model.norm"),
+    fields=FIELDS | {"attention_dropout": ("attention_dropout", 0.0), "layer_norm_eps": ("rms_norm_eps", 1e-5)},
+    fixed={"hidden_act": ("silu", "silu"), "attention_bias": (False, False), "mlp_bias": (False, False)},
+    ids=IDS | {"mask_token_id": "mask"},
+    read=_read_euro,
+    write=_write_euro,
+    text_layer="",
+)
+FAMILIES = {
+    "bert": BERT,
+    "megatron-bert": MEGATRON,
+    "roberta": ROBERTA,
+    "xlm-roberta": replace(ROBERTA, prefix="XLMRoberta", causal="XLMRobertaForCausalLM"),
+    "camembert": replace(ROBERTA, prefix="Camembert", causal="CamembertForCausalLM"),
+    "modernbert": MODERN,
+    "eurobert": EURO,
+}
+# their untied embeddings are the rule
+UNTIED = ("eurobert",)
+# what is closest to a model_type that is not supported, where its name does not show it
+NEAREST = {
+    **dict.fromkeys(("distilbert", "electra", "albert", "mobilebert", "convbert"), "bert"),
+    **dict.fromkeys(("deberta", "deberta-v2", "mpnet", "data2vec-text", "bart"), "roberta"),
+    **dict.fromkeys(("longformer", "big_bird", "nomic_bert", "modernbert-decoder", "gte"), "modernbert"),
+    **dict.fromkeys(("neobert", "llama", "qwen2", "qwen3", "mistral"), "eurobert"),
 }
 
 
-def class_of(cfg: ModelConfig) -> str:
-    """The prefix of the names of a model's classes."""
-    return MODERN_CLASS if cfg.modern else CLASSES[cfg.norm]
-
-
-def prefix_of(cfg: ModelConfig) -> str:
-    """The prefix of the encoder's tensors in a class that has heads."""
-    return "model." if cfg.modern else "bert."
-
-
-def word_tensors(cfg: ModelConfig) -> tuple[str, str]:
-    """Their names of the word embedding and of the decoder's weights."""
-    return (MODERN_EMBEDDINGS if cfg.modern else EMBEDDINGS)["embeddings.word.weight"], (
-        MODERN_DECODER if cfg.modern else DECODER
+def type_of(cfg: ModelConfig) -> str:
+    """The model_type of Hugging Face that has a model's shape. Raises ValueError naming a field that none has."""
+    values = cfg.model_dump() | {"kv_heads": 0 if cfg.key_heads == cfg.heads else cfg.kv_heads}
+    wrong = {}
+    for name in [cfg.hub_type] if cfg.hub_type else FAMILIES:
+        if name not in FAMILIES:
+            raise ValueError(f"model.hub_type={name!r}: choose one of {', '.join(FAMILIES)}")
+        wrong[name] = [ours for ours, value in FAMILIES[name].ours.items() if values[ours] != value]
+        if not wrong[name]:
+            return name
+    nearest = min(wrong, key=lambda name: len(wrong[name]))
+    ours = wrong[nearest][0]
+    raise ValueError(
+        f"model.{ours}={values[ours]!r}: no model of Hugging Face has this shape; the nearest is {nearest}, with "
+        f"model.{ours}={FAMILIES[nearest].ours[ours]!r}"
     )
+
+
+def family_of(cfg: ModelConfig) -> Family:
+    """The architecture of Hugging Face that a model is. Errors as of `type_of`."""
+    return FAMILIES[type_of(cfg)]
 
 
 def _norms(cfg: ModelConfig) -> dict[str, str]:
     """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
-    layers = range(cfg.layers)
-    if cfg.modern:
-        first = "model.embeddings.norm"
-        middle = [f"model.layers.{i}.mlp_norm" for i in layers]
-        last = [f"model.layers.{i}.attn_norm" for i in layers[1:]] + ["model.final_norm"]
-    elif cfg.norm == "post":
-        first = "bert.embeddings.LayerNorm"
-        middle = [f"bert.encoder.layer.{i}.attention.output.LayerNorm" for i in layers]
-        last = [f"bert.encoder.layer.{i}.output.LayerNorm" for i in layers]
-    else:
-        first, *last = [f"bert.encoder.layer.{i}.attention.ln" for i in layers] + ["bert.encoder.ln"]
-        middle = [f"bert.encoder.layer.{i}.ln" for i in layers]
+    family = family_of(cfg)
+    first, middle, end, final = family.norms
     names = {"embeddings.norm": first}
-    for i in layers:
-        names[f"layers.{i}.attention_output.norm"] = middle[i]
-        names[f"layers.{i}.feed_forward_output.norm"] = last[i]
+    for i in range(cfg.layers):
+        last = f"{family.layers}.{i + 1 if final else i}.{end}"
+        names[f"layers.{i}.attention_output.norm"] = f"{family.layers}.{i}.{middle}"
+        names[f"layers.{i}.feed_forward_output.norm"] = final if final and i == cfg.layers - 1 else last
     return names
 
 
 def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
     """Our name of each parameter -> theirs, several where ours stacks them; with the pre-training heads or without."""
-    single = dict(MODERN_EMBEDDINGS if cfg.modern else EMBEDDINGS)
+    family = family_of(cfg)
+    single = dict(family.embeddings)
     if heads:
-        single |= MODERN_HEAD if cfg.modern else MLM | (NSP if cfg.nsp else {})
-        single |= {} if cfg.tied else {"embeddings.word.decoder": word_tensors(cfg)[1]}
+        single |= family.head | (family.nsp if cfg.nsp else {})
+        single |= {} if cfg.tied else {"embeddings.word.decoder": family.decoder}
     result: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in single.items()}
-    layer, prefix = (MODERN_LAYER, "model.layers") if cfg.modern else (LAYER, "bert.encoder.layer")
     for kind in ("weight", "bias"):
         for i in range(cfg.layers):
-            for ours, parts in layer.items():
-                result[f"layers.{i}.{ours}.{kind}"] = tuple(f"{prefix}.{i}.{part}.{kind}" for part in parts)
+            for ours, parts in family.layer.items():
+                result[f"layers.{i}.{ours}.{kind}"] = tuple(f"{family.layers}.{i}.{part}.{kind}" for part in parts)
         result |= {f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in _norms(cfg).items()}
-    return result
+    present = {"embeddings.word.bias": cfg.decoder_bias}
+    return {o: theirs for o, theirs in result.items() if not o.endswith("bias") or present.get(o, cfg.bias)}
 
 
 def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig, heads: bool = True) -> dict[str, Tensor]:
-    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's), or
-    ModernBertForMaskedLM's; without `heads` that of an encoder alone, the part of their classes that `prefix_of` names.
+    """Our state dict as that of Hugging Face's class for pre-training (without pooler and NSP: ForMaskedLM's); without `heads`
+    that of an encoder alone, the part of their classes that `Family.encoder` names.
 
     Raises ValueError naming a tensor that is missing or left over.
     """
-    left = dict(state)
+    family, left = family_of(cfg), dict(state)
     result: dict[str, Tensor] = {}
     for ours, theirs in names(cfg, heads).items():
         tensor = _take(left, ours)
         if ours in _PADDED:
             tensor = tensor[: cfg.vocab_size]
         # parts of one storage cannot be saved
-        parts = [part.clone() for part in tensor.chunk(len(theirs))] if len(theirs) > 1 or ours in _PADDED else [tensor]
+        copied = len(theirs) > 1 or ours in _PADDED
+        parts = [part.clone() for part in tensor.split(_sizes(len(theirs), len(tensor), cfg))] if copied else [tensor]
         result |= zip(theirs, parts, strict=True)
     _refuse_left(left)
     if heads and cfg.tied:
-        embedding, decoder = word_tensors(cfg)
-        result[decoder] = result[embedding]
-    if heads and not cfg.modern:
-        bias = result["cls.predictions.bias"]
-        result[DECODER_BIAS] = bias if cfg.tied else bias.clone()
+        result[family.decoder] = result[family.embeddings["embeddings.word.weight"]]
+    if heads and family.bias_copy:
+        bias = result[family.head["embeddings.word.bias"]]
+        result[family.bias_copy] = bias if cfg.tied else bias.clone()
     return result
 
 
+def _sizes(parts: int, size: int, cfg: ModelConfig) -> list[int]:
+    """Lines of what is stacked: of queries, keys and values, or of equal parts."""
+    shared = cfg.hidden // cfg.heads * cfg.key_heads
+    return [cfg.hidden, shared, shared] if parts == 3 else [size // parts] * parts
+
+
 def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face's (Megatron)BertForPreTraining's or ForMaskedLM's state dict as ours; for the latter cfg.nsp is False.
+    """The inverse of `to_huggingface`; of ForMaskedLM's state dict cfg.nsp is False.
 
     Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg has.
     """
-    copies = {MODERN_DECODER} if cfg.modern else {DECODER, DECODER_BIAS, *BUFFERS}
-    copies -= set() if cfg.tied else {DECODER, MODERN_DECODER}
-    copies |= set() if cfg.nsp else set(NSP.values())
-    left = {name: tensor for name, tensor in state.items() if name not in copies}
+    family = family_of(cfg)
+    copies = {family.bias_copy, *([family.decoder] if cfg.tied else []), *({} if cfg.nsp else family.nsp.values())}
+    left = {name: tensor for name, tensor in state.items() if name not in copies and not name.endswith(BUFFERS)}
     result: dict[str, Tensor] = {}
     for ours, theirs in names(cfg).items():
         tensor = _take(left, theirs[0]) if len(theirs) == 1 else torch.cat([_take(left, name) for name in theirs])
@@ -225,95 +443,69 @@ def _refuse_left(state: Mapping[str, Tensor]) -> None:
         raise ValueError(f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights")
 
 
-def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
-    """The `config.json` of a model; `causal`: of a causal one, which has no NSP head."""
+def to_huggingface_config(
+    cfg: ModelConfig, causal: bool = False, ids: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The `config.json` of a model; `causal`: of a causal one, which has no NSP head; `ids`: the tokenizer's special ids.
+
+    Raises ValueError where Hugging Face has no such model.
+    """
     assert not (causal and cfg.nsp)
+    kind = type_of(cfg)
+    family = FAMILIES[kind]
+    if causal and not family.causal:
+        raise ValueError(
+            f"a causal model of model.kind={cfg.kind}: Hugging Face's {family.prefix} has no decoder for it"
+        )
     values = cfg.model_dump() | {"intermediate": cfg.ffn}
-    tree = {theirs: values[ours] for ours, (theirs, _) in (MODERN_FIELDS if cfg.modern else BERT_FIELDS).items()}
-    tree |= {field: value for field, (value, _) in (MODERN_FIXED if cfg.modern else FIXED).items()}
-    tree |= {"dtype": "float32", "tie_word_embeddings": cfg.tied}
-    if not cfg.modern:
-        name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
-        kind = {"model_type": TYPES[cfg.norm], "is_decoder": causal}
-        return tree | kind | {"architectures": [CAUSAL[cfg.norm] if causal else name]}
-    if causal:
-        raise ValueError("a causal model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it")
-    rope = {"rope_type": "default", "rope_theta": THETA}
-    return tree | {
-        "architectures": [f"{MODERN_CLASS}ForMaskedLM"],
-        "model_type": MODERN_TYPE,
-        "mlp_dropout": 0.0,
-        # releases before 5 read this and the next
-        "global_attn_every_n_layers": 1,
-        "global_rope_theta": THETA,
-        "layer_types": ["full_attention"] * cfg.layers,
-        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-        # a sequence of theirs begins and ends as ours: of the special ids the model reads only the padding's
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
-    }
+    tree = {theirs: values[ours] for ours, (theirs, _) in family.fields.items()}
+    tree |= {theirs: value for theirs, (value, _) in family.fixed.items()}
+    tree |= {theirs: ids[ours] if ids else 0 if ours == "pad" else None for theirs, ours in family.ids.items()}
+    tree |= {"dtype": "float32", "tie_word_embeddings": cfg.tied, "model_type": kind} | family.write(cfg)
+    if ids and tree["pad_token_id"] != ids["pad"]:
+        raise ValueError(
+            f"model.first_position={cfg.first_position}: in {kind} it follows the padding's id, {ids['pad']}"
+        )
+    tree |= {"is_decoder": causal} if family.causal else {}
+    ending = "ForPreTraining" if cfg.nsp else "ForMaskedLM"
+    return tree | {"architectures": [family.causal if causal else family.prefix + ending]}
 
 
 def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model of a Hugging Face `config.json`, with the NSP head; `where` is the file's name.
+    """The model of a Hugging Face `config.json`, with the NSP head where its class has one; `where` is the file's name.
 
-    Raises ValueError naming the field whose value our model cannot have.
+    Raises ValueError naming the field whose value our model cannot have, and the nearest that it can.
     """
-    norms = {theirs: norm for norm, theirs in TYPES.items()}
     # the first releases lack it
     kind = tree.get("model_type", "bert")
-    if kind not in (*norms, MODERN_TYPE):
-        raise ValueError(
-            f"{where}: model_type={kind!r} is not a BERT; {', '.join(norms)} and {MODERN_TYPE} can be converted"
-        )
-    modern = kind == MODERN_TYPE
-    for field, (value, default) in (MODERN_FIXED if modern else FIXED).items():
-        if (found := tree.get(field, default)) != value:
-            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
-    if modern:
-        _refuse_other_modern(tree, where)
-    for field in ("pruned_heads", "quantization_config"):
-        if tree.get(field):
-            raise ValueError(f"{where}: {field} is not supported; save the model without it")
-    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
-        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
-    fields: dict[str, Any] = {"kind": "modern", "norm": "pre", "nsp": False} if modern else {"norm": norms[kind]}
-    for ours, (theirs, usual) in (MODERN_FIELDS if modern else BERT_FIELDS).items():
-        fields[ours] = _number(tree, theirs, where, usual)
+    if kind not in FAMILIES:
+        near = NEAREST.get(str(kind)) or difflib.get_close_matches(str(kind), FAMILIES, 1, 0)[0]
+        supported = ", ".join(FAMILIES)
+        raise ValueError(f"{where}: model_type={kind!r:.40} is not supported, only {supported}; the nearest is {near}")
+    family = FAMILIES[kind]
+    for name, (value, default) in family.fixed.items():
+        if (found := tree.get(name, default)) != value:
+            raise ValueError(f"{where}: {name}={found!r:.40} is not supported, only {value!r}")
+    for name in ("pruned_heads", "quantization_config"):
+        if tree.get(name):
+            raise ValueError(f"{where}: {name} is not supported; save the model without it")
+    tied = _value(tree, "tie_word_embeddings", where, kind not in UNTIED, bool)
+    fields: dict[str, Any] = family.ours | {"tied": tied}
+    for ours, (theirs, usual) in family.fields.items():
+        fields[ours] = _value(tree, theirs, where, usual, int if usual is None else (int, float))
+        fields[ours] = fields[ours] if usual is None else float(fields[ours])
+    fields |= family.read(tree, where)
     if tree.get("embedding_size", fields["hidden"]) != fields["hidden"]:
         raise ValueError(
             f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={fields['hidden']}"
         )
     try:
-        return configuration.from_dict({"model": fields | {"tied": tied}}).model
+        model = configuration.from_dict({"model": fields}).model
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _refuse_other_modern(tree: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for local attention and other rotations."""
-    local = "full_attention" if tree.get("global_attn_every_n_layers", 3) == 1 else "sliding_attention"
-    if set(tree.get("layer_types") or [local]) != {"full_attention"}:
-        raise ValueError(f"{where}: layers with local attention (layer_types) are not supported")
-    parameters = tree.get("rope_parameters") or {}
-    rope = parameters.get("full_attention", {}) if isinstance(parameters, dict) else {}
-    theta = rope.get("rope_theta", tree.get("global_rope_theta", 160_000.0)) if isinstance(rope, dict) else None
-    if theta != THETA or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
-        raise ValueError(
-            f"{where}: the base of the rotation is {theta!r:.40}, only {THETA:g} without scaling is supported"
-        )
+    return model if type_of(model) == kind else model.model_copy(update={"hub_type": kind})
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
     """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
-    value = tree.get("is_decoder", False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: is_decoder must be true or false, is {value!r:.40}")
-    return value
-
-
-def _number(tree: Mapping[str, Any], field: str, where: str, usual: float | None) -> float:
-    """A field's value: a float where it has a usual one, else an int."""
-    value = tree.get(field, usual)
-    if isinstance(value, bool) or not isinstance(value, int if usual is None else int | float):
-        raise ValueError(f"{where}: {field} must be a number, is {value!r:.40}")
-    return value if usual is None else float(value)
+    return bool(_value(tree, "is_decoder", where, False, bool))

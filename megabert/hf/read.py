@@ -36,11 +36,11 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LARGEST_JSON = 256 << 20
 # prefixes of tensors in a class without heads
-ENCODER = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.")
+ENCODER = ("embeddings.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
 # heads, and the prefixes of their tensors
 MLM_HEAD, POOLER, NSP_HEAD = "masked-LM head", "pooler", "next-sentence head"
 HEADS = {
-    MLM_HEAD: ("cls.predictions.", "head.", "decoder."),
+    MLM_HEAD: ("cls.predictions.", "head.", "decoder.", "lm_head."),
     POOLER: ("bert.pooler.",),
     NSP_HEAD: ("cls.seq_relationship.",),
 }
@@ -161,7 +161,7 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrain
     tree = read_json(config_file)
     model = mapping.from_huggingface_config(tree, str(config_file))
     causal = mapping.is_causal(tree, str(config_file))
-    model = model.model_copy(update={"nsp": nsp and not causal and not model.modern})
+    model = model.model_copy(update={"nsp": nsp and not causal and model.nsp})
     file, tensors = read_weights(folder, model)
     weights, initialised, ignored = complete(tensors, model, str(file))
     loaded_tokenizer = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
@@ -220,11 +220,11 @@ def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tens
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
     tensors = {}
     for name, tensor in _load(path).items():
-        if name.endswith(("position_ids", "token_type_ids")):
+        if name.endswith(mapping.BUFFERS):
             continue  # buffers that count up, saved by old versions
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise ValueError(f"{path}: {name} is no floating-point tensor; save the model unquantised")
-        tensors[present_name(name, mapping.prefix_of(model))] = tensor.float()
+        tensors[present_name(name, mapping.family_of(model).encoder)] = tensor.float()
     return path, tensors
 
 
@@ -265,10 +265,11 @@ def complete(
     if model.layers > len(tensors):  # before anything of that size is built
         raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
     left = dict(tensors)
-    embedding, decoder = mapping.word_tensors(model)
-    bias = left.pop(mapping.DECODER_BIAS, None)
-    if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
-        raise ValueError(f"{where}: {mapping.DECODER_BIAS} is not cls.predictions.bias, as in a tied model")
+    family = mapping.family_of(model)
+    embedding, decoder = family.embeddings["embeddings.word.weight"], family.decoder
+    bias, original = left.pop(family.bias_copy, None), family.head.get("embeddings.word.bias", "")
+    if bias is not None and not left.setdefault(original, bias).equal(bias):
+        raise ValueError(f"{where}: {family.bias_copy} is not {original}, as in a tied model")
     if model.tied and embedding in left and not left.pop(decoder, left[embedding]).equal(left[embedding]):
         raise ValueError(
             f"{where}: {decoder} is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"

@@ -17,16 +17,20 @@ from megabert.ops.dropout_add_layer_norm import follows_rows, row_dropout
 from megabert.ops.softmax_mask import fused_softmax_mask
 
 
-def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
-    """What `attend` needs of a batch, made once for all layers.
+def attention_inputs(
+    backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor, window: int = 0
+) -> list[Tensor]:
+    """What `attend` needs of a batch, made once for all layers of one `window`.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
     mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and cudnn: int32 offsets of the sequences and of each row's
     pads in the flattened batch, [N + 1] or, with empty slots (kernels start blocks for those too), [B * (S + 1) + 1].
     """
+    width = key_start.shape[1]
+    if window and backend not in WHOLE_SEQUENCES:
+        key_start, key_end = local_keys(key_start, key_end, window)
     if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
-    width = key_start.shape[1]
     if backend == "sdpa":
         key = torch.arange(width, device=key_start.device, dtype=key_start.dtype)
         mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
@@ -35,6 +39,13 @@ def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: 
         pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
         lengths = torch.cat([lengths, pads], 1).flatten()
     return [F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))]
+
+
+def local_keys(key_start: Tensor, key_end: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """The part of the key ranges int32 [B, T] that is at most window / 2 tokens away (Beltagy et al. 2020, "Longformer")."""
+    place, side = torch.arange(key_start.shape[1], device=key_start.device, dtype=key_start.dtype), window // 2
+    start, end = torch.maximum(key_start, place - side), torch.minimum(key_end, place + side + 1)
+    return start.masked_fill(end <= start, 0), end
 
 
 def only_queries(backend: str, inputs: list[Tensor], keep: Tensor) -> list[Tensor]:
@@ -51,7 +62,7 @@ def only_queries(backend: str, inputs: list[Tensor], keep: Tensor) -> list[Tenso
 
 def attend(
     qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
 
@@ -60,6 +71,7 @@ def attend(
     `dropout_add_layer_norm`; varlen and cudnn draw from torch's generator.
     bias [3 * D], for native alone: what was added to make qkv, whose gradient backward then gives where it writes qkv's, in
     place of a sum that reads it again.
+    window: that of `inputs`, for varlen, whose kernel takes it as a number; cudnn has none.
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
@@ -69,8 +81,10 @@ def attend(
         # by the kernels behind torch.nn.attention.varlen, which itself takes no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
         lengths, scale = (inputs[0], inputs[0], width, width), size**-0.5
+        # both ends inclusive; without them, everything
+        sides = {"window_size_left": window // 2, "window_size_right": window // 2} if window else {}
         if backend == "varlen":
-            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale)
+            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale, **sides)
         else:
             found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
         return found[0].reshape(batch, width, heads * size)

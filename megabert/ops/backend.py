@@ -59,23 +59,26 @@ def _load() -> str:
 MISSING = _load()
 
 
-def choose_all(asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> Backends:
+def choose_all(
+    asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
+) -> Backends:
     """`choose` for every operation; `asked` has a field for each role, as OpsConfig."""
-    return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size) for role in ROLES))
+    return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size, window) for role in ROLES))
 
 
 def choose(
     op: str, requested: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    causal: bool = False, head_size: int = 64,
+    causal: bool = False, head_size: int = 64, window: int = 0,
 ) -> Backend:  # fmt: skip
     """Backend of `op` (of `ROLES`) on a device type in a compute type, with the reason.
 
-    `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. Raises ValueError when
+    `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. `window`: of local layers, if
+    there are any. Raises ValueError when
     `requested` is unknown or cannot run there.
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
-    blocked = obstacles(op, device, dtype, causal, head_size)
+    blocked = obstacles(op, device, dtype, causal, head_size, window)
     if requested != "auto":
         if blocked[requested]:
             raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {blocked[requested]}")
@@ -89,9 +92,13 @@ def choose(
     return Backend("native", f"fused {device} code for {_short(dtype)}")
 
 
-def obstacles(op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> dict[str, str]:
+def obstacles(
+    op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
+) -> dict[str, str]:
     """Why each backend of `op` cannot run there; "" where it can."""
     found = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
+    if op == "attention" and window:
+        found["cudnn"] = found["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
     if op == "attention" and causal:
         found |= dict.fromkeys(WHOLE_SEQUENCES, "it attends to whole sequences, a causal model must not")
     return found

@@ -11,19 +11,30 @@ from torch import Tensor
 from megabert.ops.backend import MISSING
 
 
-def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
+def plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., D] + bias [D]; without one, x."""
+    return x if bias is None else x + bias
+
+
+def or_zeros(bias: Tensor | None, x: Tensor) -> Tensor:
+    """The bias [D] that a native operation adds to x [..., D]."""
+    return x.new_zeros(x.shape[-1]) if bias is None else bias
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     """Exact GELU, y = z * Phi(z) with z = x + bias (Hendrycks & Gimpel 2016). x [..., D], bias [D] -> [..., D]."""
     if backend == "native":
-        return torch.ops.megabert.bias_gelu(x, bias)
-    return F.gelu(x + bias)
+        return torch.ops.megabert.bias_gelu(x, or_zeros(bias, x))
+    return F.gelu(plus(x, bias))
 
 
-def bias_geglu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
-    """gelu(a) * b of (a, b) = x + bias (Shazeer 2020, "GLU Variants"), with the exact GELU. x [..., 2F], bias [2F] -> [..., F]."""
-    if backend == "native":
-        return torch.ops.megabert.bias_geglu(x, bias)
-    value, gate = (x + bias).chunk(2, -1)
-    return F.gelu(value) * gate
+def bias_geglu(x: Tensor, bias: Tensor | None, backend: str, silu: bool = False) -> Tensor:
+    """gelu(a) * b of (a, b) = x + bias (Shazeer 2020, "GLU Variants"), with the exact GELU, or silu(a) * b. x [..., 2F],
+    bias [2F] -> [..., F]."""
+    if backend == "native" and not silu:
+        return torch.ops.megabert.bias_geglu(x, or_zeros(bias, x))
+    value, gate = plus(x, bias).chunk(2, -1)
+    return (F.silu if silu else F.gelu)(value) * gate
 
 
 def _register() -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.ops.backend import MISSING
+from megabert.ops.bias_gelu import or_zeros, plus
 
 
 def follows_rows(x: Tensor, seed: Tensor) -> bool:
@@ -42,20 +43,26 @@ def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Ten
     return row_dropout(x, p, seed, stream)
 
 
+def norm(x: Tensor, weight: Tensor, shift: Tensor | None, eps: float, rms: bool = False) -> Tensor:
+    """LayerNorm, or RMSNorm (Zhang & Sennrich 2019), over the columns of x [..., D]."""
+    return F.rms_norm(x, weight.shape, weight, eps) if rms else F.layer_norm(x, weight.shape, weight, shift, eps)
+
+
 def dropout_add_layer_norm(
-    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-    p: float, eps: float, seed: Tensor, stream: int, backend: str, post: bool = False,
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, shift: Tensor | None,
+    p: float, eps: float, seed: Tensor, stream: int, backend: str, post: bool = False, rms: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z), or `post` (normed, normed).
 
-    x, residual [..., D]; bias, weight, shift [D]; seed int64 [1] or [2].
+    x, residual [..., D]; bias, weight, shift [D]; seed int64 [1] or [2]. `rms`: RMSNorm, which torch computes in any backend.
     """
-    if backend == "native":
+    if backend == "native" and not rms:
+        bias, shift = or_zeros(bias, x), or_zeros(shift, x)
         if post:
             return _PostNorm.apply(x, bias, residual, weight, shift, seed, stream, p, eps)
         return torch.ops.megabert.dropout_add_layer_norm(x, bias, residual, weight, shift, seed, stream, p, eps)[:2]
-    z = residual + row_dropout(x + bias, p, seed, stream)
-    normed = F.layer_norm(z, z.shape[-1:], weight, shift, eps)
+    z = residual + dropout(plus(x, bias), p, seed, stream, backend)
+    normed = norm(z, weight, shift, eps, rms)
     return normed, normed if post else z
 
 

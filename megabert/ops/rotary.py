@@ -9,8 +9,6 @@ from torch import Tensor
 
 from megabert.ops.backend import MISSING
 
-THETA = 10_000.0  # the longest wavelength is 2 pi times this
-
 
 class Rotation(NamedTuple):
     """Cosines and sines of the angles, fp32 [B, T, d / 2] each."""
@@ -19,10 +17,10 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation(position_ids: Tensor, size: int) -> Rotation:
-    """position_ids int [B, T] -> the angles of heads of `size` columns."""
+def rotation(position_ids: Tensor, size: int, theta: float = 10_000.0) -> Rotation:
+    """position_ids int [B, T] -> the angles of heads of `size` columns; the longest wavelength is 2 pi `theta`."""
     columns = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device)
-    angles = position_ids[..., None].float() * THETA ** (-columns / size)
+    angles = position_ids[..., None].float() * theta ** (-columns / size)
     return Rotation(angles.cos(), angles.sin())
 
 

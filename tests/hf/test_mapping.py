@@ -120,18 +120,23 @@ def test_configs_of_the_first_releases_are_read() -> None:
 @pytest.mark.parametrize(
     ("shape", "change", "message"),
     [
-        (SHAPE, {"model_type": "roberta"}, "model_type='roberta' is not a BERT"),
+        (SHAPE, {"model_type": "deberta-v2"}, "model_type='deberta-v2' is not supported, only bert, "),
+        (SHAPE, {"model_type": "deberta-v2"}, "; the nearest is roberta"),
+        (SHAPE, {"model_type": "distilbert"}, "; the nearest is bert"),
+        (SHAPE, {"model_type": "nomic_bert"}, "; the nearest is modernbert"),
+        (SHAPE, {"model_type": "neobert"}, "; the nearest is eurobert"),
         (SHAPE, {"model_type": None}, "model_type=None"),
+        (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
         (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
         (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
         (SHAPE, {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
         (SHAPE, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         (SHAPE, {"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
         (SHAPE, {"num_attention_heads": 3}, "heads=3 does not divide"),
-        (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported"),
-        (MODERN, {"layer_types": ["full_attention", "sliding_attention"]}, "layers with local attention"),
-        (MODERN, {"layer_types": None, "global_attn_every_n_layers": 3}, "layers with local attention"),
-        (MODERN, {"rope_parameters": None, "global_rope_theta": 160000.0}, "base of the rotation is 160000.0"),
+        (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported beside attention_bias=True"),
+        (MODERN, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only layers 0, n, 2n"),
+        (MODERN, {"rope_scaling": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
+        (MODERN, {"rope_parameters": None, "global_rope_theta": "1"}, "rope_theta must be a number, is '1'"),
     ],
 )
 def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -156,8 +161,25 @@ def test_missing_heads_of_a_modern_folder_are_initialised(tmp_path: Path) -> Non
         read.complete({}, model, "w")
 
 
+def test_shapes_that_no_class_has_are_refused_by_field() -> None:
+    for changed, message in (
+        ({"window": 8}, "model.window=8: no model of Hugging Face has this shape; the nearest is bert"),
+        (
+            {"hub_type": "camembert"},
+            "model.segments=2: no model of Hugging Face has this shape; the nearest is camembert",
+        ),
+        ({"hub_type": "camenbert"}, "model.hub_type='camenbert': choose one of bert, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_huggingface_config(ModelConfig(**(SHAPE | changed)))
+
+
 def test_settings_a_modern_model_cannot_have_are_named() -> None:
     for changed, message in (
+        ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=2"),
+        ({"window": 7}, "model.window=7 is odd"),
+        ({"kind": "bert", "activation": "silu"}, "model.activation=silu needs model.kind=modern"),
+        ({"frequency_bias": True, "decoder_bias": False}, "model.frequency_bias=true needs a bias of the decoder"),
         ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
         ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
         ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),

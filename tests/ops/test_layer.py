@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
-from megabert.ops.rotary import THETA
 from tests.helpers import tiny
 from tests.ops import reference
 from tests.ops.oracle import ON, check, needs_library, normal
@@ -44,7 +43,7 @@ def test_gelu_keeps_relative_accuracy_in_the_tail() -> None:
 def through_complex_numbers(qkv: Tensor, heads: int, size: int) -> Tensor:
     """The formula as the paper has it: pairs of columns are complex numbers, multiplied by exp(i angle)."""
     parts = qkv.view(*qkv.shape[:2], 3, heads, size)
-    turn = PLACES[..., None] * THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turn = PLACES[..., None] * 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     pairs = torch.complex(parts[..., : size // 2], parts[..., size // 2 :])[:, :, :2]
     turned = pairs * torch.polar(torch.ones_like(turn), turn)[:, :, None, None]
     return torch.cat([torch.cat([turned.real, turned.imag], -1), parts[:, :, 2:]], 2).reshape(qkv.shape)
