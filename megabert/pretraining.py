@@ -180,7 +180,7 @@ def build_engine(
     deepspeed_extra: Mapping[str, Any] | None,
 ) -> Engine:
     """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
-    config = choose_backends(config, dataset.manifest, world, origin.run_dir, origin.writes)
+    config = choose_backends(config, dataset, world, origin.run_dir, origin.writes)
     counts = None
     if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, dataset, tokenizer, world)

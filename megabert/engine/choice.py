@@ -9,6 +9,7 @@ measures, and every rank takes what it chose; a resumed run takes what the run's
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +31,10 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.config import Config, ModelConfig, OpsConfig
-from megabert.data.masking import largest_capacity
-from megabert.data.shards import Manifest
+from megabert.data.batch import BatchLayout, collate
+from megabert.data.masking import Masked, largest_capacity
+from megabert.data.mixture import AnyDataset
+from megabert.data.shards import DamagedRow, Rows
 from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.model import BertForPreTraining
@@ -57,7 +61,7 @@ CHECKED_PAIRS = 1 << 24
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
-def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: Path, writes: bool = True) -> Config:
+def choose_backends(config: Config, dataset: AnyDataset, world: World, run_dir: Path, writes: bool = True) -> Config:
     """`config` with a backend's name for every `auto` on CUDA; logged, cached and, if `writes`, recorded. A collective.
 
     Raises ValueError on every rank where a rank cannot run what rank 0 chose.
@@ -76,7 +80,7 @@ def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: P
             chosen.update({role: recorded["chosen"][role] for role in roles})
             log.info(f"backends as recorded with this run: {chosen}")
         else:
-            chosen.update(measure(roles, config, shapes_of(config, manifest, world.device), place))
+            chosen.update(measure(roles, config, shapes_of(config, dataset, world.device), place))
         if writes:
             write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
@@ -102,17 +106,21 @@ def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
     return found
 
 
-def shapes_of(config: Config, manifest: Manifest, device: torch.device) -> dict[str, Any]:
-    """What a micro-batch of the run asks of one layer, as JSON; `sequences` in a row, on average."""
+def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict[str, Any]:
+    """What a micro-batch of the run asks of one layer, as JSON; `lengths` of the sequences of its first rows."""
+    found = []
+    for row in dataset.order(config.seed, np.arange(config.batch.micro_size))[0]:
+        with contextlib.suppress(DamagedRow):  # the loader does what data.on_damage says
+            found.append(dataset.read(np.array([row])).bounds[0, :, 0])
     return {
         "model": config.model.model_copy(update={"layers": 1}).model_dump(),
         "device": device.type,
         "precision": config.precision,
         "deterministic": config.deterministic,
         "rows": config.batch.micro_size,
-        "seq_len": manifest.seq_len,
-        "sequences": round(manifest.statistics["sequences"] / manifest.rows, 1),
-        "predictions": largest_capacity(config, manifest.seq_len),
+        "seq_len": dataset.manifest.seq_len,
+        "lengths": np.resize(found, (config.batch.micro_size, dataset.manifest.max_sequences)).tolist(),
+        "predictions": largest_capacity(config, dataset.manifest.seq_len),
         "causal": config.causal_updates,
     }
 
@@ -231,30 +239,24 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
 
 
 def batch_of(spec: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A batch of the run's shapes: equal sequences, as many a row as there are on average, every prediction slot used."""
-    rows, width, slots = spec["rows"], spec["seq_len"], spec["predictions"]
-    draw, place = torch.Generator().manual_seed(0), torch.arange(width)
-    count = min(max(1, round(spec["sequences"])), width)
-    edges = torch.arange(count + 1) * width // count
-    lengths = edges.diff()
-    start, end = (bound.repeat_interleave(lengths) for bound in (edges[:-1], edges[1:]))
-    end = torch.minimum(end, place + 1) if spec["causal"] else end
-    first = torch.arange(rows)[:, None] * width
-    ids = torch.randint(spec["model"]["vocab_size"], (rows, width), generator=draw)
-    batch = {
-        "input_ids": ids.int(),
-        "segment_ids": torch.zeros(rows, width).int(),
-        "position_ids": (place - start).int().expand(rows, -1),
-        "key_start": start.int().expand(rows, -1),
-        "key_end": end.int().expand(rows, -1),
-        "lengths": lengths.int().repeat(rows),  # compact: no empty slots
-        "cls_positions": (first + edges[:-1]).int(),
-        "nsp_labels": torch.randint(2, (rows, count), generator=draw),
-        "mlm_positions": (first + torch.arange(slots) % width).int(),
-        "mlm_labels": torch.randint(spec["model"]["vocab_size"], (rows, slots), generator=draw),
-        "seed": torch.tensor([7, 0]),
-    }
-    return {name: tensor.to(spec["device"]).contiguous() for name, tensor in batch.items()}
+    """Random tokens in sequences as those of the run's first rows, every prediction slot used, as the loader gives them."""
+    lengths = np.array(spec["lengths"], np.uint16)[: spec["rows"]]  # (B, S)
+    rows, width, slots, entries = len(lengths), spec["seq_len"], spec["predictions"], spec["model"]["vocab_size"]
+    draw = np.random.default_rng(0)
+    ids, labels = (draw.integers(entries, size=(rows, columns)) for columns in (width, slots))
+    places = np.arange(slots) * lengths.sum(1, keepdims=True) // slots
+    layout = BatchLayout(rows, width, lengths.shape[1], slots)
+    narrow, wide = layout.empty()
+    collate(
+        Rows(ids, bounds=np.stack([lengths, lengths], -1), isnext=draw.integers(2, size=lengths.shape)),
+        Masked(ids, places, labels, counts=np.full(rows, slots)),
+        row_ids=np.arange(rows),
+        row_start=np.arange(rows) * width,
+        out=layout.views(narrow, wide),
+        causal=spec["causal"],
+    )
+    (batch,) = layout.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), rows)
+    return batch.to(spec["device"]).inputs() | {"seed": torch.tensor([7, 0], device=spec["device"])}
 
 
 def _model(

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megabert import config as configuration
 from megabert import ops
 from megabert.config import Config, ModelConfig
+from megabert.data.shards import DamagedRow, Rows
 from megabert.distributed.ranks import World
 from megabert.engine import choice
 from tests.ops.oracle import needs_library
@@ -22,9 +24,21 @@ CUDA = World(0, 0, 1, torch.device("cuda"), "gloo", "single")
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 50, "max_positions": 16}
 SPEC: dict[str, Any] = {
     "model": ModelConfig(**SMALL).model_dump(), "device": "cpu", "precision": "fp32", "deterministic": False, "rows": 3,
-    "seq_len": 16, "sequences": 2.3, "predictions": 4, "causal": False,
+    "seq_len": 16, "lengths": [[7, 6, 0], [16, 0, 0], [3, 4, 5]], "predictions": 4, "causal": False,
 }  # fmt: skip
-MANIFEST: Any = SimpleNamespace(seq_len=16, rows=3, statistics={"sequences": 7})
+DAMAGED = 1
+
+
+def read(row_ids: np.ndarray) -> Rows:
+    if DAMAGED in row_ids:
+        raise DamagedRow("shard-00000.tar: block 0, row 1, byte 512")
+    lengths = np.array(SPEC["lengths"], np.uint16)[row_ids % 3]
+    return Rows(np.zeros((len(row_ids), 16)), np.stack([lengths, lengths], -1), np.zeros(lengths.shape))
+
+
+DATASET: Any = SimpleNamespace(
+    manifest=SimpleNamespace(seq_len=16, max_sequences=3), order=lambda seed, at: (at + seed, 0 * at), read=read
+)
 TIMES: dict[str, Any] = {
     "attention=varlen": 3.0, "attention=cudnn": 2.0, "attention=native": 1.0, "layer=native": 1.0, "layer=compiled": 0.5,
     "mlm_loss=torch": 2.0, "mlm_loss=native": 1.0,
@@ -57,7 +71,7 @@ def stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 def chosen(run: Path, *overrides: str) -> dict[str, str]:
     run.mkdir(exist_ok=True)
-    found = choice.choose_backends(config(*overrides), MANIFEST, CUDA, run).ops.model_dump()
+    found = choice.choose_backends(config(*overrides), DATASET, CUDA, run).ops.model_dump()
     found.pop("optimizer")
     return found
 
@@ -85,7 +99,7 @@ def test_named_backends_are_not_measured(stand: dict[str, Any], tmp_path: Path) 
     assert found == {"attention": "varlen", "layer": "compiled", "mlm_loss": "torch"}
     assert [spec["attention"] for spec in stand["started"]] == ["varlen", "varlen"]
     cpu = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-    assert choice.choose_backends(config(), MANIFEST, cpu, tmp_path).ops == config().ops
+    assert choice.choose_backends(config(), DATASET, cpu, tmp_path).ops == config().ops
 
 
 OTHER_SHAPE = ("batch.micro_size=1", "batch.global_size=4")
@@ -126,6 +140,17 @@ def test_without_a_usable_candidate_plain_torch_runs(stand: dict[str, Any], tmp_
     assert chosen(tmp_path / "run") == choice.PLAIN
     monkeypatch.undo()
     assert "zero.stage=3" in choice.obstacles("layer", config("zero.stage=3"), "cpu")["compiled"]
+
+
+def test_candidates_get_the_sequences_of_the_run() -> None:
+    spec = choice.shapes_of(config("seed=0", "batch.micro_size=4"), DATASET, CUDA.device)
+    given = SPEC["lengths"]
+    assert spec["lengths"] == [given[0], given[2], given[0], given[0]], "damaged rows are left out, rows enough"
+    batch = choice.batch_of(SPEC)
+    assert batch["lengths"].tolist() == given and batch["key_end"][2].tolist() == [3] * 3 + [7] * 4 + [12] * 5 + [0] * 4
+    assert batch["mlm_positions"].tolist() == [[0, 3, 6, 9], [16, 20, 24, 28], [32, 35, 38, 41]]
+    causal = choice.batch_of(SPEC | {"causal": True, "rows": 1})
+    assert causal["key_end"].tolist() == [[*range(1, 14), 0, 0, 0]]
 
 
 @needs_library
