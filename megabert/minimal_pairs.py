@@ -7,8 +7,9 @@ it alone is masked (Salazar et al. 2020, Masked Language Model Scoring). A causa
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 from tqdm import tqdm
 
 from megabert.common.streaming import in_order
+from megabert.config import Config
 from megabert.data.packing import groups, pack, pack_line
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
 from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
 
@@ -96,61 +100,48 @@ READERS = {".jsonl": _read_jsonl, ".txt": _read_txt}
 
 
 class SentenceScorer:
-    """A model as a function from sentences to log-likelihoods; a masked model's are pseudo-log-likelihoods."""
+    """A model as a function from sentences to log-likelihoods, natural logarithms; a masked model's are pseudo-log-likelihoods."""
 
-    def __init__(self, pretrained: Pretrained, precision: torch.dtype = torch.float32) -> None:
-        """Raises ValueError for a Hugging Face folder whose weights are no language model's."""
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model, self.tokenizer = pretrained.language_model(self.device, precision), pretrained.tokenizer
-        pack_weights(self.model)
-        self.causal, self.most = pretrained.config.data.masking.causal, pretrained.config.model.max_positions
-        self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
+    def __init__(
+        self, model: nn.Module, config: Config, tokenizer: Tokenizer, device: torch.device, line: bool
+    ) -> None:
+        """`model`: a `BertForPreTraining`, or what is called as one; `line`: batches are one row without padding."""
+        self.model, self.tokenizer, self.device = model, tokenizer, device
+        self.causal, self.most = config.data.masking.causal, config.model.max_positions
+        self._pack = pack_line if line else pack
 
-    def score(self, sentences: Sequence[str]) -> np.ndarray:
-        """fp64 [n], natural logarithms. Shows progress. Raises ValueError for an empty sentence and one longer than the model's positions."""
-        encoded = self.tokenizer.encode_texts(sentences)
+    def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
+        """int32 [n] each, with [CLS] and [SEP]. Raises ValueError for an empty sentence and one longer than the model's positions."""
+        tokenizer, encoded = self.tokenizer, self.tokenizer.encode_texts(sentences)
         for sentence, ids in zip(sentences, encoded, strict=True):
             if not 0 < len(ids) <= self.most - 2:
                 raise ValueError(f"{sentence[:60]!r} has {len(ids)} tokens; the model scores 1 to {self.most - 2}")
-        copies = [1 if self.causal else len(ids) for ids in encoded]
-        work = [n * (len(ids) + 2) for n, ids in zip(copies, encoded, strict=True)]
-        jobs = groups(work, BATCH_TOKENS[self.device.type])
-        scores = np.zeros(len(sentences))
-        threads = workers(self.device)
-        computed = in_order(lambda job: self._job(encoded, job), iter(jobs), threads, 2 * threads, one_thread)
-        with (
-            threads_apart(),
-            closing(computed),
-            tqdm(total=len(sentences), unit=" sentences", disable=None, leave=False) as bar,
-        ):
-            for job, values in computed:
-                scores[job] = values
-                bar.update(len(job))
-        return scores
+        return [np.array([tokenizer.cls_id, *ids, tokenizer.sep_id], np.int32) for ids in encoded]
 
-    def _job(self, encoded: Sequence[Sequence[int]], job: list[int]) -> tuple[list[int], np.ndarray]:
-        """The scores of the sentences `job`, fp64 [n]."""
-        ids = [np.array([self.tokenizer.cls_id, *encoded[i], self.tokenizer.sep_id], np.int32) for i in job]
-        values = self._log_probabilities(ids).double().cpu().numpy()  # of all tokens of all sentences
-        return job, np.add.reduceat(values, np.cumsum([0, *(len(one) - 2 for one in ids[:-1])]))
+    def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[int]]:
+        """Indices of sentences that are computed at once."""
+        work = [len(ids) * (1 if self.causal else len(ids) - 2) for ids in encoded]
+        return groups(work, BATCH_TOKENS[self.device.type])
 
     @torch.no_grad()
-    def _log_probabilities(self, sentences: Sequence[np.ndarray]) -> Tensor:
-        """fp32 [N] of the tokens between [CLS] and [SEP], of one sentence after the other."""
+    def score(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
+        """fp64 [n] of encoded sentences."""
         labels = torch.from_numpy(np.concatenate([ids[1:-1] for ids in sentences])).long().to(self.device)  # (N)
         copies = list(sentences) if self.causal else [copy for ids in sentences for copy in self._masked(ids)]
-        packed = (pack_line if self.line else pack)(copies, [len(ids) for ids in copies], causal=self.causal)
+        packed = self._pack(copies, [len(ids) for ids in copies], causal=self.causal)
         if self.causal:  # a token is predicted at the one before it
             spans = zip(packed.starts, sentences, strict=True)
             at = np.concatenate([np.arange(start, start + len(ids) - 2) for start, ids in spans])
         else:
             at = packed.starts + np.concatenate([np.arange(1, len(ids) - 1) for ids in sentences])
-        seed = torch.zeros(1, dtype=torch.int64, device=self.device)
-        keep = torch.from_numpy(at).to(self.device)
-        logits = self.model.mlm_logits(
-            self.model.encode(**packed.to(self.device).inputs(), keep=keep, seed=seed)
-        )  # (N, V)
-        return logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        no_dropout = torch.zeros(1, dtype=torch.int64, device=self.device)
+        inputs = packed.to(self.device).inputs() | {
+            "seed": no_dropout,
+            "logits_at": torch.from_numpy(at).to(self.device),
+        }
+        values = self.model(**inputs).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]  # (N)
+        first = np.cumsum([0, *(len(ids) - 2 for ids in sentences[:-1])])
+        return np.add.reduceat(values.double().cpu().numpy(), first)
 
     def _masked(self, ids: np.ndarray) -> np.ndarray:
         """[n + 2] -> [n, n + 2]: copies with one token masked each."""
@@ -158,6 +149,67 @@ class SentenceScorer:
         copies = np.tile(ids, (n, 1))
         copies[np.arange(n), np.arange(1, n + 1)] = self.tokenizer.mask_id
         return copies
+
+
+def score_sentences(
+    pretrained: Pretrained, sentences: Sequence[str], precision: torch.dtype = torch.float32
+) -> np.ndarray:
+    """fp64 [n], in their order, on a GPU where there is one; shows progress. Raises ValueError as `SentenceScorer.encode`, and for a
+    Hugging Face folder whose weights are no language model's."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = pretrained.language_model(device, precision)
+    pack_weights(model)
+    line = device.type == "cpu" and model.backends.attention.name == "native"
+    scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line)
+    encoded, scores, threads = scorer.encode(sentences), np.zeros(len(sentences)), workers(device)
+
+    def compute(job: list[int]) -> list[int]:
+        scores[job] = scorer.score([encoded[i] for i in job])
+        return job
+
+    computed = in_order(compute, iter(scorer.jobs(encoded)), threads, 2 * threads, one_thread)
+    with (
+        threads_apart(),
+        closing(computed),
+        tqdm(total=len(sentences), unit=" sentences", disable=None, leave=False) as bar,
+    ):
+        for job in computed:
+            bar.update(len(job))
+    return scores
+
+
+class PairsWhileTraining:
+    """Minimal pairs under a model that is being trained, each rank scoring its share of the sentences."""
+
+    def __init__(self, pairs: Sequence[Pair], scorer: SentenceScorer, world: World) -> None:
+        self.pairs, self.scorer, self.world = pairs, scorer, world
+        self.sentences = sentences_of(pairs)
+        self.encoded = scorer.encode(self.sentences)
+
+    def figures(self, progress: Callable[[], None]) -> dict[str, float]:
+        """`eval/pairs_accuracy`, and of each field `eval/pairs_FIELD`. Leaves train/eval as it was. A collective; at ZeRO stage 3
+        each batch is one, too, so that every rank has as many."""
+        model, jobs = self.scorer.model, self.scorer.jobs(self.encoded)
+        own = jobs[self.world.rank :: self.world.size]
+        own += jobs[:1] * (-(-len(jobs) // self.world.size) - len(own))  # computed twice, with the same result
+        was_training = model.training
+        model.eval()
+        found: list[tuple[int, float]] = []
+        for job in own:
+            found += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
+            progress()
+        model.train(was_training)
+        scores = {self.sentences[i]: score for part in self.world.gather(found) for i, score in part}
+        table = table_of(self.pairs, scores)
+        fields = {
+            f"eval/pairs_{re.sub('[^a-zA-Z0-9]+', '_', field)}": value for field, value in table["fields"].items()
+        }
+        return {"eval/pairs_accuracy": table["accuracy"]} | fields
+
+
+def sentences_of(pairs: Sequence[Pair]) -> list[str]:
+    """The different sentences of pairs."""
+    return sorted({sentence for pair in pairs for sentence in (pair.good, pair.bad)})
 
 
 def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
@@ -187,7 +239,7 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
 def score_pairs(
     pretrained: Pretrained, pairs: Sequence[Pair], precision: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """`table_of` a model; each different sentence is scored once. Raises ValueError as `SentenceScorer` does."""
-    sentences = sorted({sentence for pair in pairs for sentence in (pair.good, pair.bad)})
-    scores = SentenceScorer(pretrained, precision).score(sentences)
+    """`table_of` a model; each different sentence is scored once. Raises ValueError as `score_sentences` does."""
+    sentences = sentences_of(pairs)
+    scores = score_sentences(pretrained, sentences, precision)
     return table_of(pairs, dict(zip(sentences, scores.tolist(), strict=True)))

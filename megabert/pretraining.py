@@ -36,6 +36,7 @@ from megabert.engine import Engine, precision
 from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
+from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer, read_pairs
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
 
@@ -344,11 +345,19 @@ class Pretraining:
         path = self.dataset.held_out_path
         return None if path is None else Dataset(path)
 
+    @cached_property
+    def pairs(self) -> PairsWhileTraining | None:
+        """The minimal pairs of `eval.pairs`, read at the first evaluation. Raises ValueError naming file and line."""
+        if not self.config.eval.pairs:
+            return None
+        scorer = SentenceScorer(self.engine.module, self.config, self.tokenizer, self.world.device, line=False)
+        return PairsWhileTraining(read_pairs(self.config.eval.pairs, self.config.eval.pairs_each), scorer, self.world)
+
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out figures. A dataset without a held-out split is noted once, at the start."""
         if self.held_out is None:
             if step == 0:
-                log.info("this dataset has no held-out split: the run is not held_out_masking")
+                log.info("this dataset has no held-out split: the run is not evaluated")
             return {}
         place = self.world.rank, self.world.size
         batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
@@ -357,6 +366,8 @@ class Pretraining:
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse_together(self.world, *problem)
         figures = evaluation.summary(sums)
+        if self.pairs is not None:
+            figures |= self.pairs.figures(progress)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in figures.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")
         self.shown = Shown(self.samples(self.held_out))

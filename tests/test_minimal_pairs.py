@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from megabert import hf
+from megabert import hf, minimal_pairs
 from megabert.commands import export, pairs
-from megabert.minimal_pairs import Pair, SentenceScorer, read_pairs, table_of
-from tests.helpers import runs
+from megabert.minimal_pairs import Pair, PairsWhileTraining, SentenceScorer, read_pairs, score_sentences, table_of
+from tests.helpers import runs, tiny
+from tests.helpers.ranks import run_ranks
 
 SENTENCES = [
     "the quick brown fox jumps",
@@ -41,10 +43,10 @@ def test_scores_are_those_of_a_plain_loop(kind: str, causal: bool, tmp_path: Pat
                 logits = peer(ids).logits[0, i - 1] if causal else peer(seen).logits[0, i]
             total += logits.log_softmax(-1)[ids[0, i]].item()
         want.append(total)
-    scorer = SentenceScorer(hf.load(run))
-    np.testing.assert_allclose(scorer.score(SENTENCES), want, rtol=1e-5)
+    pretrained = hf.load(run)
+    np.testing.assert_allclose(score_sentences(pretrained, SENTENCES), want, rtol=1e-5)
     with pytest.raises(ValueError, match="'' has 0 tokens; the model scores 1 to"):
-        scorer.score(["the", ""])
+        score_sentences(pretrained, ["the", ""])
 
 
 def test_fields_are_means_and_ties_count_half() -> None:
@@ -90,3 +92,32 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
     )
     assert pairs.main([*command[:4], "--each", "-1"]) == 2
     assert "--each -1: must be 0 or more" in capsys.readouterr().err
+
+
+class Numbers:
+    """A tokenizer of numbers."""
+
+    cls_id, sep_id, mask_id = 1, 2, 3
+
+    def encode_texts(self, texts):
+        return [[int(word) for word in text.split()] for text in texts]
+
+
+def figures_of(world) -> tuple[dict[str, float], int]:
+    config = tiny.config(zero__stage=3 if world.size > 1 else 0)
+    engine = tiny.engine(config, world)
+    scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
+    pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
+    calls: list[None] = []
+    with mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
+        found = PairsWhileTraining(pairs, scorer, world).figures(lambda: calls.append(None))
+    return found, len(calls)
+
+
+@pytest.mark.dist
+def test_ranks_share_the_sentences(world) -> None:
+    """Three ranks whose weights are partitioned find what one finds."""
+    alone, batches = figures_of(world)
+    together = run_ranks(3, figures_of, timeout=120)
+    assert [found for found, _ in together] == [alone] * 3 and list(alone) == ["eval/pairs_accuracy", "eval/pairs_a_b"]
+    assert batches % 3 and [calls for _, calls in together] == [-(-batches // 3)] * 3

@@ -52,6 +52,9 @@ class CurveChart:
 CHARTS = (
     CurveChart("Loss", "nats; training: all terms, held out: masked LM", ("train/loss", "eval/mlm_loss")),
     CurveChart("MLM accuracy", "share of predictions", ("train/mlm_accuracy", "eval/mlm_accuracy"), "{:.1%}", True),
+    CurveChart(
+        "Minimal pairs", "share in which the right sentence is likelier", ("eval/pairs_accuracy",), "{:.1%}", True
+    ),
     CurveChart("NSP accuracy", "share of pairs", ("train/nsp_accuracy", "eval/nsp_accuracy"), "{:.1%}", True),
     CurveChart("Learning rate", "at the update", ("train/lr",), from_zero=True),
     CurveChart("Gradient norm", "before clipping", ("train/grad_norm",)),

@@ -234,6 +234,10 @@ class EvalConfig(Section):
     interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
     rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
+    pairs: str = Field(
+        "", description="file or folder of minimal pairs (`megabert pairs`) to score as well; empty: none"
+    )
+    pairs_each: int = Field(20, gt=0, description="pairs of each paradigm that are scored")
 
 
 class DistillConfig(Section):

@@ -28,10 +28,12 @@ def train(data, run, *extra, ranks=1, **kwargs):
 @pytest.mark.dist
 def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
+    (tmp_path / "order-of_words.txt").write_text("function the returns\nthe function returns\n")
+    pairs = f"eval.pairs={tmp_path / 'order-of_words.txt'}"
     for run, stop in ((straight, ()), (broken, ("--stop-after", 7))):
-        job = Job(dataset, run, *SMALL, "zero.stage=2", "log.tensorboard=true", *stop)
+        job = Job(dataset, run, *SMALL, "zero.stage=2", "log.tensorboard=true", pairs, *stop)
         assert job.codes() == [0, 0], job.output
-    done = train(dataset, broken, "zero.stage=2", ranks=2)
+    done = train(dataset, broken, "zero.stage=2", pairs, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming from" in done.stdout and "at step 7" in done.stdout
 
@@ -43,6 +45,7 @@ def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     final = [m for m in parts if "eval/mlm_loss" in m]
     assert [m["step"] for m in final] == [0, 16]
     assert final[1]["eval/mlm_loss"] < final[0]["eval/mlm_loss"] - 0.5
+    assert {m["eval/pairs_accuracy"] for m in final} | {m["eval/pairs_order"] for m in final} <= {0.0, 0.5, 1.0}
 
     for line in whole:
         if "train/loss" in line:
