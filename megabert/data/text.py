@@ -108,6 +108,25 @@ def writes_without_spaces(character: str) -> bool:
     return character >= FIRST_WITHOUT and any(first <= ord(character) <= last for first, last in NO_SPACES)
 
 
+def words_of(text: str) -> list[tuple[int, int]]:
+    """First character, and one past the last, of each word: a run of letters, marks and digits, or one other character that is
+    not blank. In a script without spaces a character with its marks is a word."""
+    words: list[tuple[int, int]] = []
+    for at, character in enumerate(text):
+        kind = unicodedata.category(character)[0]
+        if kind in "ZC":
+            continue
+        before = text[at - 1 : at]
+        if (
+            words and words[-1][1] == at and kind in "LMN" and unicodedata.category(before)[0] in "LMN"
+            and not begins_unit(character) and (writes_without_spaces(character) or not writes_without_spaces(before))
+        ):  # fmt: skip
+            words[-1] = words[-1][0], at + 1
+        else:
+            words.append((at, at + 1))
+    return words
+
+
 def stand_together(before: str, after: str) -> bool:
     """Whether a text has no space between two words: one is in a script without spaces, the other too or punctuation."""
     edges = before[-1:], after[:1]

@@ -43,6 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip
+    add("--lines", action="store_true", help="with --predict: each line of FILE is a text; of a tag task the spans of its "
+        "characters are written, as JSON lines")  # fmt: skip
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
@@ -74,6 +76,8 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
     from megabert.finetune import datasets, run
 
     task = task_of(args)
+    if args.lines:
+        raise ValueError("--lines: is for --predict, not for training")
     for name in ("train", "dev"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
@@ -94,7 +98,7 @@ def predict(args: argparse.Namespace) -> int:
     if args.limit:
         raise ValueError("--limit: is for training, not for --predict")
     precision = "" if args.precision == "auto" else args.precision
-    count = prediction.predict_file(args.model, args.predict, args.output, args.text, args.id, precision)
+    count = prediction.predict_file(args.model, args.predict, args.output, args.text, args.id, precision, args.lines)
     log.info(f"{args.output}: {count:,} predictions")
     return OK
 

@@ -1,7 +1,7 @@
 """Datasets of tasks: the examples of a file, each with the line it comes from.
 
-Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between sentences;
-spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
+Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between sentences, or
+JSON lines of a text and the labelled spans of its characters; answers are SQuAD's JSON. A file that is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megabert.common import tables
 from megabert.common.logs import log
+from megabert.data.text import words_of
 from megabert.finetune.tasks import Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
@@ -37,12 +38,15 @@ class TextExample:
 
 @dataclass(frozen=True)
 class SentenceExample:
-    """A sentence's words and the tag of each, or None where unlabelled."""
+    """A sentence's words and the tag of each, or None where unlabelled; of a plain text also itself and the places of its words:
+    first character, and one past the last."""
 
     id: str
     where: str
     words: tuple[str, ...]
     tags: tuple[str, ...] | None
+    text: str = ""
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,18 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
     return list(stream(task, path, labelled))
 
 
-def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]:
-    """The examples of a file one after another, which need not fit in memory; errors as of `read`, when they are reached."""
+def stream(task: Task, path: str | Path, labelled: bool = True, lines: bool = False) -> Iterator[Any]:
+    """The examples of a file one after another, which need not fit in memory; errors as of `read`, when they are reached. With
+    `lines` each line of the file is a text, unlabelled; empty ones are skipped."""
     path = Path(path)
     seen: dict[str, str] = {}
     empty = True
-    for example in READERS.get(task.kind, _texts)(task, path, labelled):
+    reader = READERS.get(task.kind, _texts)
+    if lines:
+        reader = _lines
+    elif task.kind == "tag" and Path(path.name.removesuffix(".gz")).suffix in (".jsonl", ".json"):
+        reader = _plain_sentences
+    for example in reader(task, path, labelled):
         if task.id or task.kind == "span":
             if example.id in seen:
                 raise ValueError(f"{example.where}: id {example.id!r} was used before, at {seen[example.id]}")
@@ -83,6 +93,15 @@ def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]
         yield example
     if empty:
         raise ValueError(f"{path}: holds no example")
+
+
+def _lines(task: Task, path: Path, labelled: bool) -> Iterator[TextExample | SentenceExample]:
+    if task.pair or task.kind == "span":
+        raise ValueError(f"{path}: --lines is of one text each, and {task.name} reads two")
+    texts = ((f"{path}, line {number}", line) for number, line in tables.lines(path) if line.strip())
+    for count, (where, text) in enumerate(texts):
+        plain = TextExample(str(count), where, text, None, None)
+        yield _sentence(str(count), where, text) if task.kind == "tag" else plain
 
 
 # ---- tables
@@ -201,6 +220,54 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExamp
             tags.append(_tag(task, where, _field(where, "tag", task.label, fields)))
         start = start if words else number
         words.append(_field(where, "word", task.text[0], fields))
+
+
+def _plain_sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
+    """JSON lines of `text` and `spans`, objects of `start`, `end` (one past its last character) and `label`. A span that begins or
+    ends inside a word is widened to it."""
+    widened = 0
+    columns = ["text", "spans"] if labelled else ["text"]
+    for count, (where, (text, *spans)) in enumerate(tables.rows(path, columns)):
+        tables.text_of(text, where)
+        sentence = _sentence(str(count), where, text)
+        if spans:
+            tags, wider = _tags_of_spans(sentence, spans[0])
+            widened += wider
+            sentence = replace(sentence, tags=tuple(_known(task, where, tag) for tag in tags))
+        yield sentence
+    if widened:
+        log.warning(f"{path}: {widened:,} spans begin or end inside a word and are widened to it")
+
+
+def _sentence(identity: str, where: str, text: str) -> SentenceExample:
+    places = words_of(text)
+    if not places:
+        raise ValueError(f"{where}: has no word in it")
+    words = tuple(text[start:end] for start, end in places)
+    return SentenceExample(identity, where, words, None, text, tuple(places))
+
+
+def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], int]:
+    """(B-, I- or O for each word, how many spans were widened). Raises ValueError naming a span that is not one of the text, or
+    two that share a word."""
+    tags, widened = ["O"] * len(sentence.words), 0
+    for span in spans if isinstance(spans, list) else [spans]:
+        start, end, label = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end", "label"))
+        inside = []
+        if type(start) is int and type(end) is int and 0 <= start < end <= len(sentence.text):
+            inside = [i for i, (first, last) in enumerate(sentence.places) if first < end and last > start]
+        if not inside or not isinstance(label, str) or not label:
+            raise ValueError(
+                f"{sentence.where}: {json.dumps(span):.80} is no span (start, end, label) with a word of its text"
+            )
+        if any(tags[i] != "O" for i in inside):
+            raise ValueError(
+                f"{sentence.where}: two spans share the word {sentence.words[inside[0]]!r:.40}; a word has one tag"
+            )
+        for i in inside:
+            tags[i] = ("B-" if i == inside[0] else "I-") + label
+        widened += (sentence.places[inside[0]][0], sentence.places[inside[-1]][1]) != (start, end)
+    return tags, widened
 
 
 def _tag(task: Task, where: str, tag: str) -> str:

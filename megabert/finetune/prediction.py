@@ -105,11 +105,12 @@ def predict_file(
     text: Sequence[str] = (),
     identity: str = "",
     precision: str = "",
+    lines: bool = False,
 ) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; returns their number.
 
     `text` and `identity` name the file's columns where they are not those the model was trained with; `precision` is that of
-    training unless named. Raises ValueError naming what cannot be used; nothing is written then.
+    training unless named; with `lines` each line of the file is a text. Raises ValueError naming what cannot be used; nothing is written then.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
@@ -121,17 +122,17 @@ def predict_file(
     columns = tuple(text) or task.text
     # The label column is not read; whatever the text's is, by name or by number, will do.
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity)
-    return predict_with(model, task, Path(path), Path(output), world)
+    return predict_with(model, task, Path(path), Path(output), world, lines)
 
 
-def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World) -> int:
+def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World, lines: bool = False) -> int:
     """As `predict_file`, with a model that is `ready` and its task with the file's columns."""
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
         return examples, model.items(task, examples)
 
     def predicted() -> Iterator[tuple[list[Any], list[Any]]]:
-        rest = datasets.stream(task, path, labelled=False)
+        rest = datasets.stream(task, path, labelled=False, lines=lines)
         chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
         threads, layout = workers(world.device), model.described.layout
         with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):

@@ -244,9 +244,7 @@ class FineTuning:
         """The predictions of a split, and its scores by label where it has labels."""
         task, examples = self.data.task, self.data.examples[split]
         scores.write(
-            task,
-            [(examples, predictions)],
-            self.folder / f"predictions-{split}.{scores.SUFFIXES.get(task.kind, 'tsv')}",
+            task, [(examples, predictions)], self.folder / f"predictions-{split}.{scores.suffix(task, examples)}"
         )
         if rows := scores.by_label(task, examples, predictions, self.data.labels):
             lines = [f"{name}\t{p:.4f}\t{r:.4f}\t{f1:.4f}\t{support}\n" for name, p, r, f1, support in rows]

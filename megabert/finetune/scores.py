@@ -27,8 +27,6 @@ from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 # Tokens of an answer, and answers that are kept; both of Devlin et al. 2019's own code.
 MAX_ANSWER = 30
 N_BEST = 20
-# Endings of predictions files; of the other kinds tsv.
-SUFFIXES = {"tag": "conll", "span": "json"}
 
 
 # ---- logits to predictions
@@ -308,22 +306,32 @@ def overlap(predicted: str, answer: str, unanswerable: bool) -> float:
 # ---- files of predictions
 
 
+def suffix(task: Task, examples: Sequence[Any]) -> str:
+    """The ending of a predictions file."""
+    tagged = "jsonl" if task.kind == "tag" and examples and examples[0].text else "conll"
+    return {"tag": tagged, "span": "json"}.get(task.kind, "tsv")
+
+
 def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], path: Path) -> int:
     """Write the predictions of (examples, predictions) one chunk after the other, whole or not at all; their number.
 
     Of texts: TSV with GLUE's columns `index` and `prediction` (several labels with commas between). Tags: word, true tag if known,
-    predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space. Spans: SQuAD's JSON of id
+    predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space; of plain texts JSON lines of
+    `text` and `spans`, as they are read. Spans: SQuAD's JSON of id
     and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
     count, answers, doubts = 0, {}, {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing_file(path) as file:
-        if task.kind not in SUFFIXES:
+        if task.kind not in ("tag", "span"):
             file.write(b"index\tprediction\n")
         for example, prediction in (pair for chunk in chunks for pair in zip(*chunk, strict=True)):
             if task.kind == "span":
                 answers[example.id] = prediction["text"]
                 doubts[example.id] = prediction["no_answer_probability"]
+            elif task.kind == "tag" and example.text:
+                tree = {"text": example.text, "spans": spans_of(task, example, prediction)}
+                file.write((json.dumps(tree, ensure_ascii=False) + "\n").encode())
             elif task.kind == "tag":
                 file.write((("\n" if count else "") + _tagged_words(example, prediction)).encode())
             else:
@@ -335,6 +343,17 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
     if task.unanswerable:
         write_whole(path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json"), _as_json(doubts))
     return count
+
+
+def spans_of(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, Any]]:
+    """The spans of a plain text that tags make, in characters; each word's where tags are no entities."""
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    found = [(tag, i, i) for i, tag in enumerate(tags)]
+    if ENTITY_METRICS & set(task.metrics):
+        found = get_entities(list(tags))
+    places = example.places
+    return [{"start": places[first][0], "end": places[last][1], "label": label} for label, first, last in found]
 
 
 def _tagged_words(example: Any, tags: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
+from megabert.finetune.encoding import labels_of
 from megabert.finetune.tasks import HUB_CLASSES, PRESETS, custom
 
 PLAIN = custom("classify", text=["text"], label="label")
@@ -164,6 +165,38 @@ def test_conll_2003_file(tmp_path) -> None:
     ]
     two = write(tmp_path, "train.txt", "-DOCSTART- O\n\nEU I-ORG\nrejects O\n")
     assert [(e.words, e.tags) for e in read(PRESETS["conll2003"], two)] == [(("EU", "rejects"), ("I-ORG", "O"))]
+
+
+def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
+    """Spans of several words, of scripts without spaces, and one that ends inside a word."""
+    lines = [
+        {"text": " Ada Lovelace (London)! ", "spans": [{"start": 1, "end": 13, "label": "PER"}, {"start": 15, "end": 21, "label": "LOC"}]},
+        {"text": "東京にAda", "spans": [{"start": 0, "end": 2, "label": "LOC"}]},
+        {"text": "Londoners", "spans": [{"start": 0, "end": 6, "label": "LOC"}]},
+        {"text": "नई दिल्ली", "spans": []},
+    ]  # fmt: skip
+    path = write(tmp_path, "t.jsonl", "\n".join(map(json.dumps, lines)))
+    examples = read(TAG, path)
+    assert [(e.words, e.tags) for e in examples] == [
+        (("Ada", "Lovelace", "(", "London", ")", "!"), ("B-PER", "I-PER", "O", "B-LOC", "O", "O")),
+        (("東", "京", "に", "Ada"), ("B-LOC", "I-LOC", "O", "O")),
+        (("Londoners",), ("B-LOC",)),
+        (("नई", "दिल्ली"), ("O", "O")),
+    ]
+    for e, line in zip(examples, lines, strict=True):
+        assert e.text == line["text"] and e.words == tuple(e.text[start:end] for start, end in e.places)
+    assert "1 spans begin or end inside a word" in caplog.text
+    assert labels_of(TAG, examples[1:3]) == ("B-LOC", "I-LOC", "O")
+    path.write_text('{"text": "a b"}\n')
+    assert read(TAG, path, labelled=False)[0].tags is None
+    for bad, message in {
+        '[{"start": 0, "end": 4, "label": "X"}]': "is no span", '[{"start": 1, "end": 2, "label": "X"}]': "is no span",
+        '[{"start": 0, "end": 1}]': "is no span", "{}": "is no span",
+        '[{"start": 0, "end": 3, "label": "X"}, {"start": 2, "end": 3, "label": "Y"}]': "two spans share the word 'b'",
+    }.items():  # fmt: skip
+        path.write_text('{"text": "a b", "spans": %s}' % bad)  # noqa: UP031
+        with pytest.raises(ValueError, match=rf"t\.jsonl, line 1: .*{message}"):
+            read(TAG, path)
 
 
 def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:

@@ -123,6 +123,9 @@ def test_file_to_predict_may_have_its_own_columns(folder: Path, tmp_path: Path) 
     (tmp_path / "own.tsv").write_text("n\tsaid\nx\tw1 w2\ny\tw2 w1\n")
     assert prediction.predict_file(folder, tmp_path / "own.tsv", tmp_path / "out", ["said"], "n") == 2
     assert (tmp_path / "out").read_text() == f"index\tprediction\nx\t{answers[0]}\ny\t{answers[1]}\n"
+    (tmp_path / "lines.txt").write_text("w1 w2\n\nw2 w1\n")
+    prediction.predict_file(folder, tmp_path / "lines.txt", tmp_path / "out", lines=True)
+    assert (tmp_path / "out").read_text() == f"index\tprediction\n0\t{answers[0]}\n1\t{answers[1]}\n"
     (tmp_path / "twice.tsv").write_text("n\ttext\nx\tw1 w2\ny\tw2\nx\tw1\n")
     with pytest.raises(ValueError, match=r"line 4: id 'x' was used before, at .*line 2"):
         prediction.predict_file(folder, tmp_path / "twice.tsv", tmp_path / "none", identity="n")
@@ -141,6 +144,48 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one process predicts, 2 were started"):
         prediction.predict_file(folder, path, tmp_path / "out")
+
+
+def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
+    """Those of the tags that the same words get from a CoNLL file."""
+    sentences = [["w1", "(", "w2", ")", "w3", "w4"], ["w39", "w38", "w37", "!", "w36"], ["w5"] * 12]
+    texts = ["  ".join(words).replace("( ", "(").replace(" )", ")") for words in sentences]
+    train = [
+        {"text": "w1 w2 w3", "spans": [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 8, "label": "B"}]}
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in train))
+    save_untrained(tmp_path, tasks.custom("tag"), tmp_path / "train.jsonl")
+    files = {
+        "words.conll": "\n\n".join("\n".join(words) for words in sentences),
+        "lines.txt": "\n\n".join(texts),
+        "lines.jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content + "\n")
+        assert (
+            prediction.predict_file(tmp_path, tmp_path / name, tmp_path / f"{name}.out", lines=name == "lines.txt") == 3
+        )
+    assert (tmp_path / "lines.txt.out").read_bytes() == (tmp_path / "lines.jsonl.out").read_bytes()
+    blocks = (tmp_path / "words.conll.out").read_text().strip().split("\n\n")
+    kinds = 0
+    for block, text, line in zip(blocks, texts, (tmp_path / "lines.txt.out").read_text().splitlines(), strict=True):
+        want, at = [], 0
+        for word, tag in (row.split(" ") for row in block.split("\n")):
+            start = text.index(word, at)
+            at = start + len(word)
+            before = want[-1] if want and want[-1]["open"] else None
+            if tag[0] == "I" and before and before["label"] == tag[2:]:
+                before["end"] = at
+            elif tag != "O":
+                want.append({"start": start, "end": at, "label": tag[2:], "open": True})
+            if tag == "O" and want:
+                want[-1]["open"] = False
+        kinds += len(want)
+        spans = [{key: span[key] for key in ("start", "end", "label")} for span in want]
+        assert json.loads(line) == {"text": text, "spans": spans}
+    assert kinds > 3
+    with pytest.raises(ValueError, match=r"--lines is of one text each, and squad2\.0 reads two"):
+        list(datasets.stream(tasks.preset("squad2.0"), tmp_path / "lines.txt", labelled=False, lines=True))
 
 
 @pytest.mark.parametrize("kind", ["classify", "span"])

@@ -17,7 +17,7 @@ from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, prediction, run, save, tasks
 from megabert.finetune.run import Data, FineTuning
-from megabert.finetune.scores import SUFFIXES
+from megabert.finetune.scores import suffix
 from megabert.finetune.settings import Settings
 from megabert.hf import Pretrained
 from tests.helpers import finetune_problem
@@ -101,9 +101,9 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, st
     assert not (tmp_path / "checkpoints").exists()
     found = save.load(tmp_path, world.device)
     assert found.results["dev"] == result["scores"]["dev"] and found.described.labels == LABELS[kind]
-    suffix = SUFFIXES.get(kind, "tsv")
-    prediction.predict_file(tmp_path, base / f"{kind}.dev", tmp_path / f"again.{suffix}")
-    again, predicted = ((tmp_path / f"{name}.{suffix}").read_text() for name in ("again", "predictions-dev"))
+    ending = suffix(TASKS[kind], data_of(base, kind, start).examples["dev"])
+    prediction.predict_file(tmp_path, base / f"{kind}.dev", tmp_path / f"again.{ending}")
+    again, predicted = ((tmp_path / f"{name}.{ending}").read_text() for name in ("again", "predictions-dev"))
     if kind == "tag":
         predicted = "\n".join(" ".join(line.split()[::2]) for line in predicted.split("\n"))  # without the true tags
     assert again == predicted and len(again) > 100
