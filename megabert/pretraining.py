@@ -77,7 +77,7 @@ def open_run(
     watchdog.progress()  # each step may take minutes
     config, origin = complete_config(config, dataset, tokenizer, run_dir, world, replay)
     watchdog.progress()
-    engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra)
+    engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra, watchdog.progress)
     watchdog.progress()
     provenance, saved, cursor = resume(engine, config, dataset, tokenizer, origin, world, extend)
     watchdog.progress()
@@ -179,9 +179,10 @@ def build_engine(
     origin: Origin,
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
+    progress: Callable[[], None],
 ) -> Engine:
     """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
-    config = choose_backends(config, dataset, world, origin.run_dir, origin.writes)
+    config = choose_backends(config, dataset, world, origin.run_dir, origin.writes, progress)
     counts = None
     if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, dataset, tokenizer, world)

@@ -264,7 +264,7 @@ class Trainer:
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
-        engine.progress = watchdog.progress
+        engine.progress = checkpoints.progress = watchdog.progress
         self.stop_after, self.writes = stop_after, writes
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
@@ -298,6 +298,7 @@ class Trainer:
         way everything is saved; raises Failed where it cannot be."""
         if self.world.agree_any(self.stop.requested):
             return False
+        self.watchdog.opened()
         self.start()
         while not self.over and not self.stopping:
             started = time.perf_counter()

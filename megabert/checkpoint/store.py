@@ -110,6 +110,8 @@ class Checkpoints:
         self._in_flight: SaveInFlight | None = None
         # steps whose checkpoints are not what was saved, as far as rank 0 has looked
         self._damaged: set[int] = set()
+        # called while a save that is waited for advances
+        self.progress: Callable[[], None] = lambda: None
         # of the checkpoint that `problem` looked at last
         self.manifest: dict[str, Any] = {}
         if settings is not None:
@@ -183,11 +185,21 @@ class Checkpoints:
         does."""
         path = None
         while (save := self._in_flight) is not None:
-            running = save.committing if save.written else save.writing
-            if running is not None:
-                running.join()
+            if not save.written:
+                self._wait(save.writing, save.folder)
+            elif save.committing is not None:
+                save.committing.join()
             path = self.advance(self.world.max_ints([self.status])[0])
         return path
+
+    def _wait(self, writing: BackgroundTask, folder: Path) -> None:
+        """Until this rank's files are written; one that grows is progress."""
+        files, size = [folder / file_name(g, self.world.rank, self.world.size) for g in (WEIGHTS, MOMENTS)], -1
+        while writing.is_alive():
+            writing.join(1.0)
+            before, size = size, sum(file.stat().st_size for file in files if file.exists())
+            if size != before:
+                self.progress()
 
     def commit(self, temporary: Path, step: int, manifest: bytes) -> None:
         """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old: in the background when

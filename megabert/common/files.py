@@ -32,6 +32,8 @@ SAFETENSORS_TYPES = {
 }  # fmt: skip
 # bytes that are hashed and written in turn
 CHUNK = 16 << 20
+# bytes of a file of tensors after which it waits for the disk: its size then shows how far it is
+SYNCED = 256 << 20
 
 
 def refuse_url(path: str) -> None:
@@ -225,8 +227,12 @@ def write_tensors(
             for name in ordered:
                 flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 for first in range(0, len(flat), CHUNK):
+                    before = file.tell()
                     file.write(flat[first : first + CHUNK])
                     sha256.update(flat[first : first + CHUNK])
+                    if file.tell() // SYNCED > before // SYNCED:
+                        file.flush()
+                        os.fdatasync(file.fileno())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

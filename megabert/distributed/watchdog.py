@@ -7,9 +7,11 @@ collective, and while it loops.
 
     a rank's process is gone, or a rank on another host       the job ends at once
     sends no heartbeat for LOST_SECONDS
-    this rank makes no progress for `timeout` seconds         the failed ranks are those without a heartbeat, or else those
+    no rank makes progress for the limit (see below)          the failed ranks are those without a heartbeat, or else those
                                                               that block the others (`find_failed_ranks`)
     the store is gone, or does not answer at the time-out     rank 0, which holds it, has failed
+
+The limit is `timeout` seconds, or GAPS times the longest time without progress that training had so far.
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
 `hang-RANK.txt`, kills failed ranks on its own host that send no heartbeat, exits. Time is counted in the judge's own ticks,
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -41,6 +44,8 @@ from megabert.distributed.ranks import World, wait_for_ranks
 
 # Until the first update is done the time-out is at least this: checkpoints are read, backends are measured.
 START_SECONDS = 600.0
+# Times the longest time between two signs of progress that was measured: more is no slow update.
+GAPS = 3
 # Seconds between two heartbeats.
 TICK = 1.0
 # Without a heartbeat for so long: as good as stopped, once the time-out has passed.
@@ -82,6 +87,8 @@ class Peer:
     # Collectives entered, finished or not, by process group.
     entered: dict[str, int] = field(default_factory=dict)
     left: bool = False
+    # Seconds without progress of its own.
+    idle: float = math.inf
     silent: float = 0.0
     gone: int = 0
 
@@ -112,6 +119,8 @@ class Watchdog:
         self._step = self._finished = self._beat = self._answers = 0
         # Seconds without progress, without an answer of the store, and of a proposal that no rank has taken yet.
         self._idle = self._mute = self._pending = 0.0
+        # The longest time without progress that ended in some, since `opened`; None before.
+        self._longest: float | None = None
         # Every rank is watched.
         self.started = False
         self._failed = self._unreachable = self._good = False
@@ -143,6 +152,10 @@ class Watchdog:
         opening."""
         self._finished += 1
         self._step = self._step if step is None else step
+
+    def opened(self) -> None:
+        """Training starts: how long its signs of progress take is measured from here on."""
+        self._longest = 0.0
 
     def stop(self, good: bool) -> None:
         """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
@@ -182,7 +195,7 @@ class Watchdog:
         doing, waiting = main_thread()
         left = self._leaving.is_set() and self._good
         place = {"beat": self._beat, "step": self._step, "doing": doing, "waiting": waiting}
-        return place | {"entered": entered(), "left": left}
+        return place | {"entered": entered(), "left": left, "idle": self._idle}
 
     def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]
@@ -205,7 +218,8 @@ class Watchdog:
         """Seconds without progress that are too many."""
         if not self.timeout:
             return float("inf")
-        return self.timeout if self._step else max(self.timeout, START_SECONDS)
+        least = self.timeout if self._step else max(self.timeout, START_SECONDS)
+        return max(least, GAPS * (self._longest or 0.0))
 
     def _watched(self) -> list[Peer]:
         """The next rank; all of them when one may have failed, so that their silence is known at the time-out."""
@@ -222,6 +236,8 @@ class Watchdog:
             time.sleep(TICK)
             now = time.monotonic()
             passed, last = min(now - last, 2 * TICK), now
+            if self._finished != finished and self._longest is not None:
+                self._longest = max(self._longest, self._idle + passed)
             self._idle = self._idle + passed if self._finished == finished else 0.0
             self._mute = self._mute + passed if self._answers == answers else 0.0
             finished, answers = self._finished, self._answers
@@ -263,6 +279,8 @@ class Watchdog:
             return self._verdict_on(_all(self._peers[:1], what), hang=True)
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
+        if any(p.idle < self._limit for p in watched):
+            return None  # this rank waits for one that works
         own = self._peers[self.world.rank]
         own.update(self._heartbeat())
         found = find_failed_ranks(sorted([own, *watched], key=lambda peer: peer.rank))

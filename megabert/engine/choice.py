@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,16 @@ CHECKED_PAIRS = 1 << 24
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
-def choose_backends(config: Config, dataset: AnyDataset, world: World, run_dir: Path, writes: bool = True) -> Config:
+def choose_backends(
+    config: Config,
+    dataset: AnyDataset,
+    world: World,
+    run_dir: Path,
+    writes: bool = True,
+    progress: Callable[[], None] = lambda: None,
+) -> Config:
     """`config` with a backend's name for every `auto` on CUDA; logged, cached and, if `writes`, recorded. A collective.
+    `progress` is called after each candidate.
 
     Raises ValueError on every rank where a rank cannot run what rank 0 chose.
     """
@@ -80,7 +88,7 @@ def choose_backends(config: Config, dataset: AnyDataset, world: World, run_dir: 
             chosen.update({role: recorded["chosen"][role] for role in roles})
             log.info(f"backends as recorded with this run: {chosen}")
         else:
-            chosen.update(measure(roles, config, shapes_of(config, dataset, world.device), place))
+            chosen.update(measure(roles, config, shapes_of(config, dataset, world.device), place, progress))
         if writes:
             write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
@@ -125,7 +133,13 @@ def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict
     }
 
 
-def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, str]:
+def measure(
+    roles: list[str],
+    config: Config,
+    shapes: Mapping[str, Any],
+    place: Mapping[str, Any],
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, str]:
     """The fastest usable backend of each of `roles`, one role after another."""
     chosen = {role: name for role in PLAIN if (name := getattr(config.ops, role)) != "auto"}
     for role in roles:
@@ -133,6 +147,7 @@ def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], place: 
         for name in CANDIDATES[role]:
             spec = {**shapes, "ops": PLAIN | chosen | {role: name}}
             result = blocked[name] or cached_result(f"{role}={name}", spec, place)
+            progress()
             if isinstance(result, float):
                 times[name] = result
             else:

@@ -80,7 +80,7 @@ class Engine:
             self.optimizer.set_units(units)
         self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         self.own_time = OwnTime(world.device)
-        # Called after each micro-step: an update may take longer than a watchdog waits.
+        # Called after each micro-step and restored parameter: an update may take longer than a watchdog waits.
         self.progress: Callable[[], None] = lambda: None
         # Updates that were not applied.
         self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -227,6 +227,7 @@ class Engine:
         for kind, name, whole in stored.whole(WEIGHT, *(MOMENTS if updates or primed else ())):
             for offset, view in views.pop((kind, name), ()):
                 view.copy_(whole[offset : offset + view.numel()])
+            self.progress()
             if kind == WEIGHT:
                 self._set_parameter(parameters[name], whole)
         assert not views, f"not in the snapshot: {next(iter(views))}"

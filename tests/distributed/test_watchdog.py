@@ -180,6 +180,37 @@ def test_the_time_out_names_the_rank_that_entered_less(tmp_path, monkeypatch) ->
     )
 
 
+def test_a_rank_that_works_is_waited_for(tmp_path) -> None:
+    """Rank 1 writes a checkpoint, and sent a sign of that 3 s ago; ranks 0 and 2 wait for it."""
+    dog = watchdog(tmp_path, timeout=8)
+    for idle in (3.0, 8.0):
+        for number in range(3):
+            beat(dog, 1, number + int(idle), waiting=False, idle=idle)
+            beat(dog, 2, number + int(idle), idle=9.0)
+            dog._idle = 9.0
+            look(dog, 1)
+        verdict = dog._find()
+        assert (verdict is None) == (idle < 8)
+    assert verdict is not None and verdict.hang and "rank 1 (host host1, pid 101) hangs" in verdict.text
+
+
+def test_the_limit_follows_the_slowest_step_of_training(world, tmp_path, monkeypatch) -> None:
+    """An opening that took 0.4 s does not count; a gap of 0.3 s in training makes the limit of 0.2 s three times that."""
+    monkeypatch.setattr(module, "TICK", 0.05)
+    monkeypatch.setattr(module, "START_SECONDS", 0.5)
+    dog, limits = Watchdog(world, tmp_path, 0.2), []
+    dog.start()
+    for pause in (0.4, 0.3, 0.02):
+        time.sleep(pause)
+        dog.progress(int(pause < 0.4))
+        time.sleep(0.08)
+        limits.append(dog._limit)
+        if pause == 0.4:
+            dog.opened()
+    dog.stop(good=True)
+    assert limits[0] == 0.5 and 0.75 <= limits[1] == limits[2] <= 1.5, limits
+
+
 def test_the_first_time_out_is_longer(tmp_path) -> None:
     dog = Watchdog(World(0, 0, 1, torch.device("cpu"), "gloo", "single"), tmp_path, 8)
     assert dog._limit == START_SECONDS and Watchdog(dog.world, tmp_path, 0)._limit == float("inf")

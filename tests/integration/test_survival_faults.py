@@ -190,6 +190,39 @@ def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
     assert "distributed_c10d" in stacks[0] or "in explain" in stacks[0], stacks[0]
 
 
+# a sign each second: of rank 1, whose disk is slow at the end, or of both, whose updates are slow
+SLOW = {
+    "save": """
+import os, time
+from megabert.common import files
+files.CHUNK, files.SYNCED = 1 << 12, 1 << 16
+def sync(number, synced=os.fdatasync):
+    time.sleep(1.2 * (os.environ["RANK"] == "1"))
+    synced(number)
+os.fdatasync = sync
+""",
+    "update": """
+import time
+from megabert.distributed import watchdog
+from megabert.engine import Engine
+watchdog.START_SECONDS = 60
+def update(self, *given, do=Engine.train_update):
+    time.sleep(5)
+    return do(self, *given)
+Engine.train_update = update
+""",
+}
+
+
+@slow
+@pytest.mark.parametrize("what", SLOW)
+def test_what_is_slow_but_works_is_no_hang(what, dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", "watchdog.timeout_seconds=3", "--stop-after", 3, driver=SLOW[what])
+    start = time.monotonic()
+    assert job.codes(120) == [0, 0], job.output
+    assert time.monotonic() - start > 10 and saved_step(tmp_path / "run") == 3
+
+
 @soak
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_and_killed(stopped, dataset, tmp_path):
