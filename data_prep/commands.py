@@ -46,7 +46,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="folder of the dataset")
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip
-    add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
+    add("--tokenizer", metavar="FILE", help="use this tokenizer.model, vocab.txt or tokenizer.json and train none")
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
     add("--overwrite", action="store_true",

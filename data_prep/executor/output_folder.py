@@ -32,7 +32,7 @@ FILES = "input files"
 # names of what a build makes
 OURS = re.compile(
     r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
-    r"tokenizer\.model|vocab\.txt|tokenizer_config\.json|text|sources\.csv"
+    r"tokenizer\.(model|json)|vocab\.txt|tokenizer_config\.json|text|sources\.csv"
 )
 
 

@@ -27,6 +27,9 @@ from megabert.data.tokenizer import Tokenizer
 MAX_WORDS = 2_000_000
 # tokens of those words together; places in them are 32-bit numbers
 MAX_TOKENS = 1 << 25
+# Before the first word of a document, where the tokenizer encodes that otherwise than the same word after a space. No text that
+# was cleaned holds this character.
+FIRST = "\x02"
 # characters; a longer run without whitespace is encoded in slices of this size
 MAX_WORD = 512
 
@@ -143,7 +146,8 @@ class WordEncoder:
         if not tokenizer.word_local:
             raise BadInput(
                 f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace (trained with split_by_whitespace or "
-                "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
+                "add_dummy_prefix off, or without a pre-tokenizer that splits at spaces), which data_prep does not support; train "
+                "one with data_prep build"
             )
         self.tokenizer, self.dtype, self.folded, self.texts = tokenizer, np.dtype(dtype), folded, texts
         self._reset_cache()
@@ -166,6 +170,9 @@ class WordEncoder:
 
     def add(self, paragraphs: list[str]) -> None:
         """Add one document. Paragraph ends are sentence ends."""
+        if self.tokenizer.spaced:
+            first = next((i for i, paragraph in enumerate(paragraphs) if paragraph.strip()), 0)
+            paragraphs = [p if i != first else FIRST + p.lstrip() for i, p in enumerate(paragraphs)]
         self._paragraphs += paragraphs
         self._sizes.append(len(paragraphs))
         self.pending += sum(map(len, paragraphs))
@@ -190,7 +197,9 @@ class WordEncoder:
         word_numbers = numbers[place]
         words = None
         if self.texts:
-            words = pa.array(map(clean.clean_word, distinct.to_pylist()), pa.string()).take(encoded.indices)
+            words = pa.array((clean.clean_word(word.lstrip(FIRST)) for word in distinct.to_pylist()), pa.string()).take(
+                encoded.indices
+            )
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
         if not full.all():
@@ -238,7 +247,7 @@ class WordEncoder:
             parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
             edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
         plain = [w if w.isascii() and "&" not in w else clean.clean_word(w) for w in parts]
-        encoded = self.tokenizer.encode_batch(plain)
+        encoded = self._encode(plain)
         if parts is not new:
             plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
         lengths = np.fromiter(map(len, encoded), np.int32, len(parts))
@@ -249,6 +258,16 @@ class WordEncoder:
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = describe_words(plain, ends)
         return EncodedWords(hashes, rows, tokens, fold(plain) if self.folded else None)
+
+    def _encode(self, words: list[str]) -> list[list[int]]:
+        """Tokens of cleaned words; of those at the beginning of a document FIRST is removed from `words`."""
+        encoded = self.tokenizer.encode_words(words)
+        if first := [i for i, word in enumerate(words) if word.startswith(FIRST)] if self.tokenizer.spaced else []:
+            for i in first:
+                words[i] = words[i].removeprefix(FIRST)
+            for i, ids in zip(first, self.tokenizer.encode_batch([words[i] for i in first]), strict=True):
+                encoded[i] = ids
+        return encoded
 
     def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""

@@ -1,4 +1,4 @@
-"""Tokenizers, SentencePiece and WordPiece: identified by the SHA-256 of their file; text yields no special id but [UNK].
+"""Tokenizers, SentencePiece, WordPiece and any tokenizer.json: identified by the SHA-256 of their file; text yields no special id but [UNK].
 
 The file is hashed before it is parsed, and what is parsed is what was hashed. Its content says which kind it is:
 
@@ -9,6 +9,7 @@ The file is hashed before it is parsed, and what is parsed is what was hashed. I
                    folders, or the caller. Without either it is guessed: cased where lower-casing would change some token
                    outside square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two
                    releases). Where that is not the guess the SHA-256 is of both files' content
+    tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
 A document that spells "[MASK]" is text like any other: `[`, `mask`, `]`. (transformers' BertTokenizer gives the
 special id there; everywhere else its ids are the same.)
@@ -21,7 +22,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,8 @@ class Tokenizer:
         self.unit_start[list(special_ids.values())] = False
         self.tokens = [f" {t}" if starts else t for t, starts in zip(tokens, word_start.tolist(), strict=True)]
         self.word_local = True
+        # whether a word's tokens after a space are not those at the beginning of a text
+        self.spaced = False
 
     @staticmethod
     def load(
@@ -153,6 +156,10 @@ class Tokenizer:
             raise ValueError(f"{path}: is a folder; name the tokenizer file in it") from None
         if not 0 < len(data) <= MAX_BYTES:
             raise ValueError(f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no tokenizer")
+        if data.lstrip().startswith(b"{"):
+            from megabert.data.tokenizer_json import FastTokenizer, names_beside
+
+            return FastTokenizer(path, data, names_beside(path))
         casing = {"lowercase": lowercase, "strip_accents": strip_accents}
         beside = path.with_name(CONFIG)
         if _first_binary_byte(data) is None and beside.is_file():
@@ -187,6 +194,10 @@ class Tokenizer:
         """Token ids of each text, without special tokens."""
         raise NotImplementedError
 
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word as it follows another one and a space; those of a text that begins with it where not `spaced`."""
+        return self.encode_batch(words)
+
     def plain(self, text: str) -> str:
         """`text` as data_prep cleans it before it encodes its words: without invisible characters and HTML entities."""
         return plain(text)
@@ -196,18 +207,19 @@ class Tokenizer:
         return self.encode_batch([self.plain(text) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int32 [n, T]: `encode_masked` of each text, and [PAD] behind the shorter ones; what the model's `forward` takes."""
+        """int32 [n, T]: `encode_masked` of each text, and id 0 behind the shorter ones; what the model's `forward` takes."""
         import torch
 
         rows = [
             torch.tensor(self.encode_masked(text), dtype=torch.int32)
             for text in ([texts] if isinstance(texts, str) else texts)
         ]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Ids of `[CLS] text [SEP]`, in which each "[MASK]" that the text spells is the special token."""
-        before, *after = text.strip().split(SPECIAL_TOKENS[-1])
+        """Ids of `[CLS] text [SEP]`, in which each "[MASK]", or the tokenizer's own name of it, is the special token."""
+        masks = {SPECIAL_TOKENS[-1], self.tokens[self.mask_id]}
+        before, *after = (part.rstrip() for part in re.split("|".join(map(re.escape, masks)), text.strip()))
         ids = [self.cls_id, *self.encode_texts([before])[0]]
         for part in after:
             encode = self.encode_texts if part[:1].isspace() else self.encode_inside
@@ -243,6 +255,17 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
+
+
+def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:
+    """`ids` without the space before them: their first replaced by the token that is the same without one, `bare_id` of it, or
+    left out where it is a space alone; unchanged where there is no such token."""
+    if not ids or not tokenizer.word_start[ids[0]]:
+        return ids
+    if not tokenizer.tokens[ids[0]][1:]:
+        return ids[1:] or ids
+    inside = bare_id(ids[0])
+    return ids if inside in (None, tokenizer.unk_id) else [inside, *ids[1:]]
 
 
 def _in_brackets(token: str) -> bool:
@@ -318,16 +341,8 @@ class _SentencePiece(Tokenizer):
         return self.processor.encode(list(texts), out_type=int, num_threads=1)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        return [self._without_space(ids) for ids in self.encode_texts(words)]
-
-    def _without_space(self, ids: list[int]) -> list[int]:
-        if not ids or not self.word_start[ids[0]]:
-            return ids
-        bare = self.tokens[ids[0]][1:]
-        if not bare:
-            return ids[1:] or ids
-        inside = self.processor.piece_to_id(bare)
-        return ids if inside == self.unk_id else [inside, *ids[1:]]
+        find = self.processor.piece_to_id
+        return [without_space(self, ids, lambda i: find(self.tokens[i][1:])) for ids in self.encode_texts(words)]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)

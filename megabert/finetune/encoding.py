@@ -154,13 +154,13 @@ def _tags(
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    ways = tokenizer.encode_texts(distinct), tokenizer.encode_inside(distinct)
+    ways = tokenizer.encode_words([tokenizer.plain(word) for word in distinct]), tokenizer.encode_inside(distinct)
     apart, inside = (
         {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
     )
     for i, example in enumerate(examples):
         words = [
-            inside[word] if stand_together(before, word) else apart[word]
+            inside[word] if stand_together(before, word) or (tokenizer.spaced and not before) else apart[word]
             for before, word in pairwise(("", *example.words))
         ]
         lead = np.array([_space_before(w, ids, tokenizer) for w, ids in zip(example.words, words, strict=True)])

@@ -2,7 +2,7 @@
 
     model.safetensors   fp32 weights, `encoder.…` (BertForPreTraining's names) and `head.…`
     task.json           the task, its labels, how texts are encoded, the model's config
-    tokenizer.model     or vocab.txt
+    tokenizer.model     or vocab.txt, tokenizer.json
 
 Nothing in it is ever unpickled; it appears whole or not at all.
 """

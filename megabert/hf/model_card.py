@@ -44,7 +44,9 @@ def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     task, example = ("text-generation", CONTINUE) if pretrained.config.data.masking.causal else ("fill-mask", FILL)
     about = f"A BERT pre-trained with MegaBERT; all of its weights are in transformers' `{architecture}`."
     tables = {"Settings": recipe(pretrained), "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
-    return page(task, name, about, example.format(name=name), tables)
+    tokenizer = pretrained.tokenizer
+    example = example.format(name=name).replace("[MASK]", tokenizer.tokens[tokenizer.mask_id])
+    return page(task, name, about, example, tables)
 
 
 def recipe(pretrained: Pretrained) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megabert.hf import mapping
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a run folder, and in a Hugging Face folder
-TOKENIZER_FILES = ("tokenizer.model", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -321,6 +321,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tree = read_json(path)
     model = tree.get("model")
     model = model if isinstance(model, dict) else {}
+    if model.get("type") != "WordPiece":
+        return Tokenizer.load(path)
     stages = {part: tree.get(part) for part in STAGES}
     kinds = {part: stage.get("type") if isinstance(stage, dict) else None for part, stage in stages.items()}
     expected = {

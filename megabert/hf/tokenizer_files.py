@@ -1,7 +1,8 @@
 """Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text.
 
-`tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, or
-the lines of a vocab.txt. What the format cannot express is refused by name. Three differences remain, all of them the
+`tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
+lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. What the format cannot
+express is refused by name. After a mask the library puts a space where a text begins with one. Three differences remain, all of them the
 `tokenizers` library's:
 
     a special token that a text spells out ("[MASK]") becomes the special id, which filling it in needs
@@ -15,11 +16,13 @@ the lines of a vocab.txt. What the format cannot express is refused by name. Thr
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from typing import Any
 
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_TOKENS, WORD_START, Casing, Tokenizer
+from megabert.data.tokenizer_json import FastTokenizer
 
 # SentencePiece's numbers of the types of tokens and of models
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -30,7 +33,6 @@ RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")
 SEPARATOR = "\x01"
 DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"
 EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"
-NAMES = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
 
 
 def build(tokenizer: Tokenizer) -> Any:
@@ -40,21 +42,46 @@ def build(tokenizer: Tokenizer) -> Any:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import tokenizers
-    from tokenizers.processors import TemplateProcessing
 
     sentencepiece = tokenizer.kind == "sentencepiece"
+    if isinstance(tokenizer, FastTokenizer):
+        return _from_json(tokenizer)
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
     controls = [token for token in _controls(tokenizer) if token not in SPECIAL_TOKENS] if sentencepiece else []
     for token in [*SPECIAL_TOKENS, *controls]:
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
         strip = sentencepiece and token == "[MASK]"
         built.add_special_tokens([tokenizers.AddedToken(token, lstrip=strip, normalized=False, special=True)])
-    built.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", tokenizer.cls_id), ("[SEP]", tokenizer.sep_id)],
-    )
+    built.post_processor = _template(tokenizer)
     assert built.get_vocab_size() == tokenizer.vocab_size
+    return built
+
+
+def _template(tokenizer: Tokenizer) -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    first, last = tokenizer.tokens[tokenizer.cls_id], tokenizer.tokens[tokenizer.sep_id]
+    return TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        special_tokens=[(first, tokenizer.cls_id), (last, tokenizer.sep_id)],
+    )
+
+
+def _from_json(tokenizer: FastTokenizer) -> Any:
+    """The file's own tokenizer, with our template; its mask stands for a word and the space before it where tokens hold spaces."""
+    import tokenizers
+
+    tree = copy.deepcopy(tokenizer.tree)
+    added = {entry["id"]: entry for entry in tree["added_tokens"]}
+    for i in tokenizer.special_ids.values():
+        flags = {"single_word": False, "lstrip": i == tokenizer.mask_id and tokenizer.holds_spaces, "rstrip": False}
+        added[i] = {"id": i, "content": tokenizer.tokens[i], "normalized": False, "special": True} | flags
+    tree["added_tokens"] = [added[i] for i in sorted(added)]
+    built = tokenizers.Tokenizer.from_str(json.dumps(tree))
+    built.no_padding()
+    built.no_truncation()
+    built.post_processor = _template(tokenizer)
     return built
 
 
@@ -63,32 +90,36 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
 
     `max_length` is the model's number of positions, `segments` whether it uses segment ids. Raises as `build` does.
     """
-    sentencepiece = tokenizer.kind == "sentencepiece"
+    wordpiece = tokenizer.kind == "wordpiece"
     original = tokenizer.data
-    if not sentencepiece:
+    if wordpiece:
         original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a token
-    config: dict[str, Any] = NAMES | {
-        "tokenizer_class": "PreTrainedTokenizerFast" if sentencepiece else "BertTokenizer",
+    special = tokenizer.special_ids
+    names = {
+        f"{role}_token": tokenizer.tokens[i] for role, i in special.items() if role == "pad" or i != special["pad"]
+    }
+    config: dict[str, Any] = names | {
+        "tokenizer_class": "BertTokenizer" if wordpiece else "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    if not sentencepiece:
+    if wordpiece:
         casing: Casing = getattr(tokenizer, "casing")  # noqa: B009
         strip = None if casing.strip_accents == casing.lowercase else casing.strip_accents
         config |= {
             "do_lower_case": casing.lowercase, "strip_accents": strip, "tokenize_chinese_chars": casing.ideographs,
         }  # fmt: skip
-    tokens: dict[str, Any] = dict(NAMES)
-    if sentencepiece:
+    tokens: dict[str, Any] = dict(names)
+    if not wordpiece and getattr(tokenizer, "holds_spaces", True):
         flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
-        tokens["mask_token"] = {"content": NAMES["mask_token"]} | flags
+        tokens["mask_token"] = {"content": names["mask_token"]} | flags
         config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}
     return {
+        tokenizer.file_name: original,
         "tokenizer.json": (build(tokenizer).to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": as_json(config),
         "special_tokens_map.json": as_json(tokens),
-        tokenizer.file_name: original,
     }
 
 

@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1)]
 class TokenizerEntry(TypedDict):
     """The tokenizer of a dataset; `file` lies in the dataset's folder or its parent."""
 
-    kind: Literal["sentencepiece", "wordpiece"]
+    kind: Literal["sentencepiece", "wordpiece", "tokenizers"]
     file: Annotated[str, Field(pattern=r"^(\.\./)?\w[\w.-]*$")]
     sha256: Sha256
     vocab_size: Annotated[int, Field(ge=6, lt=2**31)]
@@ -103,8 +103,8 @@ class Manifest(BaseModel):
             raise ValueError(f"tokenizer.special_ids.{min(missing)} is missing")
         if max(special.values()) >= vocab:
             raise ValueError(f"tokenizer.special_ids must lie in 0..{vocab - 1}")
-        if len(set(special.values())) < len(special) or special["pad"] != 0:
-            raise ValueError("tokenizer.special_ids must be distinct, with pad 0")
+        if len({i for name, i in special.items() if name != "unk"}) < len(special) - 1:
+            raise ValueError("tokenizer.special_ids must be distinct")
         if self.dtype != (want := "uint32" if vocab > 65535 else "uint16"):
             raise ValueError(f"dtype must be {want!r} for {vocab} tokens, is {self.dtype!r}")
         for i, shard in enumerate(self.shards):

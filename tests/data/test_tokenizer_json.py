@@ -1,0 +1,125 @@
+"""A tokenizer.json of any kind: its library's ids, its own special tokens, the same in a dataset, in use and exported."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.text import clean
+from data_prep.tokens.encoder import WordEncoder
+from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_files
+from tests.helpers import fast_tokenizers
+from tests.helpers.runs import TEXT
+
+TEXTS = [
+    *TEXT[:3],
+    '"Hello," it’s <s> a naïve sea [MASK] 你好!',
+    "shells",
+    "I &amp; you",
+    "the  sea\nand\n\nthe <mask> river",
+]
+
+
+@pytest.fixture(params=fast_tokenizers.KINDS)
+def tokenizer(request, tmp_path) -> Tokenizer:
+    return Tokenizer.load(fast_tokenizers.write(tmp_path / "tokenizer.json", request.param))
+
+
+def test_ids_are_the_librarys_own(tokenizer):
+    import tokenizers
+
+    plain = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+    assert tokenizer.encode_batch(TEXT[:3]) == [plain.encode(text, add_special_tokens=False).ids for text in TEXT[:3]]
+    assert not {0, 1, 2, 4} & set(chain(*tokenizer.encode_batch(["<s> <mask> </s><pad>"])))
+    assert tokenizer.special_ids == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 4}
+    if tokenizer.holds_spaces:
+        for text, ids in zip(TEXT[:3], tokenizer.encode_batch(TEXT[:3]), strict=True):
+            assert "".join(tokenizer.tokens[i] for i in ids).strip() == text == tokenizer.decode(ids).strip()
+    shown = [tokenizer.tokens[i] for i in np.flatnonzero(tokenizer.word_start)]
+    assert " she" in shown or " sells" in shown or " shells" in shown
+    assert not tokenizer.word_start[[0, 1, 2, 4]].any()
+
+
+def test_a_build_encodes_as_in_use(tokenizer):
+    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+    for text in TEXTS:
+        encoder.add(clean.paragraphs(text, False))
+    encoded = encoder.finish().encoded
+    cut = np.split(encoded.tokens, np.cumsum(encoded.document_tokens())[:-1])
+    for text, ids in zip(TEXTS, cut, strict=True):
+        assert [ids.tolist()] == tokenizer.encode_texts([" ".join(text.split())])
+
+
+def test_transformers_loads_the_same_ids(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, data in tokenizer_files.files(tokenizer, 64).items():
+        (folder / name).write_bytes(data)
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    peer = AutoTokenizer.from_pretrained(folder)
+    texts = [*TEXT[:3], "the <mask> shells, <mask> sea", "<mask> sea", "a naïve 你好"]
+    assert peer(texts)["input_ids"] == [tokenizer.encode_masked(text) for text in texts]
+    assert tokenizer.encode_masked("the [MASK] sea") == peer("the <mask> sea")["input_ids"]
+    pair = peer("the sea", "the shells")
+    assert pair["input_ids"].count(2) == 2 and peer.pad_token_id == 1 and peer.mask_token_id == 4
+    assert Tokenizer.load(folder / "tokenizer.json").encode_masked(texts[3]) == tokenizer.encode_masked(texts[3])
+
+
+def test_offsets_are_characters_of_the_text(tokenizer):
+    texts = [*TEXT[:3], "  the naïve\u200b sea "]
+    for text, (ids, offsets) in zip(texts, tokenizer.encode_with_offsets(texts), strict=True):
+        assert [ids] == tokenizer.encode_texts([text]) and len(ids) == len(offsets)
+        covered = {i for a, b in offsets.tolist() for i in range(a, b)}
+        assert "".join(text[i] for i in sorted(covered)) == "".join(text.replace("\u200b", "").split())
+
+
+def test_special_tokens_are_named_beside_or_refused(tmp_path):
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<a>", "<b>", "<unk>", "<mask>"])
+    with pytest.raises(ValueError, match=r"tokenizer\.json: has no cls token \(none of \[CLS\], <cls>, <s>, <bos>\)"):
+        Tokenizer.load(path)
+    fast_tokenizers.name_special(path, cls_token="<a>", eos_token="<b>")
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id) == (1, 2, 0)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name, data in tokenizer.files().items():
+        (moved / name).write_bytes(data)
+    again = Tokenizer.load(moved / "tokenizer.json")
+    assert again.sha256 == tokenizer.sha256 and again.special_ids == tokenizer.special_ids
+    for names, message in (
+        ({"cls_token": "<a>", "sep_token": "<a>"}, "two of its special tokens are one"),
+        (
+            {"cls_token": "<a>", "sep_token": "<c>"},
+            "has no token '<c>', which the files beside it name as its sep_token",
+        ),
+        ({"cls_token": "<a>", "sep_token": "<pad>", "pad_token": "<b>"}, "<pad> has id 0"),
+    ):
+        fast_tokenizers.name_special(path, **names)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(path)
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    path = Path(tmp_path, "tokenizer.json")
+    for content, message in (
+        ("{", "not valid JSON"),
+        ('{"version": "1.0"}', r"not a tokenizer\.json of the tokenizers library"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(path)
+    tree = json.loads(fast_tokenizers.write(path).read_text())
+    path.write_text(json.dumps(tree | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}))
+    with pytest.raises(ValueError, match="its tokens do not show where words begin"):
+        Tokenizer.load(path)
+    tree["model"]["end_of_word_suffix"] = "</w>"
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="mark the ends of words"):
+        Tokenizer.load(path)
