@@ -399,7 +399,7 @@ def job(*overrides: str) -> planner.ForecastJob:
 
 def test_the_work_of_an_update_is_dealt_out() -> None:
     whole, share = job(), job().share(512)
-    assert share.micro_steps == 2 and share.batch.tokens == 64 * 128
+    assert share.micro_steps == 1 and share.batch.tokens == 128 * 128
     assert share.batch.tokens * share.micro_steps * 512 == whole.counts.tokens == 65_536 * 128
     assert share.rows_seconds == pytest.approx(128 * 128 / (45_812 * 128 * 2))
     # the largest share, where they are not equal
@@ -434,10 +434,31 @@ def test_the_table_of_a_forecast() -> None:
     head, _, line = (re.split("  +", line.strip()) for line in planner.table(whole, points, H100).splitlines()[:3])
     cells = dict(zip(head, line, strict=True))
     mfu = whole.operations / (points[1].step.seconds * 64 * 989e12)
-    assert cells["MFU"] == f"{mfu:.1%}" and cells["rows x steps"] == "64 x 16"
+    assert cells["MFU"] == f"{mfu:.1%}" and cells["rows x steps"] == "128 x 8"
     assert cells["updates"] == "7,038"
     assert cells["GPU-hours"] == f"{64 * points[1].seconds / 3_600:,.0f}"
     assert cells["efficiency"] == f"{points[0].step.seconds / (8 * points[1].step.seconds):.1%}"
+
+
+def test_micro_steps_that_the_host_binds_are_named() -> None:
+    small = job("batch.micro_size=64")
+    text = planner.table(small, forecast(small, [8, 64], H100, FABRIC), H100).splitlines()
+    # 24 layers of 60 kernels and 12 sums of gradients, 19 us each
+    assert "at 8 GPUs the host may be the limit: a micro-step of 64 rows runs 5" in text[-1]
+    assert "launching its kernels takes 33 ms of Python; take a larger batch.micro_size" in text[-1]
+    assert planner.host_bound(small, forecast(small, [8], DEVICES["a100"], FABRIC)) == ""
+
+
+@pytest.mark.parametrize(("preset", "length", "gib"), [
+    ("base", 128, 16), ("base_modern", 128, 80), ("large_24h", 128, 24), ("large_modern", 128, 80),
+    ("large_phase1", 128, 24), ("large_phase2", 512, 24),
+])  # fmt: skip
+def test_presets_fill_gpus_and_fit(preset: str, length: int, gib: float) -> None:
+    config = configuration.load(preset, ["model.vocab_size=30000", f"model.max_positions={length}"])
+    assert workload.needed(config, length, 8) <= (1 - workload.SPARE) * gib * workload.GIB
+    whole = planner.job_of(config)
+    for name in ("a100", "h100", "h200"):
+        assert planner.host_bound(whole, forecast(whole, [1], DEVICES[name], FABRIC)) == ""
 
 
 # ---- the command

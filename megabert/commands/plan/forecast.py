@@ -17,6 +17,7 @@ from megabert.commands.plan.step_time import (
     Software,
     StepTime,
     System,
+    launch_seconds,
     step_seconds,
 )
 from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, with_vocabulary, work
@@ -30,6 +31,10 @@ PYTHON = 19e-6
 # counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations:
 # bytes a token, layer and hidden unit; kernels a layer
 TORCH, NATIVE = (166.0, 60), (65.0, 28)
+# kernels a layer that add its parameters' gradients up, one each
+GRADIENTS = 12
+# share of a micro-step's time from which on launching it is worth a warning: GPUs may well be twice as fast as predicted
+LAUNCHING = 0.5
 # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
 ACCUMULATE = 27.0
 # bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides. stable_adamw: lamb's with the
@@ -92,7 +97,7 @@ def software_of(config: Config) -> Software:
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
     return Software(
         elementwise=elementwise,
-        kernels=kernels,
+        kernels=kernels + GRADIENTS,
         attention=SCORES.get(config.ops.attention, 0.0),
         launch=PYTHON,
         accumulate=ACCUMULATE,
@@ -150,7 +155,22 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
         lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
-    return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
+    return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}{host_bound(job, points)}"
+
+
+def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
+    """A line on the first point whose micro-steps may take Python longer to launch than the GPU to run; "" without one."""
+    launching = launch_seconds(job.config.model, software_of(job.config))
+    for point in points:
+        terms = (point.step.products, point.step.attention, point.step.elementwise, point.step.kernels)
+        running = math.fsum(terms) / point.micro_steps
+        if launching > LAUNCHING * running:
+            return (
+                f"\n\nwarning: at {point.size:,} GPUs the host may be the limit: a micro-step of {point.micro_size} rows runs"
+                f" {1e3 * running:.0f} ms, and launching its kernels takes {1e3 * launching:.0f} ms of Python;"
+                " take a larger batch.micro_size, or fewer GPUs where that is their whole share"
+            )
+    return ""
 
 
 def _aligned(lines: list[list[str]]) -> str:

@@ -319,6 +319,11 @@ def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, flo
                 yield from ((m, n, k, count), (m, k, n, count), (n, k, m, count))
 
 
+def launch_seconds(model: ModelConfig, software: Software) -> float:
+    """Of the host, to launch the kernels of a forward and a backward pass."""
+    return model.layers * software.kernels * software.launch * (4 / 3 if software.recompute else 1)
+
+
 def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepTime:
     """Forward and backward of one micro-batch on one GPU, without what belongs to the update."""
     device, software, constants = system.device, system.software, system.constants
@@ -328,18 +333,16 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     # in 16 bits, also where the other products are in 8
     scores = 12 * model.layers * model.hidden * batch.pairs / system.rate
     scores += software.attention * model.layers * model.heads * batch.pairs / system.memory
-    kernels = float(model.layers * software.kernels)
     terms = {
         "products": operations / (system.rate * (constants.fp8 if software.fp8 else 1.0)),
         "attention": scores,
         "elementwise": software.elementwise * model.layers * model.hidden * batch.tokens / system.memory,
-        "kernels": kernels * constants.kernel,
+        "kernels": model.layers * software.kernels * constants.kernel,
     }
     # the forward pass, a third, is done again
     if software.recompute:
         terms = {name: 4 / 3 * value for name, value in terms.items()}
-        kernels *= 4 / 3
-    terms["kernels"] += max(0.0, kernels * software.launch - math.fsum(terms.values()))
+    terms["kernels"] += max(0.0, launch_seconds(model, software) - math.fsum(terms.values()))
     return StepTime(**terms)
 
 
