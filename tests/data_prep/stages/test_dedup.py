@@ -44,7 +44,7 @@ def test_shingles_stay_inside_documents(tokenizer_file: Path) -> None:
         "b c d a b c",
         "東京に行く",
         "私は東京に行く",
-        "go 東京 b c d",
+        "go 東京 \u200b b c d",
     ]
     found, edges = minhash.shingles(units_of(texts, tokenizer_file), WORDS, CHARACTERS)
     expected = [
