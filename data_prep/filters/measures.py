@@ -18,12 +18,13 @@ import numpy as np
 from data_prep.common.arrays import segment_hashes, segment_sums, word_bytes
 from data_prep.filters import repetition
 from megabert.common.random_numbers import mix64
+from megabert.data.text import SCRIPT_TERMINALS
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))
-# marks that a line may end in, and closing quotes and full stops of other scripts
+# marks that a line may end in, and closing quotes and sentence terminals of other scripts
 MARKS = '.!?"'
-WIDE_MARKS = "\u201d\u00bb\u2026\u3002\uff01\uff1f\u300d\u300f\u0964\u061f\u06d4"
+WIDE_MARKS = SCRIPT_TERMINALS | frozenset("\u201d\u00bb\u2026\u300d\u300f")
 # bullets that count when they begin a word, and those that count only as a word of their own
 BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"
 LONE_BULLETS = "-*\u2013\u2014\u00b7"
@@ -42,7 +43,7 @@ _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
 
 
 def describe_words(words: list[str], ends: np.ndarray) -> np.ndarray:
-    """FACTS [w] of words as `clean.clean_word` returns them; none holds a NUL. A hash is never zero.
+    """FACTS [w] of words as `clean_word` returns them; none holds a NUL. A hash is never zero.
 
     `ends` are `sentences.ends(words)`, not 0 where a sentence may end. What ASCII decides is computed from the bytes of all
     words at once; the few words with other characters are examined one by one.

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.common.arrays import segment_hashes, segment_sums, word_bytes
-from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch
 from megabert.common.random_numbers import GOLDEN64, mix64
-from megabert.data.text import NO_SPACES, writes_without_spaces
+from megabert.data.text import NO_SPACES, clean_word, writes_without_spaces
 
 _UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
@@ -62,7 +61,7 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
     for d in np.flatnonzero(batch.unspaced).tolist():
         first = last[d] - len(documents[d])
         text = "\n".join(p for p, kept in zip(documents[d], left[first : last[d]], strict=True) if kept)
-        found = UNIT.findall(" ".join(map(clean.clean_word, text.split())))
+        found = UNIT.findall(" ".join(map(clean_word, text.split())))
         hashes[d] = segment_hashes(*word_bytes(found))
         characters[d] = np.fromiter(map(writes_without_spaces, (unit[0] for unit in found)), bool, len(found))
     sizes = np.cumsum([0, *map(len, hashes)])

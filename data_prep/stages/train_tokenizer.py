@@ -31,9 +31,10 @@ from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import unpacked_bytes
 from data_prep.stages.read import clean_documents
-from data_prep.text import clean, sentences
+from data_prep.text import sentences
 from data_prep.tokens.encoder import word_facts
 from megabert.common.files import write_whole
+from megabert.data.text import clean_word
 from megabert.data.tokenizer import CONTINUATION, SPECIAL_TOKENS, WORD_START, Tokenizer
 
 SAMPLE, TRAIN = "sample", "train"
@@ -112,7 +113,7 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     for i in np.flatnonzero(wanted).tolist():
         for paragraph in documents[i]:
             for sentence in sentences.split(paragraph):
-                lines.append(" ".join(map(clean.clean_word, sentence[:MAX_SENTENCE].split(" "))))
+                lines.append(" ".join(map(clean_word, sentence[:MAX_SENTENCE].split(" "))))
                 size -= len(sentence)
             if size <= 0:
                 break

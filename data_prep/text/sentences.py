@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from data_prep.common.arrays import segment_counts, word_bytes
-from megabert.data.text import FIRST_WITHOUT, writes_without_spaces
+from megabert.data.text import CLOSERS, FIRST_WITHOUT, SCRIPT_TERMINALS, WIDE_CLOSERS, writes_without_spaces
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
 # bits of a start: the word has other than Latin letters; it begins with a capital; it is in a script without spaces, or a part is
@@ -33,29 +33,7 @@ FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01
 LOWER_WORDS = 50
 
 OPENERS = "\"'([{\u201c\u2018\u00ab\u00bf\u00a1*_"
-CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
-# 」』】）〉》〕｣›
-WIDE_CLOSERS = "\u300d\u300f\u3011\uff09\u3009\u300b\u3015\uff63\u203a"
 TERMINALS = ".!?\u2026\u3002\uff01\uff1f\u0964\u061f"
-# Code points of Unicode 14's Sentence_Terminal without ASCII and without those that also stand inside numbers; and two that
-# it leaves out: Tibetan's shads (0F0D-0F11) and Khmer's khan and bariyoosan (17D4-17D5).
-_SENTENCE_TERMINAL = """
-    0589 061D-061F 06D4 0700-0702 07F9 0837 0839 083D-083E 0964-0965 0F0D-0F11 104A-104B 1362 1367-1368 166E 1735-1736
-    17D4-17D5 1803 1809 1944-1945 1AA8-1AAB 1B5A-1B5B 1B5E-1B5F 1B7D-1B7E 1C3B-1C3C 1C7E-1C7F 203C-203D 2047-2049 2E2E
-    2E3C 2E53-2E54 3002 A4FF A60E-A60F A6F3 A6F7 A876-A877 A8CE-A8CF A92F A9C8-A9C9 AA5D-AA5F AAF0-AAF1 ABEB FE56-FE57
-    FF01 FF1F FF61 10A56-10A57 10F55-10F59 10F86-10F89 11047-11048 110BE-110C1 11141-11143 111C5-111C6 111CD 111DE-111DF
-    11238-11239 1123B-1123C 112A9 1144B-1144C 115C2-115C3 115C9-115D7 11641-11642 1173C-1173E 11944 11946 11A42-11A43
-    11A9B-11A9C 11C41-11C42 11EF7-11EF8 16A6E-16A6F 16AF5 16B37-16B38 16B44 16E98 1BC9F 1DA88
-"""
-
-
-def _characters(ranges: str) -> str:
-    edges = [[int(edge, 16) for edge in item.split("-")] for item in ranges.split()]
-    return "".join(chr(c) for edge in edges for c in range(edge[0], edge[-1] + 1))
-
-
-# without Burmese's comma
-SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
 # Marks that are typed in place of a script's own, after a letter of it: Armenian ":", Greek ";", Ethiopic "::".
 STAND_INS = {
     ":": ("\u0561", "\u0587"),

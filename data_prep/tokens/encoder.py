@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 from data_prep.common.arrays import segment_counts, segment_sums
 from data_prep.common.errors import BadInput
 from data_prep.filters.measures import FACTS, WordFacts, describe_words, fold
-from data_prep.text import clean, sentences
+from data_prep.text import sentences
 from data_prep.tokens.word_cache import WORD, EncodedWords, WordNumbers, word_hashes
+from megabert.data.text import MAX_WORD, clean_word
 from megabert.data.tokenizer import Tokenizer
 
 # distinct words in the cache, about 150 MB
@@ -30,8 +31,6 @@ MAX_TOKENS = 1 << 25
 # Before the first word of a document, where the tokenizer encodes that otherwise than the same word after a space. No text that
 # was cleaned holds this character.
 FIRST = "\x02"
-# characters; a longer run without whitespace is encoded in slices of this size
-MAX_WORD = 512
 
 
 @dataclass
@@ -129,7 +128,7 @@ def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    plain = [clean.clean_word(word) for word in distinct]
+    plain = [clean_word(word) for word in distinct]
     facts = describe_words(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     hashes = fold(plain)[numbers] if folded else None
@@ -197,7 +196,7 @@ class WordEncoder:
         word_numbers = numbers[place]
         words = None
         if self.texts:
-            words = pa.array((clean.clean_word(word.lstrip(FIRST)) for word in distinct.to_pylist()), pa.string()).take(
+            words = pa.array((clean_word(word.lstrip(FIRST)) for word in distinct.to_pylist()), pa.string()).take(
                 encoded.indices
             )
         edges = lists.offsets.to_numpy().astype(np.int64)
@@ -246,7 +245,7 @@ class WordEncoder:
         if max(map(len, new)) > MAX_WORD:
             parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
             edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
-        plain = [w if w.isascii() and "&" not in w else clean.clean_word(w) for w in parts]
+        plain = [w if w.isascii() and "&" not in w else clean_word(w) for w in parts]
         encoded = self._encode(plain)
         if parts is not new:
             plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]

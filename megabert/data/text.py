@@ -1,4 +1,4 @@
-"""Text before tokens: invisible characters and HTML entities, scripts without spaces, and where a token lies in its text.
+"""Text before tokens: its cleaning, sentence ends of all scripts, scripts without spaces, and where a token lies in its text.
 
 Used alike when a dataset is built and when a model reads text.
 """
@@ -10,7 +10,7 @@ import html
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +18,45 @@ INVISIBLE = re.compile("[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u
 # as HTML 5 finds them
 ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[^\t\n\f <&#;]{1,32});?")
 _WORD = re.compile(r"\S+")
+# of a text that is read, those that `data_prep` removes from the bytes of a document
+CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# what stands between words, where it is no single space
+SPACES = re.compile(r"\s{2,}|[^\S ]")
+# characters; a longer word is encoded in slices of this size
+MAX_WORD = 512
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD + 1},}}")
+# (start, end, what stands there instead)
+Replacement = tuple[int, int, str]
+
+# marks that close a quotation or bracket
+CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
+# 」』】）〉》〕｣›
+WIDE_CLOSERS = "\u300d\u300f\u3011\uff09\u3009\u300b\u3015\uff63\u203a"
+# Code points of Unicode 14's Sentence_Terminal without ASCII and without those that also stand inside numbers; and two that
+# it leaves out: Tibetan's shads (0F0D-0F11) and Khmer's khan and bariyoosan (17D4-17D5).
+_SENTENCE_TERMINAL = """
+    0589 061D-061F 06D4 0700-0702 07F9 0837 0839 083D-083E 0964-0965 0F0D-0F11 104A-104B 1362 1367-1368 166E 1735-1736
+    17D4-17D5 1803 1809 1944-1945 1AA8-1AAB 1B5A-1B5B 1B5E-1B5F 1B7D-1B7E 1C3B-1C3C 1C7E-1C7F 203C-203D 2047-2049 2E2E
+    2E3C 2E53-2E54 3002 A4FF A60E-A60F A6F3 A6F7 A876-A877 A8CE-A8CF A92F A9C8-A9C9 AA5D-AA5F AAF0-AAF1 ABEB FE56-FE57
+    FF01 FF1F FF61 10A56-10A57 10F55-10F59 10F86-10F89 11047-11048 110BE-110C1 11141-11143 111C5-111C6 111CD 111DE-111DF
+    11238-11239 1123B-1123C 112A9 1144B-1144C 115C2-115C3 115C9-115D7 11641-11642 1173C-1173E 11944 11946 11A42-11A43
+    11A9B-11A9C 11C41-11C42 11EF7-11EF8 16A6E-16A6F 16AF5 16B37-16B38 16B44 16E98 1BC9F 1DA88
+"""
+
+
+def _characters(ranges: str) -> str:
+    edges = [[int(edge, 16) for edge in item.split("-")] for item in ranges.split()]
+    return "".join(chr(c) for edge in edges for c in range(edge[0], edge[-1] + 1))
+
+
+# without Burmese's comma
+SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
+# Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
+# Burmese, Khmer and Tibetan ones.
+GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
+CLOSING = CLOSERS + WIDE_CLOSERS
+# such a mark that something follows: a space is put between them
+GLUED_END = re.compile(rf"([{GLUED}]+[{re.escape(CLOSING)}]*)(?=[^\s{GLUED}{re.escape(CLOSING)}])")
 # Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
 # Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
 # full-width forms, half-width kana; ideographs beyond the first plane.
@@ -32,36 +71,75 @@ FIRST_WITHOUT = chr(NO_SPACES[0][0])
 TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
 
 
-def plain_word(word: str) -> str:
-    """A word, or a text, whose entities are resolved if it has a whole one; without invisible characters."""
+def clean_word(word: str) -> str:
+    """A word in NFC, without invisible characters, with HTML entities resolved if it has a whole one."""
     if "&" in word and ";" in word:
         word = html.unescape(word)
-    return word if word.isascii() else INVISIBLE.sub("", word)
+    return word if word.isascii() else unicodedata.normalize("NFC", INVISIBLE.sub("", word))
 
 
-def plain(text: str) -> str:
-    """`text` with `plain_word` applied to each of its words."""
-    if "&" in text:
-        text = _WORD.sub(lambda word: plain_word(word[0]) if "&" in word[0] else word[0], text)
-    return text if text.isascii() else INVISIBLE.sub("", text)
+def prepared(text: str) -> str:
+    """`text` as a dataset holds it, but for a space before and behind it.
+
+    Control characters are removed, sentences, words and slices of long words separated by single spaces, and each word is as
+    `clean_word` returns it.
+    """
+    for rule in RULES[:-1]:
+        text = "".join(new for _, _, new in _segments(text, rule))
+    return unicodedata.normalize("NFC", text)
 
 
-def plain_with_places(text: str) -> tuple[str, np.ndarray]:
-    """(`plain(text)`, int64 [its length, 2]: the characters of `text` that each of its characters stands for, first and end)."""
-    parts: list[str] = []
-    places: list[np.ndarray] = []
+def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
+    """(`prepared(text)`, int64 [its length, 2]: the characters of `text` that each of its characters stands for, first and end).
+
+    A space that was put after a character stands for that one.
+    """
+    place = np.arange(len(text))
+    places = np.stack([place, place + 1], 1)
+    for rule in RULES:
+        found = [places[:0]]
+        segments = list(_segments(text, rule))
+        for start, end, new in segments:
+            same = new == text[start:end]
+            found.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
+        text, places = "".join(new for _, _, new in segments), np.concatenate(found)
+    return text, places
+
+
+def _segments(text: str, rule: Callable[[str], Iterator[Replacement]]) -> Iterator[Replacement]:
+    """All of `text` in order: what `rule` replaces, and what stays between."""
     at = 0
-    for start, end, new in [*_replacements(text), (len(text), len(text), "")]:
-        parts += [text[at:start], new]
-        kept = np.arange(at, start)
-        places += [np.stack([kept, kept + 1], 1), np.tile([start, end], (len(new), 1))]
+    for start, end, new in rule(text):
+        yield at, start, text[at:start]
+        yield start, end, new
         at = end
-    return "".join(parts), np.concatenate(places).astype(np.int64)
+    yield at, len(text), text[at:]
 
 
-def _replacements(text: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, replacement) of each place where `plain` changes `text`, in their order."""
-    replacements = [(m.start(), m.end(), "") for m in INVISIBLE.finditer(text)]
+def _controls(text: str) -> Iterator[Replacement]:
+    for match in CONTROLS.finditer(text):
+        yield match.start(), match.end(), " " if match[0] in "\x0b\x0c" else ""
+
+
+def _separations(text: str) -> Iterator[Replacement]:
+    for match in GLUED_END.finditer(text):
+        yield match.end() - 1, match.end(), f"{match[0][-1]} "
+
+
+def _spaces(text: str) -> Iterator[Replacement]:
+    for match in SPACES.finditer(text):
+        yield match.start(), match.end(), " "
+
+
+def _long_words(text: str) -> Iterator[Replacement]:
+    for match in _LONG_WORD.finditer(text) if len(text) > MAX_WORD else ():
+        for end in range(match.start() + MAX_WORD, match.end(), MAX_WORD):
+            yield end - 1, end, f"{text[end - 1]} "
+
+
+def _resolved(text: str) -> Iterator[Replacement]:
+    """Entities of words that have a whole one, and invisible characters."""
+    replacements = [(m.start(), m.end(), "") for m in (() if text.isascii() else INVISIBLE.finditer(text))]
     for word in _WORD.finditer(text) if "&" in text else ():
         if "&" in word[0] and ";" in word[0]:
             for entity in ENTITY.finditer(word[0]):
@@ -76,11 +154,35 @@ def _replacements(text: str) -> Iterator[tuple[int, int, str]]:
             last = end
 
 
+def _composed(text: str) -> Iterator[Replacement]:
+    """Characters with the marks that follow them, where NFC changes them."""
+    for match in () if unicodedata.is_normalized("NFC", text) else _composable().finditer(text):
+        if (new := unicodedata.normalize("NFC", match[0])) != match[0]:
+            yield match.start(), match.end(), new
+
+
+@functools.cache
+def _composable() -> re.Pattern[str]:
+    """A character and all that may compose with it or change places: marks, second halves of compositions, Hangul's vowels and finals."""
+    joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
+    for code in range(sys.maxunicode + 1):
+        parts = unicodedata.decomposition(chr(code)).split()
+        if unicodedata.combining(chr(code)):
+            joins.append(code)
+        elif len(parts) == 2 and parts[0][0] != "<":
+            joins.append(int(parts[1], 16))
+    return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
+
+
+# the steps of `prepared` in their order
+RULES = (_controls, _separations, _spaces, _long_words, _resolved, _composed)
+
+
 def offsets_in_original(text: str, encoded: str, offsets: np.ndarray) -> np.ndarray:
-    """Offsets int64 [n, 2] in `encoded`, which is `plain(text)` or `text`, as offsets in `text`."""
+    """Offsets int64 [n, 2] in `encoded`, which is `prepared(text)` or `text`, as offsets in `text`."""
     if encoded == text:
         return offsets
-    same, places = plain_with_places(text)
+    same, places = prepared_with_places(text)
     assert same == encoded
     starts, ends = np.append(places[:, 0], len(text)), np.append(0, places[:, 1])
     first = starts[offsets[:, 0]]

@@ -31,7 +31,7 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical
-from megabert.data.text import begins_unit, offsets_in_original, plain, without_blanks
+from megabert.data.text import begins_unit, offsets_in_original, prepared, without_blanks
 
 if TYPE_CHECKING:
     import torch
@@ -198,13 +198,13 @@ class Tokenizer:
         """Token ids of each word as it follows another one and a space; those of a text that begins with it where not `spaced`."""
         return self.encode_batch(words)
 
-    def plain(self, text: str) -> str:
-        """`text` as data_prep cleans it before it encodes its words: without invisible characters and HTML entities."""
-        return plain(text)
+    def prepared(self, text: str) -> str:
+        """`text` as data_prep cleans it before it encodes its words."""
+        return prepared(text)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts from anywhere: those that a dataset built from them would hold."""
-        return self.encode_batch([self.plain(text) for text in texts])
+        return self.encode_batch([self.prepared(text) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
         """int32 [n, T]: `encode_masked` of each text, and id 0 behind the shorter ones; what the model's `forward` takes."""
@@ -236,7 +236,7 @@ class Tokenizer:
         Characters are those of the text as given, whatever was normalised, and leave out blanks before the token. A token
         that is only a blank, or one of several that a character became, may have none: its two offsets are equal.
         """
-        cleaned = [self.plain(text) for text in texts]
+        cleaned = [self.prepared(text) for text in texts]
         encoded = self._encode_with_offsets(cleaned)
         return [
             (ids, offsets_in_original(text, clean, without_blanks(clean, np.array(offsets, np.int64).reshape(-1, 2))))
@@ -334,8 +334,8 @@ class _SentencePiece(Tokenizer):
         """Whether the model was trained on text of which nothing was changed."""
         return bool(self.proto.normalizer_spec.name == "identity")
 
-    def plain(self, text: str) -> str:
-        return text if self._normalises_nothing else plain(text)
+    def prepared(self, text: str) -> str:
+        return text if self._normalises_nothing else prepared(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=1)

@@ -154,7 +154,7 @@ def _tags(
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    ways = tokenizer.encode_words([tokenizer.plain(word) for word in distinct]), tokenizer.encode_inside(distinct)
+    ways = tokenizer.encode_words([tokenizer.prepared(word) for word in distinct]), tokenizer.encode_inside(distinct)
     apart, inside = (
         {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
     )

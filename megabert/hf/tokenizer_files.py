@@ -1,8 +1,10 @@
 """Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text.
 
 `tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
-lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. What the format cannot
-express is refused by name. After a mask the library puts a space where a text begins with one. Three differences remain, all of them the
+lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. The first two stand behind
+the cleaning of texts that `megabert.data.text.prepared` does, but for HTML entities and the cut of words of more than 512
+characters, which the format cannot express; a tokenizer.json keeps the normalizer that it has. What else it cannot express is
+refused by name. After a mask the library puts a space where a text begins with one. Three differences remain, all of them the
 `tokenizers` library's:
 
     a special token that a text spells out ("[MASK]") becomes the special id, which filling it in needs
@@ -19,8 +21,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from typing import Any
 
+from megabert.data.text import CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_TOKENS, WORD_START, Casing, Tokenizer
 from megabert.data.tokenizer_json import FastTokenizer
 
@@ -99,7 +103,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
         f"{role}_token": tokenizer.tokens[i] for role, i in special.items() if role == "pad" or i != special["pad"]
     }
     config: dict[str, Any] = names | {
-        "tokenizer_class": "BertTokenizer" if wordpiece else "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
@@ -132,6 +136,7 @@ def _from_wordpiece(tokenizer: Tokenizer) -> Any:
     from tokenizers import decoders
 
     built = tokenizers.Tokenizer.from_str(tokenizer.processor.to_str())
+    built.normalizer = tokenizers.normalizers.Sequence([*_cleaning(), built.normalizer])
     built.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
     assert built.model.max_input_chars_per_word == MAX_WORD
     return built
@@ -222,11 +227,31 @@ def _character_rules(proto: Any) -> list[Any]:
         return []
     mapped = normalizers.Precompiled(table)
     return [
+        *_cleaning(" " if proto.normalizer_spec.remove_extra_whitespaces else ""),
         normalizers.Replace(Regex(rf"(?=[{EXTENDS}])|(?<=\r)(?=\n)"), SEPARATOR),
         mapped,
         normalizers.Replace(Regex(r"(?<=\p{M})(?=\p{M})"), SEPARATOR),
         mapped,
         normalizers.Replace(Regex(DELETED), ""),
+    ]
+
+
+def _cleaning(first: str = " ") -> list[Any]:
+    """What `megabert.data.text.prepared` does, but for entities and long words.
+
+    The library puts the mark of a space only before a text whose first character is left: `first` stands for deleted ones.
+    """
+    from tokenizers import Regex, normalizers
+
+    marks, closing = (re.sub(".", lambda c: rf"\x{{{ord(c[0]):X}}}", characters) for characters in (GLUED, CLOSING))
+    return [
+        normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern}|{CONTROLS.pattern})+"), first),
+        normalizers.Replace(Regex(r"[\x0B\x0C]"), " "),
+        normalizers.Replace(Regex(CONTROLS.pattern), ""),
+        normalizers.Replace(Regex(rf"[{marks}]+[{closing}]*\K(?=[^\s{marks}{closing}])"), " "),
+        normalizers.Replace(Regex(SPACES.pattern), " "),
+        normalizers.Replace(Regex(INVISIBLE.pattern), ""),
+        normalizers.NFC(),
     ]
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import random
+import re
 
-from megabert.data.text import plain, plain_with_places, plain_word
+from megabert.data.text import MAX_WORD, clean_word, prepared, prepared_with_places
 
-PARTS = ["a", "&amp;", "&lt", "&", "; ", "\u200b", "\xad", "é", " ", "&#65;", "&notit;", "&shy;", "x;", "&nbsp;", "文", "&a\u200bmp;"]  # fmt: skip
+PARTS = ["a", "&amp;", "&lt", "&", "; ", "\u200b", "\xad", "é", " ", "&#65;", "&notit;", "&shy;", "x;", "&nbsp;", "文", "&a\u200bmp;", "\u0301", "\u0323", "\u1112\u1161", "\u11ab", "か", "\u3099", "。", "」", "\x0b", "\x01"]  # fmt: skip
 
 
 def test_cleaned_characters_have_their_original_places() -> None:
     rng = random.Random(0)
     for _ in range(3000):
         text = "".join(rng.choices(PARTS, k=rng.randint(0, 9)))
-        found, places = plain_with_places(text)
-        assert found == plain(text) == " ".join(plain_word(word) for word in text.split(" "))
+        found, places = prepared_with_places(text)
+        assert found == prepared(text)
+        cleaned = re.sub(r"(。+」*)(?=[^\s。」])", r"\1 ", text.replace("\x01", "").replace("\x0b", " "))
+        assert found.split() == " ".join(map(clean_word, cleaned.split())).split()
         assert places.shape == (len(found), 2) and (places[:, 0] < places[:, 1]).all()
         for character, (first, last) in zip(found, places.tolist(), strict=True):
-            assert text[first:last] == character or text[first] == "&", (text, character)
+            of = text[first:last]
+            assert of == "\x0b" or "&" in of or character in f"{prepared(of)} ", (text, character)
 
 
 def test_invisible_characters_and_entities() -> None:
-    assert plain("AT&amp;T \u200bfoo\u200bbar\xad &lt;b&gt; a & b; R&D") == "AT&T foobar <b> a & b; R&D"
+    assert prepared("AT&amp;T \u200bfoo\u200bbar\xad &lt;b&gt; a & b; R&D") == "AT&T foobar <b> a & b; R&D"
+
+
+def test_long_words_are_cut_as_a_build_cuts_them() -> None:
+    assert prepared("a " + "文" * (2 * MAX_WORD + 1)) == " ".join(["a", "文" * MAX_WORD, "文" * MAX_WORD, "文"])

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.executor.work_files import BuildJob
+from data_prep.options import BuildOptions
+from data_prep.stages.read import load, read_task
+from data_prep.stages.train_tokenizer import train_files
 from data_prep.text import clean, sentences
 from megabert.data.shards import Dataset
-from megabert.data.text import writes_without_spaces
+from megabert.data.text import clean_word, writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import SentenceExample
+from megabert.finetune.datasets import SentenceExample, TextExample
 from megabert.finetune.encoding import encode
 from megabert.finetune.tasks import Task
+from megabert.hf import tokenizer_files
+from tests.helpers.prep_reading import plan
 
 SAMPLES = Path(__file__).parent / "scripts"
 LANGUAGES = sorted(path.stem for path in SAMPLES.glob("*.txt"))
@@ -67,7 +73,7 @@ def test_sentences_end_where_their_script_ends_them(language):
 def test_quotations_change_nothing_in_english_text():
     text = "It is called 東京。 in Japan. The word (Thai: ไทย แลนด์) is older. see below. "
     text += "Nothing else is here. " * 20
-    assert split(text) == [s for p in text.replace("。", "。\n").split("\n") for s in sentences.split(p)]
+    assert split(text) == sentences.split(text)
 
 
 @pytest.fixture(scope="module", params=LANGUAGES)
@@ -96,11 +102,36 @@ def test_what_is_in_the_rows_is_the_text(built):
     dataset = Dataset(folder)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     rows = dataset.read(np.arange(min(20, dataset.manifest.rows)))
-    whole = ["".join(unicodedata.normalize("NFKC", clean.clean_word(text)).split()) for text in documents(language)]
+    whole = ["".join(unicodedata.normalize("NFKC", clean_word(text)).split()) for text in documents(language)]
     for ids, bounds in zip(rows.ids, rows.bounds, strict=True):
         assert tokenizer.unk_id not in ids
         first = tokenizer.decode(ids[1 : bounds[0, 1] - 1])
         assert any("".join(first.split()) in text for text in whole), first
+
+
+def test_a_text_has_the_ids_of_its_build(built, tmp_path):
+    """Decomposed letters, control and invisible characters, entities, words longer than the encoder takes."""
+    language, folder = built
+    texts = [unicodedata.normalize("NFD", text) for text in documents(language, 20)]
+    texts += [texts[0].replace(" ", "\x01 \u200b&amp; \x0b"), "".join(texts[1].split()) * 3]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    vocabulary = train_files(texts, BuildOptions(vocab_size=380, model_type="wordpiece", character_coverage=1.0))
+    for name, data in vocabulary.items():
+        (tmp_path / name).write_bytes(data)
+    for path in (folder / "tokenizer.model", tmp_path / "vocab.txt"):
+        tokenizer = Tokenizer.load(path)
+        job = BuildJob(BuildOptions(dedup=()), str(path), str(tmp_path), "stop", tokenizer.sha256)
+        (task,) = plan([tmp_path / "in.jsonl"])
+        _, (read,) = load(job, 0, read_task(job, task).facts["units"])
+        built_ids = np.split(read.tokens, np.cumsum(read.document_tokens())[:-1])
+        used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
+        items = encode(used, [TextExample("", "", text, None, None) for text in texts], tokenizer, ("0", "1"), 1 << 20)
+        exported = tokenizer_files.build(tokenizer)
+        for text, ids, item in zip(texts, built_ids, items, strict=True):
+            assert item.ids[1:-1].tolist() == ids.tolist()
+            assert exported.encode(tokenizer.prepared(text)).ids == item.ids.tolist()
+        for text, ids in zip(texts[:-2], built_ids, strict=False):
+            assert exported.encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
 def test_tags_are_read_from_first_tokens(built):
@@ -114,7 +145,7 @@ def test_tags_are_read_from_first_tokens(built):
         assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()
         for word, token in zip(words, item.ids[item.positions].tolist(), strict=True):
             shown = tokenizer.tokens[token].strip()
-            assert shown and unicodedata.normalize("NFKC", clean.clean_word(word)).startswith(shown), (word, shown)
+            assert shown and unicodedata.normalize("NFKC", clean_word(word)).startswith(shown), (word, shown)
         if not spaced:  # a space before the sentence and none inside, as in pre-training
             assert not tokenizer.word_start[item.ids[2:-1]].any()
 

@@ -3,10 +3,11 @@
 import pytest
 
 from data_prep.text import clean, sentences
+from megabert.data.text import clean_word
 
 
 def test_bytes_and_words_are_cleaned():
-    assert clean.clean_word("e\u0301t\u00ade\u200b") == "\u00e9te" and clean.clean_word("AT&amp;T") == "AT&T"
+    assert clean_word("e\u0301t\u00ade\u200b") == "\u00e9te" and clean_word("AT&amp;T") == "AT&T"
     assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode())[1]
     assert all(clean.decode(f"ab{mark}".encode())[1] for mark in clean.GLUED)
     assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", False)

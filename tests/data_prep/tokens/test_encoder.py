@@ -11,6 +11,7 @@ from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import train
 from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import WordEncoder, word_facts
+from megabert.data.text import clean_word
 from megabert.data.tokenizer import Tokenizer
 
 
@@ -34,7 +35,7 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
     for document in documents:
         encoder.add(document)
     encoded = encoder.finish().encoded
-    want = [[" ".join(map(clean.clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents]
+    want = [[" ".join(map(clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents]
     per_document = [[ids for ids in tokenizer.encode_batch(s) if ids] for s in want]
     assert encoded.document_sizes.tolist() == [len(d) for d in per_document]
     flat = [ids for d in per_document for ids in d]
