@@ -245,8 +245,12 @@ class PretrainingMeter(Meter):
         return values
 
 
-def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, eta_seconds: float) -> str:
-    """One line for the terminal: the step, of how many or how much of the budget of tokens or minutes is used."""
+def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, objective: str, eta_seconds: float) -> str:
+    """One line for the terminal: the step, of how many or how much of the budget of tokens or minutes is used; the loss, and the
+    accuracy of each objective by its name."""
+    accuracy = f"{objective} {values['train/mlm_accuracy']:6.2%}"
+    if "train/nsp_accuracy" in values:
+        accuracy += f"  NSP {values['train/nsp_accuracy']:6.2%}"
     place = f"/{schedule.total_steps:,}"
     if schedule.unit != "steps":
         used = share_used(schedule, 0, values["time/train_seconds"] / 60, values.get("data/tokens", 0))
@@ -254,7 +258,7 @@ def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, eta_secon
         place = f"  {used:6.1%} of {minutes if schedule.unit == 'minutes' else tokens}"
     return (
         f"step {values['step']:>7,}{place}  loss {values['train/loss']:7.4f}"
-        f"  mlm {values['train/mlm_accuracy']:6.2%}  {values['perf/sequences_per_sec']:8,.1f} seq/s"
+        f"  {accuracy}  {values['perf/sequences_per_sec']:8,.1f} seq/s"
         f"  {values['perf/tokens_per_sec']:10,.0f} tok/s  MFU {values['perf/mfu']:6.1%}"
         f"  lr {values['train/lr']:.2e}  |g| {values['train/grad_norm']:6.3f}  ETA {duration(eta_seconds)}"
     )

@@ -385,7 +385,8 @@ class Pretraining:
         return self._samples.look(self.engine.module, self.world.device)
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
-        return progress_line(values, self.config.schedule, eta_seconds)
+        objective = values.get("train/objective", self.config.data.masking.objective)
+        return progress_line(values, self.config.schedule, objective, eta_seconds)
 
     def state(self) -> dict[str, Any]:
         return {}

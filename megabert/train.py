@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.exit(start("train"))  # before the slow imports
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ from megabert.common.run_files import CONFIG
 if TYPE_CHECKING:
     from megabert.config import Config
     from megabert.distributed.session import Session
+    from megabert.trainer import Trainer
 
 # variables that launchers set for each of several processes
 LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
@@ -148,9 +150,31 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         if not trainer.train():
             return REQUEUE
         trainer.sinks.hparams(trainer.last_eval)
+        log.info(ending(trainer, args))
         return OK
     finally:
         trainer.close()
+
+
+def ending(trainer: Trainer, args: argparse.Namespace) -> str:
+    """What a run came to, where it is saved, and what can be done with it."""
+    step, run = trainer.state.step, shlex.quote(args.run)
+    saved = f"saved at step {step:,} in {args.run}"
+    if not trainer.complete:
+        return f"--stop-after reached: {saved}; the same command without it resumes"
+    figures = trainer.last_eval
+    loss = (
+        f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
+        if figures
+        else ""
+    )
+    lines = [
+        f"evaluate --model {run} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
+        f'fill     --model {run} "The capital of France is [MASK]."',
+        f"finetune --model {run} --task sst2 --train train.tsv --dev dev.tsv --output {run}-sst2",
+        f"export   --model {run} --output {run}-hf",
+    ]
+    return "\n".join([f"finished: {loss}{saved}. Next:", *(f"  megabert {line}" for line in lines if line)])
 
 
 def make_debuggable() -> None:

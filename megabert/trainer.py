@@ -310,6 +310,11 @@ class Trainer:
                 continue
             if self.complete or self.line_due:
                 self.log(lr)
+            elif self.state.step == 1:
+                took, lines = time.perf_counter() - started, f"a line every {self.config.log.interval} updates"
+                log.info(
+                    f"step       1  {update.objective} loss {float(result.host_loss):.4f}  in {took:.1f} s; {lines}"
+                )
             if self.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate()
             self.stop.updated(time.perf_counter() - started)
@@ -404,7 +409,7 @@ class Trainer:
     def reading_due(self, step: int) -> bool:
         """Whether something is read back from the device after update `step`. Between two such updates the host only gives
         it work, of MOST_UNREAD updates at most; a policy that acts on the very update reads each."""
-        if self.spike_policy.immediate or self.log_due(step) or len(self.unjudged) + 1 >= MOST_UNREAD:
+        if step == 1 or self.spike_policy.immediate or self.log_due(step) or len(self.unjudged) + 1 >= MOST_UNREAD:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
         return last or self.workload.evaluation_due(step)

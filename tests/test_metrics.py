@@ -205,6 +205,37 @@ def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 10, "samples": SAMPLES}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "place", "objective"),
+    [
+        (["schedule.total_steps=40", "schedule.warmup_steps=1"], "step      20/40  ", "NSP 60.00%"),
+        (
+            ["schedule.by=minutes", "schedule.budget_minutes=30"],
+            "step      20   10.0% of 30 minutes  ",
+            "masked 25.00%",
+        ),
+        (
+            ["schedule.by=tokens", "schedule.budget_tokens=4000"],
+            "step      20   25.0% of 4,000 tokens  ",
+            "causal 25.00%",
+        ),
+    ],
+)
+def test_a_line_names_budget_and_objective(overrides: list[str], place: str, objective: str) -> None:
+    values = {
+        "step": 20,
+        "time/train_seconds": 180.0,
+        "data/tokens": 1000,
+        "train/loss": 5.0,
+        "train/mlm_accuracy": 0.25,
+    }
+    values |= {"perf/sequences_per_sec": 9.0, "perf/tokens_per_sec": 99.0, "perf/mfu": 0.1, "train/lr": 1e-3}
+    values |= {"train/grad_norm": 1.0} | ({"train/nsp_accuracy": 0.6} if "NSP" in objective else {})
+    cfg = config(*overrides)
+    line = metrics.progress_line(values, cfg.schedule, objective.split()[0], 60.0)
+    assert line.startswith(place) and objective in line and "1,000,000,000" not in line
+
+
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

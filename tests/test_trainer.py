@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
     assert seen == [step for step in range(7) for _ in range(ours.engine.accumulation)]  # after each micro-step
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == [f"step-{step:08d}" for step in (2, 3, 5, 7)]
+
+
+def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("megabert.trainer.log.info", said.append)
+    cfg = tiny.config(zero__stage=0, log__interval=5, log__tensorboard=False, checkpoint__asynchronous=False)
+    assert trainer(cfg, world, tmp_path).train()
+    (first,) = (line for line in said if line.startswith("step       1  "))
+    assert re.fullmatch(r"step       1  masked loss \d\.\d{4}  in \d+\.\d s; a line every 5 updates", first)
+    said.clear()
+    assert trainer(cfg, world, tmp_path).train() and not [line for line in said if "step       1" in line]
 
 
 def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch) -> None:

@@ -163,10 +163,20 @@ def read_events(run: ReportedRun) -> None:
     run.events.sort(key=lambda event: event.step)
 
 
+def of_budget(run: ReportedRun) -> str:
+    """How many updates the schedule has, or how much of its minutes or tokens are used."""
+    schedule = run.config_json["config"].get("schedule", {})
+    unit = "minutes" if schedule.get("name") == "budget" else schedule.get("by", "steps")
+    if unit == "steps":
+        return f" of {schedule.get('total_steps', 0):,}"
+    used = run.last.get("time/train_seconds", 0.0) / 60 if unit == "minutes" else run.last.get("data/tokens", 0)
+    budget = schedule.get(f"budget_{unit}", 0)
+    return f", {used / budget:.1%} of {budget:,g} {unit}" if budget else ""
+
+
 def results(run: ReportedRun) -> dict[str, str]:
     """What a run came to."""
-    total = run.config_json["config"].get("schedule", {}).get("total_steps", 0)
-    table = {"updates": f"{run.last.get('step', 0):,} of {total:,}"}
+    table = {"updates": f"{run.last.get('step', 0):,}{of_budget(run)}"}
     for chart in CHARTS:
         for name in chart.names:
             if isinstance(run.last.get(name), int | float):

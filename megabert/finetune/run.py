@@ -473,7 +473,12 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
     names = [f"{split} {name}" for split, figures in points[0]["scores"].items() for name in figures]
     lines = [["lr", "runs", *names, "seconds"]]
     for point in points:
-        cells = [f"{f['mean']:.4f} ± {f['std']:.4f}" for figures in point["scores"].values() for f in figures.values()]
+        several = point["runs"] > 1
+        cells = [
+            f"{f['mean']:.4f}" + f" ± {f['std']:.4f}" * several
+            for figures in point["scores"].values()
+            for f in figures.values()
+        ]
         lines.append([f"{point['point']['lr']:g}", str(point["runs"]), *cells, f"{point['seconds']:.0f}"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

@@ -146,6 +146,16 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     assert ["cat", f"✗ {evil} 75%, dog 0%"] in rows
 
 
+@pytest.mark.parametrize(
+    ("unit", "shown"), [("minutes=30", "100, 0.0% of 30 minutes"), ("tokens=4000", "100, 50.0% of 4,000 tokens")]
+)
+def test_the_budget_is_shown_in_its_unit(unit: str, shown: str, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", f"schedule.by={unit.split('=')[0]}", f"schedule.budget_{unit}")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 100, "data/tokens": 2000, "time/train_seconds": 0.0}) + "\n")
+    assert ["updates", shown] in page_of(run, tmp_path / "r.html")[1]
+
+
 def test_a_beginning_run_has_a_report(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
