@@ -1,8 +1,9 @@
 // Attention of one head over one row of packed sequences, in fp32 but for the products' operands.
 //
-// Tokens next to each other whose key ranges [start, end) begin at the same key are a run (a sequence, or the pads); all
-// work is inside a run. Their ends may differ (a causal model): a block of queries works on the keys up to its last
-// end, and what lies behind a query's own end is hidden. Scores of a block of queries stay in cache; the probabilities are
+// Tokens next to each other whose key ranges [start, end) begin at the same key, or each at the one before's or later but
+// before the token itself (a window), are a run (a sequence, or the pads); all work is inside a run. Their bounds may differ
+// (a causal model, a window): a block of queries works on the keys from its first start, rounded down to a whole vector, to
+// its last end, and what lies outside of a query's own range is hidden. Scores of a block of queries stay in cache; the probabilities are
 // never in memory as a whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h
 // describes:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand
@@ -100,6 +101,13 @@ INLINE void hide_past(float* scores, int64_t keys, int64_t width) {
   for (int64_t j = padded(keys); j < width; j += W) store(scores + j, splat(-INFINITY));
 }
 
+// Hides the scores before key `keys` of a line.
+INLINE void hide_before(float* scores, int64_t keys) {
+  int64_t j = 0;
+  for (; j + W <= keys; j += W) store(scores + j, splat(-INFINITY));
+  if (j < keys) store(scores + j, lanes() < splat_i(keys - j) ? splat(-INFINITY) : load(scores + j));
+}
+
 // Keys of the queries [i, i + rows) of a run that begins at key `first`, at most.
 INLINE int64_t most_keys(const int32_t* end, int64_t i, int64_t rows, int64_t first) {
   int32_t last = end[i];
@@ -107,13 +115,17 @@ INLINE int64_t most_keys(const int32_t* end, int64_t i, int64_t rows, int64_t fi
   return last - first;
 }
 
-// Calls f(first query, queries, first key, keys at most) for each run; either all of its queries have keys or none.
+// Calls f(first query, queries, first key, keys at most) for each run; either all of its queries have keys or none, and their
+// first keys only ascend.
 template <class F>
 INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t tokens, F f) {
   for (int64_t i = 0; i < tokens;) {
     int64_t next = i + 1;
     const bool some = end[i] > start[i];
-    while (next < tokens && start[next] == start[i] && (end[next] > start[next]) == some) ++next;
+    const auto follows = [&](int64_t j) {
+      return start[j] == start[j - 1] || (some && start[j] > start[j - 1] && start[j] < j);
+    };
+    while (next < tokens && follows(next) && (end[next] > start[next]) == some) ++next;
     f(i, next - i, static_cast<int64_t>(start[i]), most_keys(end, i, next - i, start[i]));
     i = next;
   }
@@ -142,9 +154,9 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
   const uint64_t line = (static_cast<uint64_t>(row) * a.heads + head) * tokens;  // of the dropout mask
   const NextTask<T> next(a, row, head, part);
   const float scale = kLog2e / std::sqrt(static_cast<float>(size));  // scores are in powers of two from here on
-  const int32_t* end = a.end + row * tokens;
+  const int32_t *start = a.start + row * tokens, *end = a.end + row * tokens;
 
-  for_each_run(a.start + row * tokens, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
+  for_each_run(start, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {  // nothing to attend to: zeros
       for (int64_t i = i0; i < i0 + queries; ++i) {
         memset(context + i * a.heads * size, 0, sizeof(T) * size);
@@ -157,31 +169,34 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
     pack_pairs(value + j0 * ld, ld, keys, size, value_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
-      const int64_t seen = most_keys(end, i, rows, j0), width = padded(seen);
+      const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
+      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, width);
       for (int64_t r = 0; r < rows; ++r) {
-        float* s = scores + r * ldk;
-        hide_past(s, end[i + r] - j0, width);
+        float* s = scores + r * width;
+        hide_past(s, end[i + r] - first, width);
+        hide_before(s, start[i + r] - first);
         vf most_v = load(s);
         for (int64_t j = W; j < width; j += W) most_v = larger(load(s + j), most_v);
         const float top = largest(most_v) * scale;
-        if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, j0 / 8, (j0 % 8 + seen + 7) / 8, bits);
+        if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, first / 8, (first % 8 + seen + 7) / 8, bits);
         next.fetch(i + r);
         vf sum{};
         for (int64_t j = 0; j < width; j += W) {
           vf p = exp2_of_score(load(s + j) * scale - top);
           sum += p;
-          if (a.dropout.threshold) p = keep(p, bits, j0 % 8 + j);
-          store(weights + r * ldk + j, p);
+          if (a.dropout.threshold) p = keep(p, bits, first % 8 + j);
+          store(weights + r * width + j, p);
         }
         const float whole = total(sum);
         lse[i + r] = top / kLog2e + std::log(whole);
         s[0] = a.dropout.scale / whole;
       }
-      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), ldk / Unit<T>::pack, 1, value_pairs, lds, out, lds);
+      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), width / Unit<T>::pack, 1,
+                         value_pairs + skipped / Unit<T>::pack * lds, lds, out, lds);
       for (int64_t r = 0; r < rows; ++r) {
-        const float factor = scores[r * ldk];
+        const float factor = scores[r * width];
         for (int64_t d = 0; d < size; d += W)
           store(context + (i + r) * a.heads * size + d, load(out + r * lds + d) * factor, size - d);
       }
@@ -233,7 +248,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   memset(dk, 0, sizeof(float) * tokens * lds);
   memset(dv, 0, sizeof(float) * tokens * lds);
   memset(sums, 0, sizeof(float) * 3 * lds);
-  const int32_t* end = a.end + row * tokens;
+  const int32_t *start = a.start + row * tokens, *end = a.end + row * tokens;
   const auto write = [&](int64_t which, int64_t token, const float* line, float factor) {  // of q, k, v: 0, 1, 2
     for (int64_t c = 0; c < size; c += W) {
       const vf value = load(line + c) * factor;
@@ -242,7 +257,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
     }
   };
 
-  for_each_run(a.start + row * tokens, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
+  for_each_run(start, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {
       for (int64_t i = i0; i < i0 + queries; ++i) memset(dqkv + i * ld, 0, sizeof(T) * size);
       return;
@@ -253,50 +268,53 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
     pack_pairs(key + j0 * ld, ld, keys, size, key_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
-      const int64_t seen = most_keys(end, i, rows, j0), width = padded(seen);
+      const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
+      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
       pack_rows(grad + i * ldc, ldc, rows, size, grad_rows);
       pack_pairs(query + i * ld, ld, rows, size, query_pairs, lds);
       pack_pairs(grad + i * ldc, ldc, rows, size, grad_pairs, lds);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
-      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns, ldk, dp, ldk);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, width);
+      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns + skipped, ldk, dp, width);
       for (int64_t r = 0; r < rows; r += pack) {  // as many rows as make a unit of the transposed operands
         vf delta[pack], norm[pack];
         for (int h = 0; h < pack; ++h) {
           const int64_t at = i + r + h;
           delta[h] = vf{}, norm[h] = splat(INFINITY);
           if (r + h >= rows) {  // the other half of the last pair: probability 0
-            memset(scores + (r + h) * ldk, 0, sizeof(float) * width);
-            memset(dp + (r + h) * ldk, 0, sizeof(float) * width);
+            memset(scores + (r + h) * width, 0, sizeof(float) * width);
+            memset(dp + (r + h) * width, 0, sizeof(float) * width);
             continue;
           }
           for (int64_t c = 0; c < size; c += W)
             delta[h] += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
           delta[h] = splat(total(delta[h]) / kept), norm[h] = splat(lse[at] * kLog2e);
-          hide_past(scores + (r + h) * ldk, end[at] - j0, width);
-          if (a.dropout.threshold) keep_bits(a.dropout, line + at, j0 / 8, (j0 % 8 + seen + 7) / 8, bits + h * stride);
+          hide_past(scores + (r + h) * width, end[at] - first, width);
+          hide_before(scores + (r + h) * width, start[at] - first);
+          if (a.dropout.threshold) keep_bits(a.dropout, line + at, first / 8, (first % 8 + seen + 7) / 8, bits + h * stride);
           next.fetch(at);
         }
         for (int64_t j = 0; j < width; j += W) {
           vf p[pack], d[pack];
           for (int h = 0; h < pack; ++h) {
-            const vf weight = exp2_of_score(load(scores + (r + h) * ldk + j) * scale - norm[h]);
-            vf change = load(dp + (r + h) * ldk + j);
+            const vf weight = exp2_of_score(load(scores + (r + h) * width + j) * scale - norm[h]);
+            vf change = load(dp + (r + h) * width + j);
             p[h] = weight;
             if (a.dropout.threshold) {
-              p[h] = keep(weight, bits + h * stride, j0 % 8 + j);
-              change = keep(change, bits + h * stride, j0 % 8 + j);
+              p[h] = keep(weight, bits + h * stride, first % 8 + j);
+              change = keep(change, bits + h * stride, first % 8 + j);
             }
             d[h] = (change - delta[h]) * weight;
-            store(reinterpret_cast<T*>(ds_rows) + (r + h) * ldk + j, d[h]);
+            store(reinterpret_cast<T*>(ds_rows) + (r + h) * width + j, d[h]);
           }
-          store_units(p_pairs + r / pack * ldk + j, p);
-          store_units(ds_pairs + r / pack * ldk + j, d);
+          store_units(p_pairs + r / pack * width + j, p);
+          store_units(ds_pairs + r / pack * width + j, d);
         }
       }
-      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, ldk / pack, 1, key_pairs, lds, dq, lds);
-      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, ldk, grad_pairs, lds, dv + j0 * lds, lds);
-      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, ldk, query_pairs, lds, dk + j0 * lds, lds);
+      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, width / pack, 1, key_pairs + skipped / pack * lds, lds, dq,
+                         lds);
+      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, width, grad_pairs, lds, dv + first * lds, lds);
+      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, width, query_pairs, lds, dk + first * lds, lds);
       for (int64_t r = 0; r < rows; ++r) write(0, i + r, dq + r * lds, root * kept);
     }
   });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megabert import ops
 from megabert.data.batch import compact_lengths
+from megabert.ops.attention import local_keys
 from tests.ops import reference
 from tests.ops.oracle import ON, Function, check, needs_library, normal
 
@@ -31,6 +33,7 @@ def bounds(*rows: list[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
     return start, end, lengths
 
 
+WINDOW = 32
 CASES = {
     "one token": ([[1]], 1, 1, 8),
     "three": ([[3], [1, 2]], 3, 2, 16),
@@ -76,15 +79,17 @@ def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
 @needs_library
 @ON
 @pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("kind", ["both ways", "causal", "any range"])
+@pytest.mark.parametrize("kind", ["both ways", "causal", "any range", "window", "causal window"])
 @pytest.mark.parametrize("case", CASES)
 def test_native_against_fp64(case: str, kind: str, p: float, dtype: torch.dtype, device: str) -> None:
     rows, width, heads, size = CASES[case]
     if device == "cuda" and (dtype == torch.float32 or size % 8):
         pytest.skip("native attention on CUDA takes 16-bit types and heads of a multiple of 8 columns")
     start, end, _ = bounds(*rows, width=width)
-    if kind != "both ways":
-        start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)
+    if kind == "any range":
+        start, end = arbitrary(len(rows), width)
+    end = causal(start, end) if "causal" in kind else end
+    start, end = local_keys(start, end, WINDOW) if "window" in kind else (start, end)
     keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED], device=device)
     there = [start.to(device), end.to(device)]
     check(
@@ -97,9 +102,61 @@ def test_native_against_fp64(case: str, kind: str, p: float, dtype: torch.dtype,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+def test_window_ends_at_its_sequence() -> None:
+    start, end, _ = bounds([5, 3], width=9)
+    start, end = local_keys(start, end, 4)
+    assert start.tolist() == [[0, 0, 0, 1, 2, 5, 5, 5, 0]]
+    assert end.tolist() == [[3, 4, 5, 5, 5, 8, 8, 8, 0]]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_windows_read_no_keys_far_away(dtype: torch.dtype) -> None:
+    """What they would multiply by zero is NaN: forward and backward skip it, whatever the row's length."""
+    start, end, _ = bounds([1024], width=1024)
+    inputs = list(local_keys(start, end, WINDOW))
+    qkv = normal(1, 1024, 3 * 32, seed=1).to(dtype)
+    qkv[:, 400:] = float("nan")
+    qkv.requires_grad_()
+    out = ops.attend(qkv, 2, inputs, 0.0, torch.tensor([SEED]), STREAM, "native")
+    (grad,) = torch.autograd.grad(out[:, :300].float().square().sum(), qkv)
+    assert torch.isfinite(out[:, :340]).all() and torch.isfinite(grad[:, :280]).all()
+
+
+BACKENDS = pytest.mark.parametrize(
     "backend", ["sdpa", *(pytest.param(b, marks=needs_library) for b in ("native", "fused_softmax"))]
 )
+
+
+@BACKENDS
+def test_windows_agree_with_the_oracle(backend: str) -> None:
+    rows, width, heads, size = CASES["packed and padded"]
+    start, end, lengths = bounds(*rows, width=width)
+    qkv, seed = normal(len(rows), width, 3 * heads * size, seed=1).float(), torch.tensor([SEED])
+    inputs = ops.attention_inputs(backend, start, end, lengths, 6)
+    out = ops.attend(qkv, heads, inputs, 0.0, seed, STREAM, backend, window=6)
+    keep = torch.ones(len(rows), heads, width, width)
+    exact = plain_attention(qkv.double(), heads, *local_keys(start, end, 6), keep.double())
+    whole = ops.attend(qkv, heads, ops.attention_inputs(backend, start, end, lengths), 0.0, seed, STREAM, backend)
+    assert (out.double() - exact).abs().max() < 2e-6 and (out - whole).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("window", "sides"), [(0, {}), (128, {"window_size_left": 64, "window_size_right": 64})])
+def test_flash_attention_gets_the_window(window: int, sides: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def kernel(q: Tensor, *_: Any, scale: float, **window: int) -> list[Tensor]:  # of a GPU
+        given.update(window)
+        return [q]
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    offsets = ops.attention_inputs("varlen", *bounds([4], width=4), window)
+    assert offsets[0].tolist() == [0, 4, 4]
+    ops.attend(torch.zeros(1, 4, 24), 1, offsets, 0.0, torch.tensor([SEED]), STREAM, "varlen", window=window)
+    assert given == sides
+
+
+@BACKENDS
 def test_backends_agree_with_the_oracle(backend: str) -> None:
     """Pads are silent, and a causal model's later tokens change nothing before them."""
     rows, width, heads, size = CASES["packed and padded"]

@@ -78,6 +78,15 @@ def test_a_causal_model_never_gets_attention_over_whole_sequences(monkeypatch) -
         ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
 
 
+def test_local_layers_never_get_attention_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16, window=128).name == "varlen"
+    with pytest.raises(
+        ValueError, match=r"ops\.attention=cudnn cannot run .* the local layers of model\.window must not"
+    ):
+        ops.choose("attention", "cudnn", "cuda", torch.bfloat16, window=128)
+
+
 def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MISSING", "")
     monkeypatch.setattr(backend, "has_kernel", lambda *_: True)
