@@ -95,8 +95,8 @@ def test_overrides_win_over_the_file(tmp_path) -> None:
 def test_micro_batches_share_any_number_of_ranks() -> None:
     config = c.load("", ["batch.global_size=96", "batch.micro_size=8"])
     assert [c.accumulation(config, ranks) for ranks in (1, 4, 5, 12, 100)] == [12, 3, 3, 1, 1]
-    large = c.load("large_phase1")
-    assert c.accumulation(large, 24) == 22 and c.fit_micro_size(large, 24) == large
+    large = c.load("large_phase1", ["batch.micro_size=64"])
+    assert c.accumulation(large, 24) == 43 and c.fit_micro_size(large, 24) == large
     config = c.load("", ["batch.global_size=96", "batch.micro_size=64", "precision=bf16"])
     sizes = [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 5, 6, 100)]
     assert sizes == [48, 48, 20, 16, 1]
