@@ -40,7 +40,6 @@ from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices
 
 Call = Callable[[], object]
-ROUNDS = 7
 # (rows, tokens of a row) of attention: the published figure's on the CPU, 16,384 tokens on a GPU
 ATTENTION = {"cpu": [(8, 512)], "cuda": [(128, 128), (32, 512)]}
 
@@ -157,6 +156,24 @@ def packed_bounds(rows: int, width: int, device: torch.device) -> tuple[Tensor, 
     end[:, :cut] = cut
     lengths = torch.tensor([[cut, width - cut]], dtype=torch.int32).expand(rows, 2)
     return start.to(device), end.to(device), lengths.to(device)
+
+
+def softmax_mask(make: Maker, small: bool) -> list[OpCase]:
+    rows, heads, width, size = (2, 2, 32, 16) if small else (8, 16, 512, 64)
+    start, end, _ = packed_bounds(rows, width, make.device)
+    key = torch.arange(width, device=make.device)
+    mask = ((key >= start[..., None]) & (key < end[..., None]))[:, None]  # (B, 1, T, T)
+    scores, scale, p = make.normal(rows, heads, width, width), size**-0.5, 0.1
+
+    def ours(x: Tensor) -> Tensor:
+        return ops.fused_softmax_mask(x, key_start=start, key_end=end, scale=scale, p=p, seed=make.seed)
+
+    def plain(x: Tensor) -> Tensor:
+        return F.dropout((x * scale).masked_fill(~mask, -torch.inf).softmax(-1), p)
+
+    sides = {"ours": make.both_ways(ours, scores), "torch": make.both_ways(plain, scores)}
+    shape = f"[{rows}, {heads}, {width}, {width}], dropout {p}"
+    return [OpCase("softmax_mask", shape, sides, [("ours", "torch")], extra_memory=("ours", "torch"))]
 
 
 def attention(make: Maker, small: bool) -> list[OpCase]:
@@ -294,7 +311,7 @@ def optimizer(make: Maker, small: bool) -> list[OpCase]:
     return [OpCase("optimizer", f"{count / 1e6:.1f} M parameters", sides, peers, what="one step")]
 
 
-CASES = {case.__name__: case for case in (products, mlm_loss, attention, layer, optimizer)}
+CASES = {case.__name__: case for case in (products, mlm_loss, softmax_mask, attention, layer, optimizer)}
 
 
 def extra_memory(call: Call, device: torch.device) -> int:
@@ -308,11 +325,11 @@ def extra_memory(call: Call, device: torch.device) -> int:
     return max(0, memory.peak() - before)
 
 
-def measure(case: OpCase, device: torch.device, bandwidth: float, seconds: float) -> dict[str, Any]:
+def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
     sides = {
         name: case.sides[name] for name in sorted(case.sides, key=[pair[0] for pair in case.comparisons].__contains__)
     }
-    times = {name: quantiles(found) for name, found in kernel_times(sides, device, ROUNDS, seconds).items()}
+    times = {name: quantiles(found) for name, found in kernel_times(sides, device, rounds, seconds).items()}
     return {
         "op": case.name,
         "size": case.size,
@@ -352,6 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"),
         help="a side that is left out, and why")  # fmt: skip
     hardware.add_json(parser)
@@ -373,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
             for op, side, _ in args.without:
                 case.sides.pop(side if op == f"{case.name} {case.size}" else "", None)
             try:
-                results.append(measure(case, device, bandwidth, 0.0 if args.small else 0.2))
+                results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
             except CaptureFailed as error:
                 left_out = ["--without", f"{case.name} {case.size}", error.side, str(error)]
                 print(f"starting again: {left_out}", flush=True)

@@ -35,12 +35,12 @@ ROOT = hardware.ROOT
 LIMIT, LEAST = 180, 15
 OURS = "attention=native layer=native mlm_loss=native"
 TORCH = "attention=varlen layer=torch mlm_loss=torch"
-# name -> (row length, rows of a micro-step, options of bench_step.py), torch's two first
+# name -> (row length, rows of a micro-step, options of bench_step.py)
 STEPS: dict[str, tuple[int, int, str]] = {
-    "torch 128x128": (128, 128, f"--ops {TORCH}"),
-    "torch 512x64": (512, 64, f"--ops {TORCH}"),
     "ours 128x256": (128, 256, f"--ops {OURS}"),
     "ours 512x64": (512, 64, f"--ops {OURS}"),
+    "torch 128x128": (128, 128, f"--ops {TORCH}"),
+    "torch 512x64": (512, 64, f"--ops {TORCH}"),
     "flash, our layer 128x256": (128, 256, "--ops attention=varlen layer=native mlm_loss=native"),
     "flash, our layer 512x64": (512, 64, "--ops attention=varlen layer=native mlm_loss=native"),
     "compiled 128x256": (128, 256, "--ops attention=varlen layer=compiled mlm_loss=native"),
@@ -52,7 +52,7 @@ STEPS: dict[str, tuple[int, int, str]] = {
     "ours 128x512": (128, 512, f"--ops {OURS}"),
     "ours 512x128": (512, 128, f"--ops {OURS}"),
 }
-KERNELS = ("products", "attention", "layer", "mlm_loss", "optimizer")
+KERNELS = ("products", "attention", "layer", "mlm_loss", "softmax_mask", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,14 @@ def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
             chosen = chosen.replace("=varlen", "=sdpa")
         steps.append(SuiteItem(f"steps/{name}", ("benchmarks/bench_step.py", *shape, *chosen.split())))
     chosen_tests = ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"]
-    tests = SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests))
-    return [*steps[:2], *kernels, *steps[2:], tests]
+    baseline = [item for item in steps if item.key.startswith("steps/torch ")]
+    rest = [item for item in steps if item not in baseline]
+    return [
+        *baseline,
+        *kernels,
+        *rest,
+        SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests)),
+    ]
 
 
 class Telemetry:
@@ -148,6 +154,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--make-pack", nargs="+", metavar="TEXT", help="only write the pack, datasets of these inputs (10 MB)")
     add("--vocab-size", type=int, default=30_000, help="of the pack's datasets")
+    add("--library", type=Path, metavar="FILE", help="of the pack: built already from this tree")
     add("--no-wheels", action="store_true", help="of the pack: the machine has the project's environment")
     add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -173,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     end, results = time.monotonic() + 60 * args.minutes, dict[str, dict[str, Any]]()
     try:
         if args.make_pack:
-            record = pack.make(args.pack, args.make_pack, args.vocab_size, wheels=not args.no_wheels)
+            record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
             print(f"{args.pack}: {len(record['wheels'])} wheels")
             return 0
         with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
@@ -172,39 +170,20 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
     if part.format in ELEMENTS:
-        opening = replace(part, start=0, end=None, size=0)  # all ranges of a file share what its first bytes say
-        links = _dropped_links(opening, folder) if part.format == "mediawiki" else mediawiki.DROPPED_LINK
-        yield from _elements(chunks, begin, part.format, problems, path, range_end, links)
+        yield from _elements(chunks, begin, part.format, problems, path, range_end)
     else:
         yield from _lines(chunks, begin, synced, part, options, problems)
 
 
-@lru_cache(maxsize=16)
-def _dropped_links(dump: FileRange, folder: str) -> re.Pattern[str]:
-    """The links without text of a dump, by its first bytes."""
-    text = (
-        spools.SpooledText(dump, folder).chunks(0)
-        if dump.index
-        else decompress.read_chunks(dump.path, dump.compression)
-    )
-    return mediawiki.dropped_link(next(text, b""))
-
-
 def _elements(
-    chunks: Iterator[bytes],
-    begin: int,
-    format_: str,
-    problems: Problems,
-    path: str,
-    range_end: RangeEnd,
-    links: re.Pattern[str],
+    chunks: Iterator[bytes], begin: int, format_: str, problems: Problems, path: str, range_end: RangeEnd
 ) -> Iterator[RawDocument]:
     """Documents of `<doc>` or `<page>` elements."""
     for offset, body in formats.split_elements(chunks, begin, format_, path, problems, range_end):
         if format_ == "wiki":
             text = formats.wiki_body(body)
             yield RawDocument(path, offset + len(body) - len(text), text, True)
-        elif (article := mediawiki.article(body, offset, path, problems, links)) is not None:
+        elif (article := mediawiki.article(body, offset, path, problems)) is not None:
             yield RawDocument(path, offset, article, True)
 
 

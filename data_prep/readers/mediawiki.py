@@ -15,7 +15,6 @@ from collections import Counter
 from xml.parsers import expat
 
 from data_prep.common.errors import Problems
-from megabert.data.text import CLOSING, SCRIPT_TERMINALS, writes_without_spaces
 
 REDIRECT, NAMESPACE, DISAMBIGUATION = "redirect", "page of another namespace", "disambiguation page"
 EMPTY, OTHER_MODEL = "page without prose", "page that is no wikitext"
@@ -35,14 +34,12 @@ LINK_DEPTH = 8
 # characters of a template whose text is kept
 SHORT = 400
 # Namespaces whose links show no text, in the languages with most articles; a bare link to another language shows none.
-# A dump's <siteinfo> names its own ones, but no aliases ("Bild" beside Swedish "Fil").
-DROPPED_NAMESPACES = (
-    "file|image|media|category|datei|bild|kategorie|fichier|catégorie|archivo|imagen|categoría|ficheiro|imagem|"
-    "categoria|immagine|bestand|afbeelding|categorie|plik|grafika|kategoria|файл|изображение|категория|ファイル|画像|"
-    "カテゴリ|文件|分类|分類|그림|صورة|ภาพ"
+DROPPED_LINK = re.compile(
+    r"\s*(?:file|image|media|category|datei|bild|kategorie|fichier|catégorie|archivo|imagen|categoría|ficheiro|imagem|"
+    r"categoria|immagine|bestand|afbeelding|categorie|plik|grafika|kategoria|файл|изображение|категория|ファイル|画像|"
+    r"カテゴリ|文件|分类|分類)\s*:",
+    re.IGNORECASE,
 )
-# numbers of the namespaces of media, files and categories in every wiki
-NAMESPACE_NAME = re.compile(rb'<namespace key="(?:-2|6|14)"[^<>]*>([^<>]+)</namespace>')
 OTHER_WIKI = re.compile(r"\s*:?[a-z][a-z-]{1,14}:")
 # possessive: without them an unclosed one would be tried at every length
 EXTERNAL = re.compile(r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE)
@@ -57,8 +54,6 @@ TIDIED = ((" ,", ","), (" .", "."), (" )", ")"), (",)", ")"), (";)", ")"), (" )"
 SPACES = re.compile(r"[ \t\xa0]{2,}")
 LIST_END = (".", "!", "?", '."', ".”", ".)", "…")
 LIST_WORDS = 5
-# of a word, in scripts without spaces between words
-WORD_CHARACTERS = 2
 ENDING = {
     "references", "notes", "notes and references", "references and notes", "footnotes", "citations", "sources",
     "external links", "see also", "further reading", "bibliography", "works cited", "gallery", "literature",
@@ -118,22 +113,9 @@ class _Page:
         return "".join(self.fields.get(name, ()))
 
 
-def dropped_link(head: bytes = b"") -> re.Pattern[str]:
-    """What links that show no text begin with, by the first bytes of a dump, which hold its `<siteinfo>`."""
-    named = (html.unescape(name.decode("utf-8", "replace")) for name in NAMESPACE_NAME.findall(head))
-    names = (re.escape(name).replace("\\ ", "[ _]+") for name in named)
-    return re.compile(rf"\s*(?:{'|'.join([DROPPED_NAMESPACES, *names])})\s*:", re.IGNORECASE)
-
-
-DROPPED_LINK = dropped_link()
-
-
-def article(
-    body: bytes, offset: int, path: str, problems: Problems, dropped_links: re.Pattern[str] = DROPPED_LINK
-) -> str | None:
+def article(body: bytes, offset: int, path: str, problems: Problems) -> str | None:
     """Prose of a `<page>` element (without its end tag), or None for one that is left out, which is counted.
 
-    `dropped_links` is that of the dump, as of `dropped_link`.
     Redirects, pages of other namespaces, disambiguation pages and pages without prose are left out by rule.
     """
     try:
@@ -150,20 +132,20 @@ def article(
         dropped[OTHER_MODEL] += 1
     elif title.endswith("(disambiguation)") or IS_DISAMBIGUATION.search(text):
         dropped[DISAMBIGUATION] += 1
-    elif not (text_of_page := prose(text, dropped_links)):
+    elif not (text_of_page := prose(text)):
         dropped[EMPTY] += 1
     else:
         return text_of_page
     return None
 
 
-def prose(wikitext: str, dropped_links: re.Pattern[str] = DROPPED_LINK) -> str:
+def prose(wikitext: str) -> str:
     """Plain text of wikitext: a paragraph a line, headings where prose follows, list items that are sentences."""
     text = _without_extensions(wikitext)
     if "&" in text:
         unescaped = html.unescape(text)
         text = _without_extensions(unescaped) if "&lt;" in text else unescaped
-    text = _without_braces(text, dropped_links)
+    text = _without_braces(text)
     if "[" in text:
         text = EXTERNAL.sub(r"\1", text)
     if "<" in text:
@@ -203,7 +185,7 @@ def _without_extensions(text: str) -> str:
     return "".join(out)
 
 
-def _without_braces(text: str, dropped_links: re.Pattern[str]) -> str:
+def _without_braces(text: str) -> str:
     """Text without templates and tables; links become their labels. What is never closed stays, without its mark."""
     out: list[str] = []
     opened: list[tuple[str, int]] = []  # (closing mark, length of `out` at the opening)
@@ -230,7 +212,7 @@ def _without_braces(text: str, dropped_links: re.Pattern[str]) -> str:
                     break
             inner, left = out[start:], ""
             if token == "]]":
-                left = _link("".join(inner), dropped_links)
+                left = _link("".join(inner))
             elif token == "}}" and len(inner) <= 8:
                 left = _template("".join(inner))
             del out[start:]
@@ -240,10 +222,10 @@ def _without_braces(text: str, dropped_links: re.Pattern[str]) -> str:
     return "".join(out)
 
 
-def _link(inner: str, dropped_links: re.Pattern[str]) -> str:
+def _link(inner: str) -> str:
     """What a link shows: its label, else its target; nothing for files, categories and other wikis."""
     target, _, label = inner.partition("|")
-    if dropped_links.match(target) or (not label and OTHER_WIKI.match(target)):
+    if DROPPED_LINK.match(target) or (not label and OTHER_WIKI.match(target)):
         return ""
     return label.rpartition("|")[2] if label else target.lstrip(" :")
 
@@ -281,7 +263,7 @@ def _lines(text: str) -> str:
             continue
         if line[0] in "*#:;":
             line = line.lstrip("*#:; ")
-            if not _is_sentence(line):
+            if not line.endswith(LIST_END) or line.count(" ") + 1 < LIST_WORDS:
                 continue
         if not any(map(str.isalpha, line)):
             continue
@@ -289,13 +271,3 @@ def _lines(text: str) -> str:
         headings = []
         kept.append(line)
     return "\n".join(kept)
-
-
-def _is_sentence(item: str) -> bool:
-    """Whether a list item ends as sentences do, in any script, and has the words of one."""
-    words = item.count(" ") + 1
-    if item.endswith(LIST_END):
-        return words >= LIST_WORDS
-    if item.rstrip(CLOSING)[-1:] not in SCRIPT_TERMINALS:
-        return False
-    return words + sum(map(writes_without_spaces, item)) // WORD_CHARACTERS >= LIST_WORDS

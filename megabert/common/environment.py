@@ -130,7 +130,7 @@ def command() -> str:
 
 def raise_descriptor_limit() -> None:
     """Let this process have as many open files as its hard limit says, where shells give 1,024: a rank of 512 has a socket to
-    each other one."""
+    each other one and maps hundreds of shards, and its loader processes inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

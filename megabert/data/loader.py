@@ -12,17 +12,14 @@ T row length, S sequences a row, K prediction slots a row.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
-import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,12 +172,7 @@ class _Updates(torch.utils.data.Dataset):
 
 
 def _start_worker(_: int) -> None:
-    """A worker ends at once with the process it works for, however that ends; torch looks only every 5 s. One that cannot, in a
-    file system that is gone, must not keep that process's connections to other ranks open."""
-    for number in [int(path.name) for path in Path("/proc/self/fd").glob("*")]:
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                os.close(number)
+    """A worker ends at once with the process it works for, however that ends; torch looks only every 5 s."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
 

@@ -19,6 +19,8 @@ from megabert.common.files import compact
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
 
+# shards that a mixture keeps open: 64 of each dataset are read from in turn
+OPEN_SHARDS = 512
 # positions that hold each dataset of a mixture in exactly its share
 WINDOW = 1 << 12
 # statistics that a run reads
@@ -41,6 +43,8 @@ class Mixture:
         first = self.parts[0]
         for part in self.parts[1:]:
             _check_alike(first, part)
+        for part in self.parts:
+            part.most_open = max(1, OPEN_SHARDS // len(self.parts))
         self.offsets = [0, *np.cumsum([part.rows for part in self.parts]).tolist()]
         self.rows: int = self.offsets[-1]
         self.folder, self.tokenizer_path = first.folder, first.tokenizer_path

@@ -77,6 +77,9 @@ def run(command: Callable[[Session], int]) -> int:
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
         return errors.exit_code(error)
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        return errors.INTERRUPTED
     except Exception as error:
         try:
             code = _report(error, session)

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Exit code: everything is saved, start the same command again.
@@ -63,6 +63,21 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def take_over(request: Callable[[int, Any], None]) -> None:
+    """From here on a signal calls `request`, on the main thread."""
+    for number in SIGNALS:
+        signal.signal(number, request)
+    if _early is not None:
+        _taken_over.set()
+        _early.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """Ends a command that has nothing to save: what it was writing is removed."""
+    raise KeyboardInterrupt
+
+
 class Stop:
     """`requested` turns true with a signal, or when the time that is left until `ends` is needed for saving."""
 
@@ -74,12 +89,7 @@ class Stop:
         self._saves: deque[float] = deque(maxlen=RECENT)
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
-        for number in SIGNALS:
-            signal.signal(number, self._request)
-        if _early is not None:
-            _taken_over.set()
-            _early.join()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        take_over(self._request)
 
     def _request(self, number: int, frame: Any) -> None:
         now = time.monotonic()

@@ -6,9 +6,9 @@ megabert finetune … --seeds 3 --lr 2e-5 3e-5 5e-5
 megabert finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
 torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
 
-RUN is a run folder, one of its checkpoints, or a Hugging Face folder. The same command again resumes. Exit codes: 0 all runs are
+RUN may also be a Hugging Face folder or the name of a model on its hub. The same command again resumes. Exit codes: 0 all runs are
 finished; 2 a mistake in the command or the files; 3 training diverged; 4 I/O failed or a rank was lost; 85 stopped by TERM, USR1 or
-USR2 with everything saved: start the same command again.
+USR2 or Ctrl-C with everything saved: start the same command again; 130 predictions were stopped so, and nothing is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.finetune import settings as options
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.finetune"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="pre-trained model; with --predict a fine-tuned one")
+    add("--model", required=True, metavar="MODEL", help=f"{MODEL}; with --predict a fine-tuned model's folder or name")
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip
@@ -87,14 +87,16 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
         ranks,
         tasks=[(task, files, Path(args.output))],
         read=lambda task, files: {name: datasets.read(task, path) for name, path in files.items()},
-        show=lambda summary: run.table(summary["points"]),
+        show=lambda summary: f"{run.table(summary['points'])}\n{run.closing(summary['best'])}",
     )
 
 
 def predict(args: argparse.Namespace) -> int:
     """Write a fine-tuned model's predictions for a file."""
+    from megabert.distributed import signals
     from megabert.finetune import prediction
 
+    signals.take_over(signals.interrupt)
     if args.limit:
         raise ValueError("--limit: is for training, not for --predict")
     precision = "" if args.precision == "auto" else args.precision

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.finetune import settings as options
@@ -132,7 +132,8 @@ def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
         for split, figures in points[0]["scores"].items():
             row = GLUE[summary["settings"]["task"]] + split.removeprefix("reported")
             for metric, figure in figures.items() if split != "dev" else ():
-                cells = [row, metric, f"{100 * figure['mean']:.1f}", f"{100 * figure['std']:.1f}"]
+                deviation = f"{100 * figure['std']:.1f}" if points[0]["runs"] > 1 else "–"
+                cells = [row, metric, f"{100 * figure['mean']:.1f}", deviation]
                 cells += [str(points[0]["runs"]), f"{points[0]['point']['lr']:g}{tried}"]
                 lines.append(f"| {' | '.join(cells)} |")
     notes = ["Percent, of the dev files; correlations times 100. The deviation is the sample's over seeds. Epoch and rate were "
@@ -143,13 +144,13 @@ def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def publish(output: Path, model: str) -> str:
-    """Write the table of the tasks that are finished; the page."""
+    """Write the table of the tasks that are finished; the page, and where it is."""
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
     page = page_of(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
     write_whole(output / PAGE, page.encode())
-    return page
+    return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"
 
 
 # ---- the command
@@ -158,7 +159,7 @@ def publish(output: Path, model: str) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.finetune.glue"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="run folder, checkpoint or Hugging Face folder")
+    add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--data", required=True, metavar="DIR", help="folder of the tasks")
     add("--output", required=True, metavar="DIR", help="folder of the runs and tables")
     add("--tasks", nargs="+", default=[], choices=list(GLUE), metavar="NAME",

@@ -291,7 +291,8 @@ class FineTuning:
         value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best.scores))
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
-        log.info(f"{self.name}  step {step:>6,}  dev  {shown}{'  (best so far)' if better else ''}")
+        epoch = f"epoch {step // self.per_epoch} of {self.settings.epochs}"
+        log.info(f"{self.name}  step {step:>6,}  {epoch}  dev  {shown}{'  (best so far)' if better else ''}")
         if better:
             self.best = Best(step, dev_scores)
             weights = self.engine.consolidated_weights()
@@ -302,9 +303,10 @@ class FineTuning:
         return {f"dev/{name}": v for name, v in dev_scores.items()}
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        total = self.config.schedule.total_steps
         accuracy = f"  accuracy {values['train/accuracy']:6.2%}" if "train/accuracy" in values else ""
         return (
-            f"{self.name}  step {values['step']:>6,}/{self.config.schedule.total_steps:,}"
+            f"{self.name}  step {values['step']:>6,}/{total:,}  {values['step'] / total:4.0%}"
             f"  loss {values['train/loss']:7.4f}{accuracy}  {values['perf/items_per_sec']:7,.1f} items/s"
             f"  {values['perf/tokens_per_sec']:8,.0f} tok/s  lr {values['train/lr']:.2e}  ETA {duration(eta_seconds)}"
         )
@@ -430,22 +432,26 @@ def train_missing(
 ) -> dict[str, Any] | None:
     """The summary of `runs` (settings by name) of a folder that is claimed, after training those that have no result; None: asked
     to stop, and saved. A collective."""
-    results = []
-    for name, settings in runs.items():
+    results: list[dict[str, Any]] = []
+    for number, (name, settings) in enumerate(runs.items(), 1):
         path = output / name / RESULT
         result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
         if result is None:
             label = name if data.task.name == "custom" else f"{data.task.name}/{name}"
+            log.info(f"{label}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}")
             run = FineTuning(output / name, label, data, start, settings, world, log_interval)
             result = run.train(stop, watchdog)
             # DeepSpeed's engine refers to itself: it would stay on the device beside the next one.
             del run
             gc.collect()
         if result is None:
+            log.info(f"stopped with {len(results)} of {len(runs)} runs finished; the same command resumes")
             return None
         results.append(result)
-    points = summarise(results, data.task.metrics[0])
+    metric = data.task.metrics[0]
+    points = summarise(results, metric)
     tree = {"command": shlex.join(sys.argv), "settings": common, "points": points, "runs": results}
+    tree["best"] = best_run(output, points, results, metric)
     if world.is_main:
         write_json(output / SUMMARY, tree)
     return tree
@@ -468,8 +474,29 @@ def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[st
     return sorted(points, key=lambda point: -goodness(metric, point["scores"]["dev"][metric]["mean"]))
 
 
+def best_run(
+    output: Path, points: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], metric: str
+) -> dict[str, Any]:
+    """Of the runs at the best learning rate the one with the best score on dev: its model's folder, epoch and score."""
+    of_rate = [result for result in results if result["settings"]["lr"] == points[0]["point"]["lr"]]
+    best = max(of_rate, key=lambda result: goodness(metric, result["scores"]["dev"][metric]))
+    epochs = best["settings"]["epochs"]
+    found = {"epoch": best["best_step"] * epochs // best["steps"], "epochs": epochs, "metric": metric}
+    return {"model": str(output / best["name"] / "best"), "dev": best["scores"]["dev"][metric]} | found
+
+
+def closing(best: Mapping[str, Any]) -> str:
+    """Where the best model is, and what to do with it."""
+    model = shlex.quote(best["model"])
+    return "\n".join([
+        f"best model: {best['model']} (epoch {best['epoch']} of {best['epochs']}, dev {best['metric']} {best['dev']:.4f}). Next:",
+        f"  megabert finetune --model {model} --predict FILE --output PREDICTIONS",
+        f"  megabert export   --model {model} --output HF_DIR",
+    ])  # fmt: skip
+
+
 def table(points: Sequence[Mapping[str, Any]]) -> str:
-    """Learning rates as aligned lines: runs, each split's metrics as mean ± standard deviation, seconds a run."""
+    """Learning rates as aligned lines: runs, each split's metrics as mean ± standard deviation (of several runs), seconds a run."""
     names = [f"{split} {name}" for split, figures in points[0]["scores"].items() for name in figures]
     lines = [["lr", "runs", *names, "seconds"]]
     for point in points:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
+from megabert import hf
 from megabert.common.files import appearing, canonical, write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
@@ -97,9 +98,9 @@ def find(source: str | Path) -> Path | None:
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it). Raises ValueError naming the
-    file that is missing, damaged or does not belong to the rest."""
-    folder = find(source)
+    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it); `source` is its folder, or its name
+    on the hub. Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
+    folder = find(hf.located(source))
     if folder is None:
         raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
     path = folder / DESCRIPTION

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,17 +98,14 @@ def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):
         open_mixture("s3://bucket/data", {})
 
 
-def test_many_shards_keep_no_descriptor_and_few_maps(tmp_path):
-    """Two datasets of 300 shards, of which 128 each stay mapped; none when they are closed."""
-    names = [str(make_dataset(tmp_path / name, 2400, shard_rows=8, seed=i)) for i, name in enumerate("ab")]
-    mixed = open_mixture(names[0], {names[1]: 0.5})
-    maps = lambda: Path("/proc/self/maps").read_text().count(str(tmp_path))  # noqa: E731
+def test_large_datasets_together_keep_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(mixture, "OPEN_SHARDS", 8)
+    names = [str(make_dataset(tmp_path / name, 500, seed=i)) for i, name in enumerate("abcd")]  # 8 shards each
+    mixed = open_mixture(names[0], dict.fromkeys(names[1:], 0.25))
     before = len(os.listdir("/proc/self/fd"))
     rows = mixed.read(np.arange(mixed.rows))
-    assert len(os.listdir("/proc/self/fd")) == before and maps() == 2 * 128
-    assert (rows.ids[2400:] == Dataset(names[1]).read(np.arange(2400)).ids).all()
-    del mixed
-    assert maps() == 0
+    assert len(os.listdir("/proc/self/fd")) - before <= 8
+    assert (rows.ids[500:1000] == Dataset(names[1]).read(np.arange(500)).ids).all()
 
 
 def test_tokens_are_counted_at_even_places(tmp_path, monkeypatch):

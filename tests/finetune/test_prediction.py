@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
 from tests.helpers import finetune_problem, finetuned
 from tests.helpers.ranks import run_ranks
+from tests.integration.conftest import command
 
 CPU = torch.device("cpu")
 
@@ -130,6 +132,31 @@ def test_file_to_predict_may_have_its_own_columns(folder: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"line 4: id 'x' was used before, at .*line 2"):
         prediction.predict_file(folder, tmp_path / "twice.tsv", tmp_path / "none", identity="n")
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_model_is_found_by_its_name_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+    """Laid out as the hub's library does, which is told to stay offline; a name that is not there is one line."""
+    cache = tmp_path / "hub/models--some--tuned"
+    for part in ("blobs", "refs", "snapshots/c0ffee"):
+        (cache / part).mkdir(parents=True)
+    (cache / "refs/main").write_text("c0ffee")
+    for path in (folder / "best").iterdir():
+        (cache / "blobs" / path.name).write_bytes(path.read_bytes())
+        (cache / "snapshots/c0ffee" / path.name).symlink_to(f"../../blobs/{path.name}")
+    output = tmp_path / "out.tsv"
+
+    def predict(name: str) -> Any:
+        given = ("--model", name, "--predict", str(folder / "texts.tsv"), "--output", str(output))
+        return command("-m", "megabert.finetune", *given, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+
+    missing = predict("some/tunde")
+    assert missing.returncode == 4 and missing.stderr.splitlines() == [
+        "error: some/tunde: no such folder, and the hub cannot be reached to look for a model of that name"
+    ]
+    done = predict("some/tuned")
+    assert done.returncode == 0, done.stderr
+    prediction.predict_file(folder, folder / "texts.tsv", tmp_path / "want.tsv")
+    assert output.read_bytes() == (tmp_path / "want.tsv").read_bytes()
 
 
 def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkeypatch) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import stat
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,41 +15,13 @@ from typing import Any
 import numpy as np
 
 from megabert.common.errors import Failed, tried_again
-from megabert.data.order import ACTIVE_SHARDS, RowOrder
+from megabert.data.order import RowOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
-# maps kept open at once: those of two slots of `megabert.data.order`
-OPEN_SHARDS = 2 * ACTIVE_SHARDS
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-LIBC.madvise.argtypes = (*LIBC.munmap.argtypes, ctypes.c_int)
-LIBC.mmap.restype = ctypes.c_void_p
-# what a failed mmap returns
-FAILED_MAP = ctypes.c_void_p(-1).value
-
-
-class FileMap:
-    """`data`, the first `size` bytes of a file, mapped to be read. Unlike `mmap.mmap` before Python 3.13 it keeps no descriptor:
-    a rank that has a socket to each of hundreds of others maps as many shards."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        with open(path, "rb") as file:
-            self._start = LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-        if self._start == FAILED_MAP:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(path))
-        memory = (ctypes.c_ubyte * size).from_address(self._start)
-        # when the last view of it is gone
-        weakref.finalize(memory, LIBC.munmap, self._start, size)
-        self.data = memoryview(memory).toreadonly()
-
-    def read_ahead(self, start: int, length: int) -> None:
-        """Let the system read these bytes in the background."""
-        over = start % mmap.PAGESIZE
-        LIBC.madvise(self._start + start - over, length + over, mmap.MADV_WILLNEED)
+# maps kept open at once: each holds a file descriptor
+OPEN_SHARDS = 256
 
 
 class DamagedRow(ValueError):
@@ -115,10 +85,11 @@ class Dataset:
         self._order = RowOrder(np.array([shard.rows for shard in m.shards]), m.block_rows)
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self.most_open = OPEN_SHARDS
         # blocks of the last call of `read_ahead`
         self._ahead: set[int] = set()
         # section -> its map and the views over it
-        self._maps: OrderedDict[int, tuple[FileMap, dict[str, np.ndarray]]] = OrderedDict()
+        self._maps: OrderedDict[int, tuple[mmap.mmap, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
@@ -169,35 +140,34 @@ class Dataset:
             text = f"{path}: has {status.st_size} bytes, the manifest says {shard.bytes}"
             raise ValueError(f"{text}; `python -m data_prep verify` shows what is damaged")
 
-    def _map(self, shard: Shard, known: FileMap | None) -> FileMap:
-        """The mapped file (`known` where it is mapped already) of a shard that was there when the dataset was opened: if it is
-        gone now, so is its file system."""
+    def _map(self, shard: Shard) -> mmap.mmap:
+        """The mapped file of a shard that was there when the dataset was opened: if it is gone now, so is its file system."""
         path = self.folder / shard.name
         try:
             self._check_size(shard)
-            return known or FileMap(path, shard.bytes)
+            with open(path, "rb") as file:
+                return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise Failed(f"{path}: is gone; is its file system still mounted?") from error
 
-    def _views(self, section: int) -> tuple[FileMap, dict[str, np.ndarray]]:
+    def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
         """The map of a section, the full blocks of a shard or the short last block, and views [blocks, R] of each member.
 
         Raises ValueError for a file that was cut or removed: a read beyond its end would kill the process (SIGBUS).
         """
+        if section in self._maps and self._maps[section][0].size() >= len(self._maps[section][0]):
+            self._maps.move_to_end(section)
+            return self._maps[section]
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        known = self._maps.get(section)
-        data = tried_again(partial(self._map, shard, known and known[0]))
-        if known:
-            self._maps.move_to_end(section)
-            return known
+        data = tried_again(partial(self._map, shard))
         blocks = shard.rows // self._full.rows
         if tail:
-            views = self._last.views(data.data, blocks * self._full.bytes, 1)
+            views = self._last.views(data, blocks * self._full.bytes, 1)
         else:
-            views = self._full.views(data.data, 0, blocks)
+            views = self._full.views(data, 0, blocks)
         self._maps[section] = data, views
-        while len(self._maps) > OPEN_SHARDS:
+        while len(self._maps) > self.most_open:
             self._maps.popitem(last=False)
         return data, views
 
@@ -245,7 +215,9 @@ class Dataset:
         start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
         size = (self._last if tail else self._full).bytes
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
-            data.read_ahead(start + int(run[0]) * size, len(run) * size)
+            first = start + int(run[0]) * size
+            over = first % mmap.PAGESIZE
+            data.madvise(mmap.MADV_WILLNEED, first - over, len(run) * size + over)
 
     def _places(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Section, block in it and row in that of each row id (int64 [n]). Raises ValueError for one that is out of range."""

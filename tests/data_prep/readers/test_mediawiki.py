@@ -12,7 +12,7 @@ import mwparserfromhell
 import pytest
 
 from data_prep.common.errors import BadInput
-from data_prep.readers import documents, mediawiki
+from data_prep.readers import mediawiki
 from data_prep.readers.mediawiki import prose
 from tests.helpers.prep_reading import read_all
 
@@ -123,45 +123,6 @@ def test_left_out_pages_are_counted(tmp_path):
         assert problems.dropped == {
             mediawiki.REDIRECT: 2, mediawiki.NAMESPACE: 1, mediawiki.DISAMBIGUATION: 2, mediawiki.EMPTY: 1,
         }  # fmt: skip
-
-
-# language: the names of the namespaces -2, 6 and 14 in its wiki, a sentence as a list item, a caption
-WIKIS = {
-    "ko": (("미디어", "파일", "분류"), "서울은 대한민국의 수도이자 가장 큰 도시이다.", "남산에서 본 서울의 모습"),
-    "ar": (("ميديا", "ملف", "تصنيف"), "هل القاهرة أكبر مدينة في أفريقيا كلها؟", "نهر النيل في القاهرة"),
-    "sv": (
-        ("Media", "Fil", "Kategori"),
-        "Stockholm är huvudstad och största stad i Sverige.",
-        "Gamla stan från luften",
-    ),
-    "ja": (("メディア", "ファイル", "Category"), "東京は日本の首都であり最大の都市である。", "東京タワーの夜景"),
-    "hi": (("मीडिया", "चित्र", "श्रेणी"), "दिल्ली भारत की राजधानी और एक महानगर है।", "लाल किले का एक दृश्य"),
-    "th": (("สื่อ", "ไฟล์", "หมวดหมู่"), "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "วัดพระแก้วในกรุงเทพ"),
-    "el": (("Μέσο", "Αρχείο", "Κατηγορία"), "Η Αθήνα είναι η πρωτεύουσα της Ελλάδας.", "Η Ακρόπολη από μακριά"),
-    "vi": (("Phương tiện", "Tập tin", "Thể loại"), "Hà Nội là thủ đô của nước Việt Nam.", "Hồ Gươm buổi sáng"),
-}
-
-
-@pytest.mark.parametrize("language", WIKIS)
-@pytest.mark.parametrize("pack", [None, "bz2", "streams"])
-def test_wikis_of_any_language(language, pack, tmp_path, monkeypatch):
-    """Namespaces by the dump's own head, in each of its ranges; list items end by the marks of their script."""
-    (media, file, category), sentence, caption = WIKIS[language]
-    names = f'<namespace key="-2" case="first-letter">{media}</namespace><namespace key="6" case="first-letter">{file}</namespace>'
-    names += f'<namespace key="14" case="first-letter">{category}</namespace><namespace key="0" case="first-letter" />'
-    head = HEAD.replace("</siteinfo>", f"<namespaces>{names}</namespaces></siteinfo>").encode()
-    article = (
-        f"[[{file}:A.jpg|thumb|{caption}]]\n{sentence}\n* {sentence}\n* {caption}\n[[{category.replace(' ', '_')}:A]]"
-    )
-    pages = [page(str(i), article).encode() for i in range(200)]
-    parts = [head, *(b"".join(pages[i : i + 10]) for i in range(0, 200, 10)), b"</mediawiki>\n"]
-    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 14)
-    data = {"streams": b"".join(map(bz2.compress, parts)), "bz2": bz2.compress(b"".join(parts))}.get(
-        pack, b"".join(parts)
-    )
-    (tmp_path / f"d.xml{'.bz2' if pack else ''}").write_bytes(data)
-    found = read_all([tmp_path])[0]
-    assert found == [sentence if language == "th" else f"{sentence}\n{sentence}"] * 200
 
 
 BOMB = (
