@@ -41,8 +41,8 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 def _add_build(p: argparse.ArgumentParser) -> None:
     add = p.add_argument
     add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
-        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL (each also .gz .bz2 "
-        ".xz .zst), Parquet, Arrow; NAME= starts a corpus of that name")  # fmt: skip
+        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL, CSV (each also .gz .bz2 "
+        ".xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder of the dataset")
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip

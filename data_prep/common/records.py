@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
+ARCHIVES = ("zip", "tar")
+# formats of files that only one worker can read, from the beginning
+UNCUT = ("csv", *ARCHIVES)
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
-FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
+FORMATS = ("text", "wiki", "mediawiki", "jsonl", "csv", *TABLES)
 
 
 @dataclass(frozen=True)

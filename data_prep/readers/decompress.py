@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import zstandard
 
@@ -29,6 +29,7 @@ MAGIC = (
     # a skippable frame, with which pzstd opens its files
     (b"\x50\x2a\x4d\x18", "zst"),
 )
+LONGEST_MAGIC = max(len(magic) for magic, _ in MAGIC)
 SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
@@ -126,9 +127,14 @@ def first_stream(path: str, start: int, end: int) -> int | None:
 
 
 def read_chunks(
-    path: str, compression: str = "", start: int = 0, stop: int | None = None, range_end: RangeEnd | None = None
+    path: str,
+    compression: str = "",
+    start: int = 0,
+    stop: int | None = None,
+    range_end: RangeEnd | None = None,
+    file: IO[bytes] | None = None,
 ) -> Iterator[bytes]:
-    """Unpacked bytes of a file in chunks of about 1 to a few MB, from byte `start` (where a stream starts) to its end.
+    """Unpacked bytes of a file (of the stream `file` where it is given) in chunks of about 1 to a few MB, from byte `start` (where a stream starts) to its end.
 
     Concatenated streams are read through; zeros after the last one are padding. `range_end.end` is set to the bytes
     unpacked before the first stream that starts at byte `stop` or later, once that is reached. Raises BadInput where
@@ -137,7 +143,7 @@ def read_chunks(
     parts: list[bytes] = []
     size = 0
     try:
-        for chunk in _unpack(path, compression, start, stop, range_end):
+        for chunk in _unpack(path, compression, start, stop, range_end, file):
             parts.append(chunk)
             size += len(chunk)
             if size >= PLAIN_CHUNK:
@@ -151,9 +157,12 @@ def read_chunks(
         yield b"".join(parts)
 
 
-def _unpack(path: str, compression: str, start: int, stop: int | None, range_end: RangeEnd | None) -> Iterator[bytes]:
-    with open_regular(path) as file:
-        file.seek(start)
+def _unpack(
+    path: str, compression: str, start: int, stop: int | None, range_end: RangeEnd | None, stream: IO[bytes] | None
+) -> Iterator[bytes]:
+    with open_regular(path) if stream is None else contextlib.nullcontext(stream) as file:
+        if start:
+            file.seek(start)
         if not compression:
             while chunk := file.read(PLAIN_CHUNK):
                 yield chunk

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
-from data_prep.common.records import AUTO, TABLES, FileRange, RawDocument, ReadOptions
-from data_prep.readers import decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.common.records import ARCHIVES, AUTO, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
+from data_prep.readers import archives, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
@@ -31,6 +32,8 @@ PROBES = 4
 # unpacked bytes a compressed one, a rough figure that only steers grouping
 EXPANSION = 4
 PYDOC = "pydoc"
+# a tar that is compressed as a whole
+TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
 
 Item = TypeVar("Item")
 
@@ -52,8 +55,18 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
     if part.format in TABLES:
         for row, text in tables.read_table(part, options.text_field, problems):
             yield RawDocument(part.path, row, text, False)
+    elif part.format in ARCHIVES:
+        yield from _member_documents(part, options, problems)
     else:
         yield from _text_documents(part, options, problems, folder)
+
+
+def _member_documents(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
+    """Documents of the members of an archive, each of its own format."""
+    for name, content in archives.members(part):
+        path = f"{part.path}: {name}"
+        member = FileRange(path, format=options.format)
+        yield from _chunk_documents(archives.chunks(path, content), 0, member, path, RangeEnd(), options, problems)
 
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
@@ -98,11 +111,13 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
     file = replace(file, compression=compression, opened=True)
     if not compression:
         return inspect(file, head, options, whole=file.size <= HEAD_BYTES)
+    if TAR_NAME.search(file.path):
+        return replace(file, format="tar")
     if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
         return file
     text = next(decompress.read_chunks(file.path, compression), b"")
     file = inspect(file, text[:HEAD_BYTES], options, whole=len(text) <= HEAD_BYTES)
-    return replace(file, unpack_first=_must_unpack(file, head))
+    return file if file.format in UNCUT else replace(file, unpack_first=_must_unpack(file, head))
 
 
 def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
@@ -111,6 +126,8 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
     `whole`: these are all. Raises BadInput where they don't decide the format.
     """
     path, format_ = part.path, options.format
+    if archive := archives.kind_of(head):
+        return replace(part, format=archive)
     if format_ in (AUTO, *TABLES) and (table := kind_of(head)):
         if part.compression:
             raise BadInput(f"{path}: a table inside {part.compression} data; unpack it first")
@@ -158,6 +175,19 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
         if part.start and part.format not in ELEMENTS:
             begin = formats.sync_point(text.read, part.start, _kind(part, options))
         chunks = text.chunks(begin)
+    yield from _chunk_documents(chunks, begin, part, path, range_end, options, problems)
+
+
+def _chunk_documents(
+    chunks: Iterator[bytes],
+    begin: int,
+    part: FileRange,
+    path: str,
+    range_end: RangeEnd,
+    options: ReadOptions,
+    problems: Problems,
+) -> Iterator[RawDocument]:
+    """Documents of unpacked text; `begin` is the offset of its first byte."""
     first = next(chunks, b"")
     if not first:
         problems.counts["empty file"] += 1
@@ -165,12 +195,19 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
     unknown_documents = part.format == "text" and options.text_documents == AUTO and not part.documents
     if part.format == AUTO or unknown_documents:
         part = inspect(part, first[:HEAD_BYTES], options, whole=len(first) <= HEAD_BYTES)
+        if part.format in (*ARCHIVES, *TABLES):
+            raise BadInput(
+                f"{path}: a {part.format} file inside another; unpack it first (a packed tar is named .tar.…)"
+            )
     synced = begin == 0
     if begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
     if part.format in ELEMENTS:
         yield from _elements(chunks, begin, part.format, problems, path, range_end)
+    elif part.format == "csv":
+        for line, text in formats.csv_texts(chunks, path, options.text_field, problems):
+            yield RawDocument(path, line, text, False)
     else:
         yield from _lines(chunks, begin, synced, part, options, problems)
 

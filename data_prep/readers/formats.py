@@ -1,18 +1,20 @@
 """Formats of text: detection by content, and splitting of chunks of bytes into (offset, document) pairs.
 
-wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain,
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, quoted ones over several lines; text: plain,
 where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on
 the bytes alone, not on chunks or ranges. A line or a document that never ends costs bounded memory.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers.decompress import RangeEnd
+from megabert.common.tables import field_names, join
 
 # bytes; a longer line is no text with sentences
 MAX_LINE = 16 << 20
@@ -33,6 +35,8 @@ SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
 
+# of a file of separated values, in the order in which they are tried
+DELIMITERS = ",\t;|"
 # the rule by which a record without text is left out
 NULL = "null value"
 
@@ -56,6 +60,8 @@ def detect(path: str, suffix: str, head: bytes) -> str:
         return "mediawiki"
     if suffix in (".jsonl", ".ndjson"):
         return "jsonl"
+    if suffix in (".csv", ".tsv"):
+        return "csv"
     if start.startswith(b"{"):
         line = start.split(b"\n", 1)[0]
         try:
@@ -67,7 +73,7 @@ def detect(path: str, suffix: str, head: bytes) -> str:
     if suffix in TEXT_SUFFIXES:
         return "text"
     raise BadInput(
-        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|mediawiki|jsonl"
+        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|mediawiki|jsonl|csv"
     )
 
 
@@ -293,3 +299,50 @@ def text_kind(head: bytes, whole: bool) -> str:
     if len(lines) >= 4 and 2 * several >= len(lines) and ended >= 0.9 * len(followed):
         return "blank-line"
     return "file"
+
+
+def csv_texts(chunks: Iterator[bytes], path: str, text_field: str, problems: Problems) -> Iterator[tuple[int, str]]:
+    """(line it ends on, text) of each row of a file of separated values, whose first row names the columns.
+
+    The separator is the first of DELIMITERS under which these are there. Raises BadInput where under none they are.
+    """
+    lines = (line for run in line_runs(chunks, 0, path, problems) for line in _decoded(run, path, problems))
+    header = next(lines, "")
+    csv.field_size_limit(MAX_DOCUMENT)
+    for delimiter in DELIMITERS:
+        names = next(csv.reader([header], delimiter=delimiter), [])
+        wanted = field_names(text_field, names)
+        if set(wanted) <= set(names):
+            break
+    else:
+        shown = ", ".join(next(csv.reader([header]), [])[:20]) or "none"
+        raise BadInput(f"{path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            problems.bad(path, rows.line_num + 1, "bad CSV row", str(error), unit="line")
+            continue
+        if row is None:
+            return
+        if row and len(row) != len(names):
+            detail = f"a row of {len(row)} values, the first line names {len(names)} columns"
+            problems.bad(path, rows.line_num + 1, "bad CSV row", detail, unit="line")
+        elif row:
+            text = join([row[names.index(name)] or None for name in wanted])
+            if text is None:
+                problems.dropped[NULL] += 1
+            else:
+                yield rows.line_num + 1, text
+
+
+def _decoded(run: Slice, path: str, problems: Problems) -> Iterator[str]:
+    """The lines of a run, with their ends; one that is not UTF-8 is left out."""
+    offset, data = run
+    for line in data.splitlines(keepends=True):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            problems.bad(path, offset + error.start, "invalid UTF-8")
+        offset += len(line)

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import islice, pairwise
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, Corpus, FileRange, ReadOptions, ReadTask
+from data_prep.common.records import AUTO, TABLES, UNCUT, Corpus, FileRange, ReadOptions, ReadTask
 from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
 
@@ -120,7 +120,7 @@ def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[File
 
 
 def _cut_file(file: FileRange) -> list[FileRange]:
-    if file.unpack_first or file.format == AUTO:
+    if file.unpack_first or file.format in (AUTO, *UNCUT):
         return [file]
     if file.format not in TABLES:
         return cut(file, file.size)
@@ -161,7 +161,7 @@ def group(ranges: Sequence[tuple[int, FileRange]]) -> list[ReadTask]:
 
 
 def _weight(part: FileRange) -> int:
-    grows = part.format == "parquet" or (part.compression and not part.index)
+    grows = part.format in ("parquet", "zip") or (part.compression and not part.index)
     return part.size * (EXPANSION if grows else 1)
 
 

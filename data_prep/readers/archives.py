@@ -1,0 +1,133 @@
+"""Members of zip and tar archives as streams, in the order in which they lie there; nothing is extracted.
+
+A tar may be compressed as a whole. Members that are no regular files, and hidden ones, are left out. A damaged archive, or one
+that ends early, is an error with the member's name.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+from data_prep.common.errors import BadInput
+from data_prep.common.records import FileRange
+from data_prep.readers import decompress
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, PLAIN_CHUNK
+from data_prep.readers.files import open_regular
+
+ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+TAR_MAGIC_AT = 257
+
+# (name, content from its first byte)
+Member = tuple[str, IO[bytes]]
+
+
+def kind_of(head: bytes) -> str:
+    """zip or tar by the first unpacked bytes of a file; "" for anything else."""
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "zip"
+    return "tar" if head[TAR_MAGIC_AT : TAR_MAGIC_AT + 5] == b"ustar" else ""
+
+
+def members(part: FileRange) -> Iterator[Member]:
+    """The members of an archive; each must be read before the next. Raises BadInput for a damaged archive."""
+    yield from _zip_members(part.path) if part.format == "zip" else _tar_members(part)
+
+
+def chunks(path: str, member: IO[bytes]) -> Iterator[bytes]:
+    """Unpacked bytes of a member, whose compression its first bytes name; `path` is what errors begin with."""
+    file = _Guarded(member, path)
+    file.head = file.read(decompress.LONGEST_MAGIC)
+    yield from decompress.read_chunks(path, decompress.compression_of(file.head), file=cast(IO[bytes], file))
+
+
+class _Guarded:
+    """A member, behind the bytes `head` that were read of it. What the archive raises becomes BadInput."""
+
+    head = b""
+
+    def __init__(self, member: IO[bytes], path: str) -> None:
+        self._member, self._path = member, path
+
+    def read(self, size: int) -> bytes:
+        head, self.head = self.head, b""
+        try:
+            return head or self._member.read(size)
+        except (*ERRORS, tarfile.TarError) as error:
+            raise BadInput(f"{self._path}: damaged in its archive ({error})") from None
+
+
+def _shown(name: str) -> bool:
+    return not any(part.startswith((".", "__MACOSX")) for part in name.split("/") if part not in (".", ".."))
+
+
+def _zip_members(path: str) -> Iterator[Member]:
+    with open_regular(path) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except ERRORS as error:
+            raise BadInput(f"{path}: damaged zip archive ({error})") from None
+        for info in archive.infolist():
+            if info.is_dir() or not _shown(info.filename):
+                continue
+            if info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size):
+                raise BadInput(
+                    f"{path}: {info.filename}: unpacks to more than {BOMB_RATIO} times its size; unpack it first"
+                )
+            try:
+                member = archive.open(info)
+            except ERRORS as error:
+                raise BadInput(f"{path}: {info.filename}: cannot be read ({error})") from None
+            with member:
+                yield info.filename, member
+
+
+class _DamagedHeader(Exception):
+    """A header of a tar archive that is none; tarfile takes one for the end of the archive."""
+
+
+class _Header(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise _DamagedHeader(error) from None
+
+
+class _Unpacked(io.RawIOBase):
+    """A file of unpacked chunks."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._parts, b"")
+        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _tar_members(part: FileRange) -> Iterator[Member]:
+    stream = io.BufferedReader(_Unpacked(decompress.read_chunks(part.path, part.compression)), PLAIN_CHUNK)
+    last = "its first member"
+    try:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
+            for info in archive:
+                last = info.name
+                archive.members.clear()  # type: ignore[attr-defined]
+                content = archive.extractfile(info) if info.isreg() and _shown(info.name) else None
+                if content is not None:
+                    yield info.name, content
+    except (tarfile.TarError, _DamagedHeader) as error:
+        raise BadInput(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None
