@@ -71,13 +71,17 @@ def attending_pairs(squares: float, tokens: float, causal: bool) -> float:
 def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int, sequences: int) -> float:
     """FLOPs of forward and backward over `tokens` real tokens in `sequences`, with `pairs` of a query and a key.
 
-    6 per weight and token for the matrix products, 12·d a layer for each pair of attending tokens, and the vocabulary
-    product on predicted positions only (Kaplan et al. 2020, section 2.1, without embeddings).
+    6 per weight and token for the matrix products, 12·d a layer for each pair of attending tokens (in a local layer at most
+    window + 1 a token), and the vocabulary product on predicted positions only (Kaplan et al. 2020, section 2.1, without
+    embeddings).
     """
     d, ffn = model.hidden, model.ffn
-    encoder = 6 * model.layers * (4 * d * d + d * (model.ffn_inputs + ffn)) * tokens
-    attention = 12 * model.layers * d * pairs
-    heads = 6 * (model.vocab_size * d + d * d) * predictions + (6 * d * d * sequences if model.nsp else 0)
+    encoder = 6 * model.layers * (d * (model.qkv_columns + d) + d * (model.ffn_inputs + ffn)) * tokens
+    windows = map(model.window_of, range(model.layers))
+    attention = 12 * d * sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
+    heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + (
+        6 * d * d * sequences if model.nsp else 0
+    )
     return float(encoder + attention + heads)
 
 

@@ -58,7 +58,7 @@ class QueriesKeysValues(Linear):
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         heads, shared = cfg.heads, cfg.key_heads
-        super().__init__(cfg.hidden, cfg.hidden // heads * (heads + 2 * shared), cfg.init_std, cfg.bias)
+        super().__init__(cfg.hidden, cfg.qkv_columns, cfg.init_std, cfg.bias)
         self.heads, self.shared, self.matrices = heads, shared, heads // shared + 2
         self.sums_bias = ops.attention_sums_bias and not cfg.modern and cfg.bias and heads == shared
 

@@ -50,6 +50,15 @@ def test_flops_of_large_match_the_worked_figures(length: int, predictions: int, 
     assert whole - halves == 12 * 24 * 1024 * length**2 // 2 - 6 * 1024**2  # two sequences attend less, and pool twice
 
 
+def test_flops_of_local_layers_and_shared_heads() -> None:
+    """Two of three layers of 1,000 tokens see 129 keys a token; keys and values have half of the heads."""
+    shape: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 100, "nsp": False}
+    whole, local, shared = (ModelConfig(**shape, **c) for c in ({}, {"window": 128}, {"kv_heads": 2}))
+    flops = [training_flops(model, 1000, 1000**2, 10, 1) for model in (whole, local, shared)]
+    assert flops[0] - flops[1] == 12 * 64 * 2 * (1000**2 - 129 * 1000)
+    assert flops[0] - flops[2] == 6 * 3 * 64 * 64 * 1000
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     log.info(f"{args.output}: {kind} of step {pretrained.step:,}, {model.vocab_size:,} tokens")
     if causal:
         log.info("the run is causal: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM")
-    elif not (model.nsp or model.modern or pool):
+    elif mapping.family_of(model).nsp and not (model.nsp or pool):
         log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
     return OK
 

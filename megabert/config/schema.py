@@ -85,6 +85,11 @@ class ModelConfig(Section):
         """Heads of keys and of values."""
         return self.kv_heads or self.heads
 
+    @property
+    def qkv_columns(self) -> int:
+        """Of the product in front of attention: queries, keys and values."""
+        return self.hidden + 2 * self.hidden // self.heads * self.key_heads
+
     def window_of(self, layer: int) -> int:
         """The layer's window; 0: it sees whole sequences."""
         return self.window if layer % self.global_every else 0

@@ -310,12 +310,15 @@ def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer; a WordPiece tokenizer.json is read as the vocab.txt that it contains.
 
+    Beside a tokenizer.json a SentencePiece model of another than our name has other ids (XLM-RoBERTa's, CamemBERT's).
+
     Raises ValueError when there is none or it cannot be expressed.
     """
-    for name in TOKENIZERS:
+    path = folder / "tokenizer.json"
+    known = [name for name in TOKENIZERS if name in TOKENIZER_FILES or not path.is_file()]
+    for name in known:
         if (folder / name).is_file():
             return Tokenizer.load(folder / name)
-    path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer")
     tree = read_json(path)

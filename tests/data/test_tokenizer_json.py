@@ -80,6 +80,14 @@ def test_offsets_are_characters_of_the_text(tokenizer):
         assert "".join(text[i] for i in sorted(covered)) == "".join(text.replace("\u200b", "").split())
 
 
+def test_padding_may_be_the_end_token(tmp_path):
+    """As EuroBERT's is."""
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<s>", "</s>", "<mask>", "<unk>"])
+    fast_tokenizers.name_special(path, pad_token="</s>")
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.pad_id == tokenizer.sep_id == 1
+
+
 def test_special_tokens_are_named_beside_or_refused(tmp_path):
     path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<a>", "<b>", "<unk>", "<mask>"])
     with pytest.raises(ValueError, match=r"tokenizer\.json: has no cls token \(none of \[CLS\], <cls>, <s>, <bos>\)"):

@@ -20,7 +20,8 @@ from megabert.config import OpsConfig
 from megabert.data.packing import pack
 from megabert.hf import mapping
 from megabert.model import BertForPreTraining
-from tests.helpers import runs, wordpiece
+from tests.helpers import runs, tiny, wordpiece
+from tests.helpers.ranks import run_ranks
 from tests.hf import published
 
 NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
@@ -113,3 +114,50 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     text = torch.randint(10, tokens, (2, 60))
     assert type(back) is type(peer) and back(text).logits.equal(peer(text).logits)
     assert back.config.to_dict().get("layer_types") == peer.config.to_dict().get("layer_types")
+
+
+RATE, STEPS = 0.001, 20
+
+
+def settings() -> dict[str, Any]:
+    """ModernBERT, small, as a configuration; its window is shorter than the rows."""
+    tree = published.shrunk("modernbert-base") | {"vocab_size": tiny.VOCAB, "local_attention": 8}
+    model = mapping.from_huggingface_config(tree, "config.json")
+    changes = {f"model__{name}": value for name, value in model.model_dump().items()}
+    return {"tree": tree} | changes | {"optimizer__weight_decay": 0.1, "optimizer__lr": RATE}
+
+
+def our_updates(world: Any) -> dict[str, Any]:
+    fields = settings()
+    fields.pop("tree")
+    engine = tiny.engine(tiny.config(**fields), world)
+    found: dict[str, Any] = {"start": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
+    found["losses"] = [mlm for mlm, _ in tiny.train(engine, range(STEPS), RATE)]
+    return found | {"end": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
+
+
+@pytest.mark.dist
+def test_updates_equal_those_of_a_plain_loop() -> None:
+    """Losses and weights of 20 updates with AdamW, against transformers' model on the same rows."""
+    (ours,) = run_ranks(1, our_updates)
+    fields = settings()
+    peer, cfg = peer_of(fields.pop("tree")).train(), tiny.config(**fields)
+    peer.load_state_dict(mapping.to_huggingface(ours["start"], cfg.model))
+    matrices, vectors = ([p for p in peer.parameters() if (p.dim() > 1) is many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (cfg.optimizer.beta1, cfg.optimizer.beta2)
+    optimizer = torch.optim.AdamW(groups, RATE, betas, cfg.optimizer.eps)
+    for step, loss in enumerate(ours["losses"]):
+        batch = tiny.batch(step, range(tiny.ROWS))
+        logits = peer(input_ids=batch.input_ids.long()).logits.flatten(0, 1)
+        used = batch.mlm_labels >= 0
+        mean = F.cross_entropy(logits[batch.mlm_positions[used].long()], batch.mlm_labels[used])
+        optimizer.zero_grad()
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), cfg.optimizer.clip)
+        optimizer.step()
+        assert abs(mean.item() - loss) <= 1e-4, step
+    theirs = mapping.from_huggingface(peer.state_dict(), cfg.model)
+    assert max(largest(ours["end"][name], theirs[name]) for name in theirs) <= 1e-4
+    assert ours["losses"][0] - ours["losses"][-1] > 0.5
+    assert max(largest(ours["start"][name], theirs[name]) for name in theirs) > 0.01

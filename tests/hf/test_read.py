@@ -14,6 +14,7 @@ from megabert import hf as pretrained
 from megabert.commands import convert, fill
 from megabert.hf import read
 from tests.commands.test_convert import make, one_line
+from tests.helpers import fast_tokenizers, runs
 
 
 def files_of(folder: Path) -> dict[str, int]:
@@ -63,6 +64,13 @@ def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path) -> None:
     convert.convert(tmp_path / "hf", tmp_path / "run")
     assert list(tokens) == (tmp_path / "run" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     assert pretrained.load(tmp_path / "run").tokenizer.casing.lowercase is lowercase
+
+
+def test_tokenizer_json_wins_over_a_sentencepiece_model(tmp_path: Path) -> None:
+    """Whose ids are others in XLM-RoBERTa's and CamemBERT's folders."""
+    fast_tokenizers.write(tmp_path / "tokenizer.json", kind="unigram")
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(runs.sentencepiece_model())
+    assert read.read_tokenizer(tmp_path).path.name == "tokenizer.json"
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

@@ -309,8 +309,9 @@ def wave_share(m: float, n: float, k: float, processors: int) -> float:
 def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, float, float, int]]:
     """(m, n, k, how often) of each matrix product of a forward and a backward pass; 2 m n k operations every time."""
     d, ffn, tokens = model.hidden, model.ffn, batch.tokens
-    linear = [(tokens, 3 * d, d), (tokens, d, d), (tokens, model.ffn_inputs, d), (tokens, d, ffn)]
-    heads = [(batch.predictions, model.vocab_size, d), (batch.predictions, d, d)]
+    linear = [(tokens, model.qkv_columns, d), (tokens, d, d), (tokens, model.ffn_inputs, d), (tokens, d, ffn)]
+    heads = [(batch.predictions, model.vocab_size, d)]
+    heads += [(batch.predictions, d, d)] if model.transform else []
     heads += [(batch.sequences, d, d)] if model.nsp else []
     for shapes, count in ((linear, model.layers), (heads, 1)):
         for m, n, k in shapes:

@@ -103,7 +103,8 @@ class Manifest(BaseModel):
             raise ValueError(f"tokenizer.special_ids.{min(missing)} is missing")
         if max(special.values()) >= vocab:
             raise ValueError(f"tokenizer.special_ids must lie in 0..{vocab - 1}")
-        if len({i for name, i in special.items() if name != "unk"}) < len(special) - 1:
+        # a tokenizer may have no token of its own for what is unknown, or for padding
+        if len({i for name, i in special.items() if name not in ("unk", "pad")}) < len(special) - 2:
             raise ValueError("tokenizer.special_ids must be distinct")
         if self.dtype != (want := "uint32" if vocab > 65535 else "uint16"):
             raise ValueError(f"dtype must be {want!r} for {vocab} tokens, is {self.dtype!r}")
