@@ -79,6 +79,19 @@ class BuildOptions:
     dedup: tuple[str, ...] = _option(
         ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
     )  # fmt: skip
+    paragraph_characters: int = _option(
+        40,
+        "reading",
+        "characters, without spaces, from which on repeated paragraphs are dropped; headings and answers have fewer",
+        1,
+        1 << 20,
+    )
+    encoding_errors: str = _option(
+        "stop",
+        "reading",
+        "bytes that are not UTF-8: bad input, or U+FFFD in their place, counted",
+        choices=("stop", "replace"),
+    )
     near_threshold: float = _option(0.45, "reading", "share of shingles that near duplicates have in common", 0.3, 1)
     near_words: int = _option(3, "reading", "words of a shingle", 1, 32)
     near_characters: int = _option(5, "reading", "characters of a shingle in scripts without spaces", 1, 64)

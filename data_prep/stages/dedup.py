@@ -155,7 +155,8 @@ def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
     if "paragraphs" in job.options.dedup:
         paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
         numbers = (item.task << TASK_SHIFT) + np.arange(len(paragraphs), dtype=np.uint64)
-        left = np.repeat(keep, table["paragraphs"])
+        # a hash of 0 marks a paragraph that is too short to be compared
+        left = np.repeat(keep, table["paragraphs"]) & (paragraphs["hash"] != 0)
         records = work_files.keyed(paragraphs["hash"][left], numbers[left])
         work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", work_files.by_key(records), result)
         result.facts["paragraphs"] = int(left.sum())

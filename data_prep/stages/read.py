@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes
+from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes, segment_sums
 from data_prep.common.errors import Problems
 from data_prep.common.records import ReadTask
 from data_prep.executor import work_files
@@ -31,6 +31,8 @@ UNIT_BYTES = 8 << 20
 CHARACTERS_AT_ONCE = 3 << 19
 # verdicts below 0, beside those of the quality rules
 OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
+# U+FFFD in UTF-8
+REPLACEMENT = b"\xef\xbf\xbd"
 # the verdict of the first reason that the user's own filters give, the next ones below
 OWN = -3
 
@@ -67,9 +69,13 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
             try:
                 text, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
-                hint = "invalid UTF-8; convert text of another encoding to UTF-8 first (iconv -f NAME -t utf-8)"
-                problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
-                continue
+                if job.options.encoding_errors == "stop":
+                    hint = "invalid UTF-8; convert text of another encoding first (iconv), or --encoding-errors replace"
+                    problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
+                    continue
+                replaced = raw.decode(errors="replace").encode()
+                problems.counts["invalid UTF-8 replaced"] += replaced.count(REPLACEMENT) - raw.count(REPLACEMENT)
+                text, glued = clean.decode(replaced)
             paragraphs = clean.paragraphs(text, document.markup, glued)
             yield CleanDocument(paragraphs, len(raw), document.path, document.offset)
 
@@ -235,7 +241,8 @@ class _TaskFiles:
             edges = batch.words.paragraphs
             document = np.searchsorted(batch.words.documents, edges[:-1][full], side="right") - 1
             records = np.zeros(int(full.sum()), PARAGRAPH)
-            records["hash"] = segment_hashes(batch.words.facts["hash"], edges)[full]
+            long = segment_sums(batch.words.facts["characters"], edges) >= options.paragraph_characters
+            records["hash"] = np.where(long, segment_hashes(batch.words.facts["hash"], edges), 0)[full]
             records["sentences"] = batch.paragraph_sizes[full]
             table["paragraphs"] = np.bincount(document, minlength=len(table))
             self._files["paragraphs"].write(records[keep[document]])

@@ -30,7 +30,7 @@ from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import unpacked_bytes
-from data_prep.stages.read import clean_documents
+from data_prep.stages.read import CleanDocument, clean_documents
 from data_prep.text import sentences
 from data_prep.tokens.encoder import word_facts
 from megabert.common.files import write_whole
@@ -97,6 +97,8 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     size = share.size
     # Bad input is counted once, when the build reads it.
     for document in clean_documents(share.task, job, Problems(job.on_error)):
+        if not _is_kept(document, job.options):
+            continue
         size -= document.size
         documents.append(document.paragraphs)
         if size <= 0:
@@ -121,6 +123,19 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     data = "".join(line + "\n" for line in lines).encode()
     work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), result)
     return result
+
+
+def _is_kept(document: CleanDocument, options: BuildOptions) -> bool:
+    """Whether the user's own filters keep a document."""
+    if not all(classifier.keeps(" ".join(document.paragraphs)) for classifier in options.classifiers):
+        return False
+    if not options.functions:
+        return True
+    paragraphs = (" ".join(map(clean_word, paragraph.split())) for paragraph in document.paragraphs)
+    text = "\n\n".join(filter(None, paragraphs))
+    # its tokens are not known before there is a tokenizer
+    metadata = {"source": document.path, "document": document.offset, "tokens": len(text.split())}
+    return not any(function.objection(text, metadata) for function in options.functions)
 
 
 def train_item(job: BuildJob, count: int) -> ItemResult:

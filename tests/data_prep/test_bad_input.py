@@ -2,6 +2,7 @@
 
 import resource
 
+import pyarrow.parquet
 import pytest
 
 from tests.helpers.prep_reading import contents
@@ -46,6 +47,16 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     assert not list(tmp_path.rglob("manifest.json"))
     result = build(empty, bad, good, extra=("--on-error", "skip"))
     assert result.returncode == 0 and "empty file 1" in result.stdout and "invalid UTF-8 1" in result.stdout
+    # an ASCII head, one byte of cp1252, UTF-8 behind it: that byte alone is lost
+    mixed = write(
+        tmp_path / "mixed.txt", GOOD.encode() + b"It costs 5 \x80 today. " + "Zürich ist schön. ".encode() * 9
+    )
+    extra = ("--encoding-errors", "replace", "--overwrite", "--save-text", "--held-out", "0", "--dedup", "none")
+    result = build(mixed, extra=extra)
+    assert result.returncode == 0 and "invalid UTF-8 replaced 1" in result.stdout, result.stderr
+    (saved,) = (tmp_path / "out").rglob("*.parquet")
+    text = "\n".join(pyarrow.parquet.read_table(saved)["text"].to_pylist())
+    assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
 
 
 def test_wrong_files_and_options_are_named(build, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.common.errors import BadInput
 from data_prep.filters.classifiers import Classifier
+from megabert.data.tokenizer import Tokenizer
 from tests.helpers import fasttext_model
 
 pytest.importorskip("fasttext", reason="fasttext-predict is not installed")
@@ -65,5 +66,20 @@ def test_build_drops_by_each_model(model, tmp_path):
         assert main(["build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", *options]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["dropped"]["reasons"] == {"classifier lid.bin": 30}
+    keep = tmp_path / "keep.py"
+    keep.write_text("def keep(text): return 'house' in text")
+    for chosen in (["--classifier", f"{model}:en:0.65"], ["--filters", f"{keep}:keep"]):
+        trained = [
+            "--vocab-size",
+            "36",
+            "--character-coverage",
+            "1",
+            *options[: options.index("--tokenizer")],
+            *chosen,
+            "--overwrite",
+        ]
+        assert main(["build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/new", *trained]) == 0
+        tokens = Tokenizer.load(tmp_path / "new" / "tokenizer.model").tokens[5:]
+        assert any("h" in token for token in tokens) and not any("k" in token for token in tokens)  # kamen
     assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
     assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["options"]["digests"]

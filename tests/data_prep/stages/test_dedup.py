@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.__main__ import main
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.executor import work_files
@@ -156,6 +157,19 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
         assert ("exact duplicate 40" in result.stdout) == bool(reasons) and "random next none" in result.stdout
         statistics = report["datasets"]["128"]  # full sentences, of which nothing is lost
         assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
+
+
+def test_short_paragraphs_are_never_repeated_ones(tokenizer_file: Path, tmp_path: Path) -> None:
+    """Headings and answers stay; the line of 38 characters and 8 spaces goes from all documents but the first."""
+    notice = "All rights of this text belong to its authors."
+    bodies = [f"History\n{f'Sentence number {i} ends. ' * 9}\nYes.\n{notice}" for i in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": body}) + "\n" for body in bodies))
+    command = ["build", "--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer_file, "--workers", 1, "--quiet"]
+    for option, repeated in (("38", 39), ("1", 3 * 39), ("39", 0)):
+        extra = ["--dedup", "paragraphs", "--paragraph-characters", option, "--output", tmp_path / option]
+        assert main([*map(str, [*command, *extra])]) == 0
+        report = json.loads((tmp_path / option / "report.json").read_text())
+        assert report["dropped"]["repeated_paragraphs"] == repeated
 
 
 @pytest.mark.parametrize("size", [64, 1 << 21])
