@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         error.filename = error.filename or folder
         raise
     except KeyboardInterrupt:
-        log.error("interrupted; the same command resumes")
+        kept = ": finished parts are kept, the same command resumes" if args.command == "build" else ""
+        log.error(f"interrupted{kept}")
         return INTERRUPTED
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from megabert import hf
 from megabert.config import Config
@@ -171,5 +172,8 @@ def evaluate_run(run: str | Path, data: str, rows: int = 0) -> dict[str, float |
     dtype = precision.dtype_on(device, cfg.precision)
     model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(found.weights)
-    sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, found.tokenizer, cfg), device)
+    batches = fixed_batches(dataset, found.tokenizer, cfg)
+    total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
+    batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
+    sums = batch_sums(model.to(device, dtype), batches, device)
     return {"step": found.step} | summary(sums)

@@ -401,6 +401,8 @@ def median(values: Iterable[float]) -> float:
 
 # -- sinks -----------------------------------------------------------------------------------------------------------
 
+# TensorBoard sorts curves by name and opens on the first group: the losses
+FIRST_CURVES = {"train/loss": "1_loss/training", "eval/mlm_loss": "1_loss/held_out"}
 # TensorBoard has a curve for each of so many ranks, of more a histogram
 RANK_CURVES = 64
 
@@ -483,6 +485,8 @@ class TensorBoard(Sink):
         step = values["step"]
         for name, value in _numbers(values).items():
             self._writer.add_scalar(name, value, step)
+            if name in FIRST_CURVES:
+                self._writer.add_scalar(FIRST_CURVES[name], value, step)
         for name, value in values.items():
             if isinstance(value, list) and name.startswith("perf/rank_"):
                 if len(value) > RANK_CURVES:

@@ -198,7 +198,10 @@ def check(args: argparse.Namespace, config: Config) -> None:
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
     if not Path(config.data.path, MANIFEST).is_file():
-        raise ValueError(f"--data {config.data.path}: no dataset ({MANIFEST}) there; `megabert prep build` makes one")
+        build = "megabert prep build" + " --no-nsp" * (not config.model.nsp)
+        raise ValueError(
+            f"--data {config.data.path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model"
+        )
     read_deepspeed(args.deepspeed_config)
     end_of_time(args.max_time, os.environ, time.time())
     if args.replay is not None and args.replay < 1:

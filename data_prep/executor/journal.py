@@ -8,13 +8,15 @@ name are compared before use.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -176,6 +178,23 @@ class Journal:
         shutil.rmtree(self._work / FOLDER / stage.name, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def ticking(bar: tqdm[Any]) -> Iterator[None]:
+    """The bar's clock moves in the block, also while one long item is computed, as a tokenizer's training is."""
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(1.0):
+            bar.refresh()
+
+    if not bar.disable:
+        threading.Thread(target=tick, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 class Stages:
     """Runs stages with a progress bar each on stderr; `everything` is the sum of what they report."""
 
@@ -190,7 +209,7 @@ class Stages:
     ) -> Stage:
         """`function(job, item)` of every item, or its recorded result; the bar has `size` steps."""
         began = time.perf_counter()
-        with self._bar(name, len(items) if size is None else size, unit) as bar:
+        with self._bar(name, len(items) if size is None else size, unit) as bar, ticking(bar):
             stage = self.journal.map(name, function, job, items, lambda result: bar.update(result.size or 1))
         peak = max((result.peak for result in stage.results), default=0)
         self.figures[name] = {"seconds": time.perf_counter() - began, "peak_memory": peak}

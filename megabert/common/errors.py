@@ -16,6 +16,7 @@ import errno
 import functools
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ def command(main: Callable[[Any], int]) -> Callable[..., int]:
             log.error(describe(error))
             return exit_code(error)
         except KeyboardInterrupt:
-            log.error("interrupted")
+            log.error("interrupted: nothing was written")
             return INTERRUPTED
 
     return wrapped
@@ -118,4 +119,8 @@ def code_of(main: Callable[[], int]) -> int:
         code = main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else OK if end.code is None else 1
+    except KeyboardInterrupt:
+        # in the imports of a command
+        print("error: interrupted", file=sys.stderr)
+        code = INTERRUPTED
     return leave_exit_code(code)

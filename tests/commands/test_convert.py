@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
+from megabert.optim.schedule import learning_rate
 from tests.helpers import runs, wordpiece
 
 # it writes to stderr
@@ -75,7 +76,13 @@ def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
     convert.convert(tmp_path / "hf", run)
     cfg = config.load(str(run / "config.toml"), ["optimizer.lr=1e-5"])
     assert cfg.init_from == str(run.resolve()) and cfg.model == hf.load(run).config.model
-    assert tomllib.loads((run / "config.toml").read_text()).keys() == {"init_from", "model"}
+    assert tomllib.loads((run / "config.toml").read_text()).keys() == {
+        *("init_from", "model", "optimizer", "schedule", "batch", "checkpoint")
+    }
+    plain = config.load(str(run / "config.toml"))
+    assert plain.schedule.warmup_steps / plain.schedule.total_steps == 0.06
+    first, peak = (learning_rate(plain.schedule, plain.optimizer.lr, step, 0.0, 0) for step in (9, 750))
+    assert first > 1e-6 and peak == pytest.approx(1e-4, rel=0.01), "a rate that trains, from the first updates on"
     weights, state = load_weights(cfg.init_from)
     assert weights.keys() == runs.model(cfg.model).state_dict().keys() and state["step"] == 0
 
