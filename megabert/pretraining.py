@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert import config as configuration
 from megabert import distillation, evaluation
 from megabert.checkpoint import Checkpoints, check_compatible, note_changes, start_engine
 from megabert.common import environment, errors
@@ -25,7 +24,7 @@ from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, token_counts
+from megabert.data.mixture import AnyDataset, fitted_to, token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -140,7 +139,12 @@ def complete_config(
     config: Config, dataset: AnyDataset, tokenizer: Tokenizer, run_dir: Path, world: World, replay: int | None
 ) -> tuple[Config, Origin]:
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
-    config = fill_in(config, dataset, tokenizer)
+    config = fitted_to(config, dataset.manifest)
+    if world.is_main and dataset.manifest.options.get("nsp") and not config.model.nsp:
+        log.warning(
+            f"{config.data.path}: its rows are sentence pairs, of which half have a random second part, and model.nsp=false learns "
+            "nothing from them; rows of running text come from data_prep build --no-nsp"
+        )
     writes = replay is None
     if writes:
         run_lock.take(run_dir, world)
@@ -153,20 +157,6 @@ def complete_config(
         state = on_every_rank(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
     return config, Origin(run_dir, checkpoints, writes, path, state)
-
-
-def fill_in(config: Config, dataset: AnyDataset, tokenizer: Tokenizer) -> Config:
-    """The config with the vocabulary's size; raises ValueError naming the field where config and data disagree."""
-    model, manifest = config.model, dataset.manifest
-    if model.vocab_size not in (0, tokenizer.vocab_size):
-        raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {tokenizer.vocab_size}; remove it")
-    if manifest.seq_len > model.max_positions:
-        raise ValueError(f"model.max_positions={model.max_positions} is below the dataset's seq_len={manifest.seq_len}")
-    if model.nsp and not manifest.options.get("nsp", True):
-        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
-    tree = config.model_dump()
-    tree["model"]["vocab_size"] = tokenizer.vocab_size
-    return configuration.from_dict(tree)
 
 
 # -- 3. model and engine ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.files import compact
+from megabert.config import Config, from_dict
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
 
@@ -146,6 +147,24 @@ def _check_alike(first: Dataset, part: Dataset) -> None:
     ):
         if want != found:
             raise ValueError(f"{part.folder}: its {what} is {found}, that of {first.folder} {want}; build it to fit")
+
+
+def fitted_to(config: Config, manifest: Manifest) -> Config:
+    """The config with the size of the data's vocabulary. Raises ValueError naming the field where config and data disagree."""
+    model = config.model
+    if model.vocab_size not in (0, manifest.vocab_size):
+        raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {manifest.vocab_size}; remove it")
+    if manifest.seq_len > model.max_positions:
+        raise ValueError(f"model.max_positions={model.max_positions} is below the dataset's seq_len={manifest.seq_len}")
+    if model.nsp and not manifest.options.get("nsp", True):
+        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
+    return with_vocabulary_size(config, manifest.vocab_size)
+
+
+def with_vocabulary_size(config: Config, size: int) -> Config:
+    tree = config.model_dump()
+    tree["model"]["vocab_size"] = size
+    return from_dict(tree)
 
 
 def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True) -> AnyDataset:

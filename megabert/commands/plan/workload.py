@@ -14,18 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megabert.config import (
-    Config,
-    ModelConfig,
-    accumulation,
-    fit_micro_size,
-    from_dict,
-    merge_deepspeed,
-    shares,
-    to_deepspeed,
-)
+from megabert.config import Config, ModelConfig, accumulation, fit_micro_size, merge_deepspeed, shares, to_deepspeed
 from megabert.data.masking import largest_capacity
-from megabert.data.mixture import open_mixture
+from megabert.data.mixture import fitted_to, open_mixture, with_vocabulary_size
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops
@@ -86,13 +77,11 @@ def manifest_of(config: Config) -> Manifest | None:
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
-    """The config with the size that the data's tokenizer decides, or the default without data."""
-    if config.model.vocab_size:
-        return config
-    size = manifest.vocab_size if manifest else DEFAULT_VOCABULARY
-    tree = config.model_dump()
-    tree["model"]["vocab_size"] = size
-    return from_dict(tree)
+    """The config with the size that the data's tokenizer decides, or the default without data. Raises ValueError where a run on
+    this data would be refused."""
+    if manifest is not None:
+        return fitted_to(config, manifest)
+    return config if config.model.vocab_size else with_vocabulary_size(config, DEFAULT_VOCABULARY)
 
 
 def planned_precision(config: Config) -> str:
