@@ -64,7 +64,7 @@ class Student(BertForPreTraining):
             none = torch.zeros_like(mlm)
             return mlm, nsp, none, none, *correct, none, none
         assert not args
-        inputs = {name: batch[name] for name in ENCODED}
+        inputs = {name: batch[name] for name in ENCODED} | {"causal": batch.get("causal", False)}
         labels, at = batch["mlm_labels"].flatten(), batch["mlm_positions"].flatten()
         hidden = self.encode(**inputs, seed=seed).flatten(0, 1)  # (B * T, D)
         with torch.no_grad():

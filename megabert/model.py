@@ -289,16 +289,17 @@ class BertForPreTraining(nn.Module):
 
     def encode(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, keep: Tensor | None = None, seed: Tensor | None = None,
+        lengths: Tensor, keep: Tensor | None = None, seed: Tensor | None = None, causal: Any = False,
     ) -> Tensor:  # fmt: skip
-        """Hidden states [B, T, D] of int32 [B, T] inputs (lengths [B, S]); a token attends to [key_start, key_end).
+        """Hidden states [B, T, D] of int32 [B, T] inputs (lengths [B, S]); a token attends to [key_start, key_end), of which
+        varlen attention knows only whether they are `causal`.
 
         With `keep` (int flat positions [N] or [B, J]) the last layer computes only those: [N, D] or [B, J, D], the same
         values. seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
         With a second element, the index of the batch's first row in the update, a row's masks do not depend on its batch.
         """
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        for normed, _residual in self._states(*inputs, keep, seed):
+        for normed, _residual in self._states(*inputs, keep, seed, causal):
             last = normed
         return last
 
@@ -318,14 +319,14 @@ class BertForPreTraining(nn.Module):
 
     def _states(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, keep: Tensor | None, seed: Tensor | None,
+        lengths: Tensor, keep: Tensor | None, seed: Tensor | None, causal: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
         """(normed, residual) of the embeddings and of each layer, as they are computed."""
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
         size = self.cfg.hidden // self.cfg.heads
         kinds = {(self.cfg.window_of(index), self.cfg.theta_of(index)) for index in range(len(self.layers))}
-        keys = {w: self.ops.attention_inputs(key_start, key_end, lengths, w) for w, _ in kinds}
+        keys = {w: self.ops.attention_inputs(key_start, key_end, lengths, w, causal) for w, _ in kinds}
         angles = {theta: rotation(position_ids, size, theta) for _, theta in kinds} if self.cfg.modern else {}
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)  # (B, T, D) each
         yield normed, x
@@ -346,6 +347,7 @@ class BertForPreTraining(nn.Module):
         key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
         cls_positions: Tensor | None = None, nsp_labels: Tensor | None = None, mlm_positions: Tensor | None = None,
         mlm_labels: Tensor | None = None, seed: Tensor | None = None, logits_at: Tensor | None = None,
+        causal: Any = False,
     ) -> Output | Tensor:  # fmt: skip
         """Loss sums and correct counts of a packed batch (shapes as in `encode`); with `logits_at`, int flat positions [N],
         only the logits there over the real vocabulary [N, V]. Of ids alone, as in `unpacked_inputs`, all logits [B, T, V].
@@ -359,7 +361,7 @@ class BertForPreTraining(nn.Module):
         assert segment_ids is not None and position_ids is not None and key_start is not None and lengths is not None
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
         if logits_at is not None:
-            return self.mlm_logits(self.encode(*inputs, logits_at, seed))
+            return self.mlm_logits(self.encode(*inputs, logits_at, seed, causal))
         assert (
             mlm_positions is not None
             and mlm_labels is not None
@@ -368,7 +370,7 @@ class BertForPreTraining(nn.Module):
         )
         slots = mlm_positions.shape[1]
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
-        hidden = self.encode(*inputs, keep, seed)  # (B, K + S, D)
+        hidden = self.encode(*inputs, keep, seed, causal)  # (B, K + S, D)
         predicted = self.mlm(hidden[:, :slots].flatten(0, 1))  # (B * K, D)
         mlm_loss, mlm_correct = self.embeddings.word(hidden=predicted, labels=mlm_labels.flatten())
         if not self.cfg.nsp:

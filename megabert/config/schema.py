@@ -354,9 +354,9 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     if config.causal_updates:
         no_pair = "[CLS] attends only to itself, so it cannot predict whether B follows A; set model.nsp=false"
         yield model.nsp, f"{causal}: {no_pair}"
-        others = "set ops.attention to auto, sdpa, native or fused_softmax"
+        others = "set ops.attention to auto, varlen, sdpa, native or fused_softmax"
         not_causal = f"ops.attention={attention} is not causal, which {causal} needs; {others}"
-        yield attention in ("varlen", "cudnn"), not_causal
+        yield attention == "cudnn", not_causal
     if config.objective.causal_share:
         ends = "objective.causal_share is for runs that end with masked LM"
         yield masking.causal, f"{ends}; set it to 0, or data.masking.strategy to token"

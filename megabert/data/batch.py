@@ -58,17 +58,19 @@ class Batch:
     row_ids: np.ndarray
     # int64 [B], the epoch of each row
     epochs: np.ndarray
+    # each token attends only to those before it, and to itself
+    causal: bool = False
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, as the model's `forward` takes them."""
-        return {name: getattr(self, name) for name in TENSORS}
+    def inputs(self) -> dict[str, Any]:
+        """The tensors by name, and `causal` where it is true, as the model's `forward` takes them."""
+        return {name: getattr(self, name) for name in TENSORS} | ({"causal": True} if self.causal else {})
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`; asynchronous where the batch lies in pinned memory.
 
         A device other than the CPU gets the lengths compact: only the host can count them without waiting.
         """
-        tensors = self.inputs()
+        tensors = {name: getattr(self, name) for name in TENSORS}
         if torch.device(device).type != "cpu" and self.lengths.is_cpu and self.lengths.dim() == 2:
             compact = compact_lengths(self.lengths, self.input_ids.shape[1])
             tensors["lengths"] = compact.pin_memory() if self.lengths.is_pinned() else compact
@@ -143,6 +145,7 @@ class BatchLayout:
     seq_len: int
     max_sequences: int
     capacity: int
+    causal: bool = False
 
     def widths(self, wide: bool) -> dict[str, int]:
         """Elements a row of each field of the int64 (`wide`) or the int32 buffer, in order."""
@@ -174,7 +177,7 @@ class BatchLayout:
         counts = views["counts"].numpy().reshape(-1, size, len(COUNTS)).sum(1).tolist()
         row_ids, epochs = (views[name].numpy().reshape(-1, size) for name in ("row_ids", "epochs"))
         parts = zip(tensors, counts, row_ids, epochs, strict=True)
-        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
+        return [Batch(*part) for part in ((*t, *c, ids, e, self.causal) for t, c, ids, e in parts)]
 
 
 def collate(

@@ -67,7 +67,7 @@ class _Source:
 
     def layout(self, rows: int, masking: MaskingConfig) -> BatchLayout:
         m = self.dataset.manifest
-        return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
+        return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len), masking.causal)
 
     def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig) -> tuple[np.ndarray, np.ndarray]:
         """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]). Raises as

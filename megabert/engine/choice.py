@@ -261,7 +261,7 @@ def batch_of(spec: Mapping[str, Any]) -> dict[str, Tensor]:
     draw = np.random.default_rng(0)
     ids, labels = (draw.integers(entries, size=(rows, columns)) for columns in (width, slots))
     places = np.arange(slots) * lengths.sum(1, keepdims=True) // slots
-    layout = BatchLayout(rows, width, lengths.shape[1], slots)
+    layout = BatchLayout(rows, width, lengths.shape[1], slots, spec["causal"])
     narrow, wide = layout.empty()
     collate(
         Rows(ids, bounds=np.stack([lengths, lengths], -1), isnext=draw.integers(2, size=lengths.shape)),

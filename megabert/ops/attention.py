@@ -18,13 +18,14 @@ from megabert.ops.softmax_mask import fused_softmax_mask
 
 
 def attention_inputs(
-    backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor, window: int = 0
+    backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor, window: int = 0, causal: bool = False
 ) -> list[Tensor]:
     """What `attend` needs of a batch, made once for all layers of one `window`.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
     mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and cudnn: int32 offsets of the sequences and of each row's
-    pads in the flattened batch, [N + 1] or, with empty slots (kernels start blocks for those too), [B * (S + 1) + 1].
+    pads in the flattened batch, [N + 1] or, with empty slots (kernels start blocks for those too), [B * (S + 1) + 1]; behind
+    them an empty tensor where the key ranges are `causal`, which these backends do not read.
     """
     width = key_start.shape[1]
     if window and backend not in WHOLE_SEQUENCES:
@@ -38,7 +39,8 @@ def attention_inputs(
     if lengths.dim() == 2:
         pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
         lengths = torch.cat([lengths, pads], 1).flatten()
-    return [F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))]
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return [offsets, offsets.new_empty(0)] if causal else [offsets]
 
 
 def local_keys(key_start: Tensor, key_end: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -80,12 +82,13 @@ def attend(
     if backend in WHOLE_SEQUENCES:
         # by the kernels behind torch.nn.attention.varlen, which itself takes no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
-        lengths, scale = (inputs[0], inputs[0], width, width), size**-0.5
+        lengths, scale, causal = (inputs[0], inputs[0], width, width), size**-0.5, len(inputs) > 1
         # both ends inclusive; without them, everything
-        sides = {"window_size_left": window // 2, "window_size_right": window // 2} if window else {}
+        sides = {"window_size_left": window // 2, "window_size_right": 0 if causal else window // 2} if window else {}
         if backend == "varlen":
-            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, False, False, scale=scale, **sides)
+            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, causal, False, scale=scale, **sides)
         else:
+            assert not causal
             found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
         return found[0].reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)

@@ -83,7 +83,9 @@ def choose(
         if blocked[requested]:
             raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {blocked[requested]}")
         return Backend(requested, "asked for")
-    if op == "attention" and not blocked["varlen"]:
+    if (
+        op == "attention" and not blocked["varlen"] and not causal
+    ):  # which needs `causal` given with each batch, as training does
         return Backend("varlen", f"flash attention over packed sequences on {device}")
     if blocked["native"]:
         return Backend(BACKENDS[op][0], blocked["native"])
@@ -100,7 +102,7 @@ def obstacles(
     if op == "attention" and window:
         found["cudnn"] = found["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
     if op == "attention" and causal:
-        found |= dict.fromkeys(WHOLE_SEQUENCES, "it attends to whole sequences, a causal model must not")
+        found["cudnn"] = "it attends to whole sequences, a causal model must not"
     return found
 
 

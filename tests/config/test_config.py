@@ -37,7 +37,7 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         (["objective.causal_share=0.4"], "objective.causal_share above 0: [CLS] attends only to itself"),
         ([*CAUSAL, "data.masking.strategy=causal"], "objective.causal_share is for runs that end with masked LM"),
         ([*CAUSAL, "distill.teacher=x"], "distill.teacher needs one objective throughout"),
-        ([*CAUSAL, "ops.attention=varlen"], "ops.attention=varlen is not causal, which objective.causal_share above 0"),
+        ([*CAUSAL, "ops.attention=cudnn"], "ops.attention=cudnn is not causal, which objective.causal_share above 0"),
         (["schedule.name=budget"], "schedule.name=budget needs schedule.budget_minutes"),
         (["schedule.by=minutes"], "schedule.by=minutes needs schedule.budget_minutes"),
         (["schedule.by=tokens"], "schedule.by=tokens needs schedule.budget_tokens"),

@@ -18,7 +18,7 @@ import torch
 
 from megabert.common import errors
 from megabert.config import MaskingConfig, from_dict
-from megabert.data.batch import RowDigest, compact_lengths
+from megabert.data.batch import TENSORS, RowDigest, compact_lengths
 from megabert.data.loader import Batch, Loader, Update, eval_batches
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
@@ -258,7 +258,8 @@ def test_evaluation_reads_each_row_once_under_one_mask(dataset, world, micro, li
 
 def same_batches(ours: Update, theirs: Update) -> None:
     for mine, other in zip(ours.batches, theirs.batches, strict=True):
-        assert all(torch.equal(a, other.inputs()[name]) for name, a in mine.inputs().items())
+        assert mine.causal == other.causal
+        assert all(torch.equal(getattr(mine, name), getattr(other, name)) for name in TENSORS)
         assert (mine.predictions, mine.tokens) == (other.predictions, other.tokens)
 
 

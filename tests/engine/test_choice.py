@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megabert import config as configuration
 from megabert import ops
-from megabert.config import Config, ModelConfig
+from megabert.config import Config, ModelConfig, OpsConfig
 from megabert.data.shards import DamagedRow, Rows
 from megabert.distributed.ranks import World
 from megabert.engine import choice
+from megabert.model import BertForPreTraining
+from megabert.ops import backend
 from tests.ops.oracle import needs_library
 
 CUDA = World(0, 0, 1, torch.device("cuda"), "gloo", "single")
@@ -151,6 +156,43 @@ def test_candidates_get_the_sequences_of_the_run() -> None:
     assert batch["mlm_positions"].tolist() == [[0, 3, 6, 9], [16, 20, 24, 28], [32, 35, 38, 41]]
     causal = choice.batch_of(SPEC | {"causal": True, "rows": 1})
     assert causal["key_end"].tolist() == [[*range(1, 14), 0, 0, 0]]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, *numbers: Any, scale: float, **sides: int) -> Any:
+    """What the kernel behind torch.nn.attention.varlen computes, by torch: `numbers` are two widths, the dropout, `is_causal`."""
+    out, causal = torch.zeros_like(q), numbers[3]
+    left, right = sides.get("window_size_left", -1), 0 if causal else sides.get("window_size_right", -1)
+    for begin, end in itertools.pairwise(begins.tolist()):
+        parts = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        away = torch.arange(end - begin) - torch.arange(end - begin)[:, None]  # of a key from its query
+        seen = ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0))
+        out[begin:end] = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale).transpose(0, 1)
+    return (out,)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_masked_and_causal_batches_of_one_run_are_flash_attention(window, stand, monkeypatch, tmp_path) -> None:
+    """A run with a causal phase chooses varlen where it is fastest; the kernel gets the objective of each batch."""
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
+    monkeypatch.setattr(ops, "obstacles", backend.obstacles)
+    mixed, asked = config("objective.causal_share=0.4", "model.nsp=false"), []
+    stand["given"] |= {"attention=varlen": 0.1, "attention=cudnn": 0.05}
+    assert chosen(tmp_path / "run", "objective.causal_share=0.4", "model.nsp=false")["attention"] == "varlen"
+    assert choice.obstacles("attention", mixed, "cuda") == dict.fromkeys(ops.BACKENDS["attention"], "") | {
+        "cudnn": "it attends to whole sequences, a causal model must not"
+    }
+    kernel = lambda *given, **more: (asked.append(given[8]), flash(*given, **more))[1]  # noqa: E731
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    model = ModelConfig(**SMALL | {"kind": "modern", "norm": "pre", "nsp": False, "window": window, "layers": 2})
+    for causal in (False, True):
+        batch = choice.batch_of(SPEC | {"causal": causal})
+        losses = []
+        for name in ("varlen", "sdpa"):
+            torch.manual_seed(0)
+            asked_for = OpsConfig(attention=name, layer="torch", mlm_loss="torch")
+            losses.append(BertForPreTraining(model, asked_for, "cuda", causal=True).eval()(**batch).mlm_loss_sum.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and asked == [causal] * 2
+        asked.clear()
 
 
 @needs_library

@@ -69,13 +69,15 @@ def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dty
         ops.choose(op, requested, "cpu", dtype)
 
 
-def test_a_causal_model_never_gets_attention_over_whole_sequences(monkeypatch) -> None:
+def test_only_who_asks_gets_varlen_for_causal_models(monkeypatch) -> None:
+    """It needs to be given which batches are causal, as a run's batches do."""
     monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
     assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
-    with pytest.raises(ValueError, match=r"ops\.attention=varlen cannot run .* a causal model must not"):
-        ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
+    assert ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True).name == "varlen"
+    with pytest.raises(ValueError, match=r"ops\.attention=cudnn cannot run .* a causal model must not"):
+        ops.choose("attention", "cudnn", "cuda", torch.bfloat16, causal=True)
 
 
 def test_local_layers_never_get_attention_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
