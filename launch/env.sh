@@ -16,6 +16,8 @@ DATA_512=${DATA_512:-$DATA/seq512}            # shards of phase 2
 PREP=${PREP:---held-out 0.005}                # further options of prep.slurm: --dedup …, --filters …, --tokenizer …
 RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard; every node sees it
 MAX_RESTARTS=${MAX_RESTARTS:-3}               # restarts in a row without progress before a job gives up
+RESTARTS=${RESTARTS:-3}                       # restarts on the nodes that a job has, before it is requeued
+NODES=${NODES:-${SLURM_JOB_NUM_NODES:-1}}     # nodes that train; those that sbatch -N takes beyond them are spare
 NETWORK=${NETWORK:-}                          # the cluster's own network for the ranks' sockets, e.g. 10.78.0.0/24; empty: NCCL's and gloo's choice
 # module load cuda/13.0                       # whatever your site needs
 # export NCCL_SOCKET_IFNAME=ib0               # the cluster's own network: ranks trust whoever reaches their ports

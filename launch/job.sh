@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Restarts of a SLURM job: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the job again
-# when it ended for a reason that is not its own. Never COMPLETED before it is finished.
+# Restarts of a SLURM job: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the command again
+# when it ended for a reason that is not its own: on the nodes that the job has, then by a requeue. Never COMPLETED before it
+# is finished.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "${root:?}/launch/lib.sh"
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
 
-check MAX_RESTARTS "$NUMBER" "a number"
+for name in MAX_RESTARTS RESTARTS NODES; do check "$name" "$NUMBER" "a number"; done
+check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
+((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, which the job has"
 for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check VOCAB "$NUMBER" "a number"
 check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
@@ -76,53 +79,134 @@ forward_signal() {
 # many attempts in a row made none, and what it printed last.
 remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
 
+# job_field NAME: what SLURM says of this job; nothing without scontrol
+job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE "s/.* $1=([^ ]*).*/\1/p" || true; }
+
 # ends_itself: whether SLURM ends this job
-ends_itself() {
-  scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE ' JobState=(CANCELLED|COMPLETING) '
+ends_itself() { [[ $(job_field JobState) =~ ^(CANCELLED|COMPLETING)$ ]]; }
+
+meeting=${MASTER_ADDR:-} # where the ranks are to meet, if that is given: rank 0's node then stays
+nodes=()                 # of an attempt, in SLURM's order; none without scontrol
+failed=()                # that the ranks of the last attempt named
+named=()                 # that any attempt in this allocation named, the newest first
+
+has() { [[ " ${*:2} " == *" $1 "* ]]; } # has WORD words…
+
+# choose_nodes: NODES of those that the job has; where it has more, the ones that failures named are left out
+choose_nodes() {
+  local all node spare first=${meeting:+1} out=()
+  mapfile -t all < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+  spare=$((${#all[@]} - NODES))
+  for node in "${named[@]}"; do
+    if [ "${#out[@]}" -lt "$spare" ] && has "$node" "${all[@]:$first}"; then out+=("$node"); fi
+  done
+  nodes=()
+  for node in "${all[@]}"; do
+    if [ "${#nodes[@]}" -lt "$NODES" ] && ! has "$node" "${out[@]}"; then nodes+=("$node"); fi
+  done
+}
+
+# name_nodes: those that the ranks of the last attempt named; where they are most of its nodes, they prove nothing
+name_nodes() {
+  local node
+  mapfile -t failed < <(find "$job/ranks" -type f -exec sed -n 's/^failed=//p' {} + | sort -u)
+  if [ "${#failed[@]}" -gt $(((NODES + 1) / 2)) ]; then failed=(); fi
+  for node in "${failed[@]}"; do if ! has "$node" "${named[@]}"; then named=("$node" "${named[@]}"); fi; done
+}
+
+# drop_failed: give the failed nodes back to SLURM, which then does not end the job for them; false where too few are left
+drop_failed() {
+  local all node keep=()
+  mapfile -t all < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+  for node in "${all[@]}"; do
+    if [ "$node" = "${SLURMD_NODENAME:-}" ] || ! has "$node" "${failed[@]}"; then keep+=("$node"); fi
+  done
+  [ "${#keep[@]}" -ge "$NODES" ] && [ "${#keep[@]}" -lt "${#all[@]}" ] || return 1
+  (cd "$job" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null
 }
 
 # on_nodes: whether the ranks' step is still on some node
 on_nodes() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; }
 
-# wait_for_lost_node: return when the ranks' step has ended on all nodes, when SLURM ends this job, or at a signal. srun leaves
-# a step that is on a node that does not answer. Requeued then, the job is counted wrongly once SLURM finds that node down: its
-# next start is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down after SlurmdTimeout, and requeues.
+# wait_for_lost_node: return when the ranks' step has ended on all nodes, or the others are given back; false when SLURM ends
+# this job, or at a signal. srun leaves a step that is on a node that does not answer. Requeued then, the job is counted wrongly
+# once SLURM finds that node down: its next start is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down
+# after SlurmdTimeout, and requeues.
 wait_for_lost_node() {
   local patience waited
   patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p') || true # no scontrol here
-  for ((waited = 0; waited < ${patience:-300} + 60; waited += 5)); do
-    if [ -n "$stopping" ] || ends_itself || ! on_nodes; then return; fi
-    if [ "$waited" = 10 ]; then echo "$(date -Is) a node does not answer: waiting until SLURM finds it down"; fi
-    rest 5
+  for ((waited = 0; waited < ${patience:-300} + 60; waited++)); do
+    if [ -n "$stopping" ] || ends_itself; then return 1; fi
+    on_nodes || return 0
+    if [ "$waited" = 5 ]; then
+      if drop_failed; then echo "$(date -Is) given back, because they do not answer: ${failed[*]}" && return; fi
+      echo "$(date -Is) a node does not answer: waiting until SLURM finds it down"
+    fi
+    rest 1
   done
+  return 1
 }
 
-# run_or_restart WHAT command…: returns when the command is finished; otherwise ends this job, requeued or not.
-run_or_restart() {
-  local what=$1 count=0 before=''
-  shift
-  [ -f "$job/restarts" ] || remember 0
-  attempt "$job/ranks" forward_signal "$@"
-  case $ended in
-    0) return ;;
-    2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
-  esac
-  # Before a time limit this shell gets USR2. Otherwise a job that is completing while this shell still runs is one
-  # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
-  wait_for_lost_node
-  if [ "$stopping" != USR2 ] && ends_itself; then
-    echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
+# requeue: this job again, without the nodes that failures named as far as enough others are there
+requeue() {
+  local out count partition node
+  out=$(job_field ExcNodeList | sed 's/(null)//')
+  for node in "${named[@]}"; do out+=${out:+,}$node; done
+  partition=$(job_field Partition)
+  count=$(sinfo --noheader --Node --partition="$partition" --states=idle,mixed,allocated,completing --format=%N 2>/dev/null |
+    sort -u | grep -cvxF "$(scontrol show hostnames "$out" 2>/dev/null)") || true
+  trap '' TERM # of the requeue itself: the lines below come first
+  scontrol requeue "$SLURM_JOB_ID" || return 1
+  if [ "${#named[@]}" = 0 ]; then return; fi
+  if [ "${count:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
+    echo "$(date -Is) not left out: ${named[*]}; $partition has too few others"
+  elif scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$out"; then # only of a job that waits
+    echo "$(date -Is) left out from now on: ${named[*]}"
   fi
+}
+
+# count_attempt WHAT: sets `count`, the attempts in a row without progress; gives up after too many
+count_attempt() {
+  local before=''
+  count=0
   { read -r count && IFS= read -r before; } <"$job/restarts" || true
   if [[ $count =~ ^($NUMBER)$ && $(progress) == "$before" ]]; then count=$((count + 1)); else count=0; fi
   remember "$count"
   if [ "$count" -gt "$MAX_RESTARTS" ]; then
-    echo "error: $what ended with $ended, and $MAX_RESTARTS restarts in a row made no progress" >&2
+    echo "error: $1 ended with $ended, and $MAX_RESTARTS restarts in a row made no progress" >&2
     exit 4
   fi
-  if [ -z "$stopping" ]; then before_restart "$count"; fi
+}
+
+# run_or_restart WHAT command…: returns when the command is finished; otherwise ends this job, requeued or not.
+run_or_restart() {
+  local what=$1 count within answered
+  shift
+  [ -f "$job/restarts" ] || remember 0
+  choose_nodes
+  for ((within = 1; ; within++)); do
+    attempt "$job/ranks" forward_signal "$@"
+    case $ended in
+      0) return ;;
+      2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
+    esac
+    name_nodes
+    # Before a time limit this shell gets USR2. Otherwise a job that is completing while this shell still runs is one
+    # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
+    answered=yes
+    wait_for_lost_node || answered=
+    if [ "$stopping" != USR2 ] && ends_itself; then
+      echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
+    fi
+    count_attempt "$what"
+    if [ -z "$stopping" ]; then before_restart "$count"; fi
+    if [ "$ended" != 4 ] || [ -n "$stopping" ] || [ -z "$answered" ] || [ "$within" -gt "$RESTARTS" ]; then break; fi
+    choose_nodes
+    echo "$(date -Is) $what ended with 4, failed nodes: ${failed[*]:-none named}; restart $within of $RESTARTS in this job" \
+      "on ${nodes[*]:-its nodes}; attempts in a row without progress: $count"
+  done
   echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
-  if ! scontrol requeue "$SLURM_JOB_ID"; then
+  if ! requeue; then
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
     # Before a time limit this shell gets USR2, in a preemption nothing. A preempted job that ends by itself is not
     # requeued, one that SLURM has to end is.

@@ -43,8 +43,9 @@ rest() {
 HOST='[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*'
 INTERFACE='[=^]*[A-Za-z0-9_.,@-]+' # NCCL takes a list, a prefix, =exact and ^not; gloo a list
 
-# in_network NETWORK: interface and address of this node in it, "fast0 10.78.0.1"; nothing where it has none
-in_network() { ip -o address show to "$1" | awk 'NR == 1 { sub("/.*", "", $4); print $2, $4 }'; }
+# in_network NETWORK [command…]: interface and address of this node in it, or of where the command runs what follows it,
+# "fast0 10.78.0.1"; nothing where it has none
+in_network() { "${@:2}" ip -o address show to "$1" | awk 'NR == 1 { sub("/.*", "", $4); print $2, $4 }'; }
 
 check_rendezvous() { # what the ranks find each other by; each may be unset
   [ -z "${MASTER_ADDR+set}" ] || check MASTER_ADDR "$HOST" "a host name or an address" "the environment"

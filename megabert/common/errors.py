@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,11 +103,14 @@ def command(main: Callable[[Any], int]) -> Callable[..., int]:
     return wrapped
 
 
-def leave_exit_code(code: int) -> int:
-    """`code`, also written to $MEGABERT_EXIT_DIR where a launch script set it: launchers change or lose the ranks' codes."""
+def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
+    """`code`, also written to $MEGABERT_EXIT_DIR where a launch script set it, with the hosts whose ranks failed: launchers
+    change or lose the ranks' codes."""
     if folder := os.environ.get("MEGABERT_EXIT_DIR"):
         try:
-            Path(folder, f"{socket.gethostname()}-{os.getpid()}").write_text(f"{code}\n")
+            Path(folder, f"{socket.gethostname()}-{os.getpid()}").write_text(
+                "\n".join([str(code), *(f"failed={host}" for host in failed_hosts)]) + "\n"
+            )
         except OSError as error:
             log.warning(f"MEGABERT_EXIT_DIR: {describe(error)}")
     return code

@@ -102,9 +102,11 @@ class Peer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends; `hang`: stacks are written; `kill`: ranks that are ended by force; `speaker` prints the text."""
+    """Why the job ends, and the hosts of the failed ranks; `hang`: stacks are written; `kill`: ranks that are ended by force;
+    `speaker` prints the text."""
 
     text: str
+    hosts: list[str]
     hang: bool
     kill: list[int]
     speaker: int
@@ -132,7 +134,8 @@ class Watchdog:
     def start(self) -> None:
         """Start sending heartbeats and watching those of the others. A collective."""
         world = self.world
-        places = world.gather([socket.gethostname(), pid_namespace(), os.getpid()])
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # where SLURM has a name of its own for it
+        places = world.gather([host, pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
         # A launcher that restarts ranks may keep its store: heartbeats of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
@@ -295,7 +298,7 @@ class Watchdog:
             shown += f"; and {len(peers) - SHOWN} more"
         own, alive = self.world.rank, [peer.rank for peer in self._peers if peer.rank not in failed]
         kill = sorted(failed.keys() - {own}) if force and alive else []
-        return Verdict(shown, hang, kill, min(alive) if kill else own)
+        return Verdict(shown, sorted({p.host for p in peers}), hang, kill, min(alive) if kill else own)
 
     def _end(self, verdict: Verdict) -> None:
         rank, own = self.world.rank, self._peers[self.world.rank]
@@ -314,7 +317,7 @@ class Watchdog:
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
         finally:  # this process must not be the one that hangs, whatever could not be written
-            os._exit(leave_exit_code(FAILED))
+            os._exit(leave_exit_code(FAILED, verdict.hosts))
 
 
 def _all(peers: list[Peer], what: str) -> dict[int, str]:

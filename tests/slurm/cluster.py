@@ -74,7 +74,7 @@ class Cluster:
             ports = [probe.getsockname()[1] for probe in probes]
         host = socket.gethostname().split(".")[0]
         values = {"folder": folder, "port": ports[0], "grace": grace, "host": host, "user": getpass.getuser()}
-        values |= {"address": address("ctl") if network else "127.0.0.1", "patience": 30 if network else 300}
+        values |= {"address": address("ctl") if network else "127.0.0.1", "patience": 60 if network else 300}
         values["nodes"] = "\n".join(
             f"NodeName={node} NodeHostname={node if network else host} "
             f"NodeAddr={address(node) if network else '127.0.0.1'} Port={port} CPUs=64 Gres=gpu:8"
@@ -131,6 +131,14 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
+
+    def kill_rank(self, rank: int) -> float:
+        """kill -9 of one rank of the job that runs; the moment."""
+        for pid in self._processes(f"SLURM_PROCID={rank}"):
+            if "train.py" in _command(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return time.time()
 
     def run(self, *command: str, **env: str) -> str:
         """Standard output of a client command."""

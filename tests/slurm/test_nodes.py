@@ -18,7 +18,7 @@ import pytest
 from tests.integration.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.network import Network, address
-from tests.slurm.test_pretrain import SMALL, STEPS, Job, uninterrupted
+from tests.slurm.test_pretrain import SMALL, STEPS, Job, uninterrupted, wait_for_update
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
 NODES = ("n1", "n2", "n3", "n4")
@@ -78,6 +78,22 @@ def test_a_node_vanishes_and_comes_back(cluster, network, dataset, curve, tmp_pa
     job.finished(PATIENCE)
     assert "rank 2 (host n3, " in job.log and "is lost: it sends no heartbeat" in job.log, job.log
     assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == 2
+
+
+def test_a_spare_node_replaces_one_that_vanishes(cluster, network, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *FOUR, NODES="3", NETWORK="10.78.0.0/24")
+    job.trained(6, PATIENCE)
+    lost = time.time()
+    network.set_link("n2", "down")
+    try:
+        seconds = wait_for_update(job, lost, PATIENCE)
+        job.finished(PATIENCE)
+    finally:
+        network.set_link("n2", "up")
+    print(f"{seconds:.0f} s from the fault to the next update")
+    assert "given back, because they do not answer: n2" in job.log and "on n1 n3 n4;" in job.log, job.log
+    assert cluster.job(job.number)["Restarts"] == "0" and "requeued" not in job.log
+    assert job.losses() == pytest.approx(curve, rel=1e-4)
 
 
 def test_a_node_loses_its_power_and_three_others_wait_for_a_new_one(cluster, network, dataset, curve, tmp_path) -> None:

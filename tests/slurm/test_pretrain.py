@@ -187,12 +187,57 @@ def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeue
     (folders[0] / "bin").symlink_to(folders[0] / "python")
     lost = Job(cluster, folders[0], dataset, VENV=str(folders[0]), MAX_RESTARTS="1", RESTART_WAIT="0")
     assert cluster.ended(lost.number) == "FAILED"
-    assert cluster.job(lost.number)["Restarts"] == "1"
+    assert cluster.job(lost.number)["Restarts"] == "0", "it was started again on the nodes that it has"
     assert "ended with 4, and 1 restarts in a row made no progress" in lost.log
     mistake = Job(cluster, folders[1], dataset, "modle.layers=2")
     assert cluster.ended(mistake.number) == "FAILED"
     assert cluster.job(mistake.number) | {"Restarts": "0", "ExitCode": "2:0"} == cluster.job(mistake.number)
     assert "unknown config key modle" in mistake.log
+
+
+def wait_for_update(job: Job, fault: float, timeout: float) -> float:
+    """Seconds from the moment of a fault to the first update of the next start."""
+    while "resuming from" not in job.log:
+        assert time.time() < fault + timeout, job.log
+        time.sleep(0.1)
+    job.trained(max(job.losses(), default=0) + 1, timeout)
+    return time.time() - fault
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_within_the_job(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, "checkpoint.interval=2")
+    job.trained(3)
+    killed = cluster.kill_rank(1)
+    print(f"{wait_for_update(job, killed, timeout=90):.0f} s from the kill to the next update")
+    job.finished()
+    assert "restart 1 of 3 in this job on n1 n2;" in job.log and "requeued" not in job.log, job.log
+    assert cluster.job(job.number)["Restarts"] == "0" and job.losses() == curve and len(job.losses(2)) == 2
+
+
+TWO_RANKS = ("--nodes=2", "--ntasks-per-node=2", "checkpoint.interval=2")
+
+
+@pytest.mark.slow
+def test_a_spare_node_replaces_the_one_that_failed(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *TWO_RANKS, NODES="1")
+    job.trained(3)
+    cluster.kill_rank(1)
+    job.finished()
+    assert "failed nodes: n1; restart 1 of 3 in this job on n2;" in job.log and "requeued" not in job.log, job.log
+    assert cluster.job(job.number)["Restarts"] == "0" and job.losses() == curve
+
+
+@pytest.mark.slow
+def test_restarts_used_up_requeue_without_the_failed_node(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *TWO_RANKS, "--nodes=1", RESTARTS="0")
+    job.trained(3)
+    first = cluster.job(job.number)["NodeList"]
+    cluster.kill_rank(1)
+    found = cluster.restarted(job.number, 1)
+    assert found["ExcNodeList"] == first != found["NodeList"] and f"left out from now on: {first}\n" in job.log
+    job.finished()
+    assert job.losses() == curve and "in this job" not in job.log
 
 
 @pytest.mark.slow
