@@ -45,9 +45,10 @@ class Settings:
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
 
-# Width of the narrower model of Devlin et al. 2019, their rates (section 4.1), and those of Turc et al. 2019 for 24 smaller models.
+# Width of the narrower model of Devlin et al. 2019, and their rates (section 4.1). Of narrower models the three highest that Turc et al.
+# 2019 chose from, and 1e-3, which was best of a model of width 192 (docs/using-a-model.md).
 BASE_WIDTH = 768
-BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-4, 5e-5, 3e-5)
+BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-3, 1e-4, 5e-5)
 
 
 def usual_rates(hidden: int) -> tuple[float, ...]:

@@ -103,7 +103,7 @@ def test_runs_are_every_rate_and_seed() -> None:
         3e-4, 5e-5
     ]  # fmt: skip
     swept = glue.parse(["--model", "", "--data", "", "--output", "", "--seeds", "1"])
-    assert list(runs_of(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.0001", "5e-05", "3e-05")]
+    assert list(runs_of(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.001", "0.0001", "5e-05")]
     assert list(runs_of(swept, 32, 8, 768)) == [f"lr{rate}-seed1" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]
 
 
