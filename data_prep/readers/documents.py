@@ -238,7 +238,7 @@ def _lines(
     path, start, end, kind = part.path, part.start, part.end, _kind(part, options)
     runs = formats.line_runs(chunks, begin, path, problems, start, end)
     if kind == "file":
-        bodies = formats.split_file(runs, begin, synced)
+        bodies = formats.split_file(chunks, begin, synced)
     elif kind == "line":
         bodies = formats.split_lines(runs, begin, synced)
     else:

@@ -29,6 +29,7 @@ HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
+SPACES = re.compile(rb"\s")
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 # An end of a sentence in the scripts that mark one, with the quotes and brackets that close behind it.
 SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
@@ -253,34 +254,33 @@ def split_blank(
         yield from block(base, buffer)
 
 
-def split_file(runs: Iterator[Slice], base: int, synced: bool) -> Iterator[Slice]:
+def split_file(chunks: Iterator[bytes], base: int, synced: bool) -> Iterator[Slice]:
     """The whole file as one document, or as parts: one ends at the first line end at or after each multiple of FILE_PART.
 
-    Without `synced` what comes between `base`, where reading began, and the first such end belongs to the range before.
-    A line that was left out as too long ends a part.
+    Where no line ends within MAX_LINE of it, at the first space, without one between two characters: no byte is lost. Without
+    `synced` what comes between `base`, where reading began, and the first such end belongs to the range before.
     """
-    parts: list[bytes] = []
-    start, end, cut = base, base, (base // FILE_PART + 1) * FILE_PART
-    for offset, run in runs:
-        if offset != end:
-            if synced and parts:
-                yield start, b"".join(parts)
-            parts, synced, cut = [], True, (offset // FILE_PART + 1) * FILE_PART
-        at, end = 0, offset + len(run)
-        while offset + len(run) >= cut:
-            line_end = run.find(b"\n", max(at, cut - offset - 1)) + 1 or len(run) if offset + at < cut else at
-            if line_end > at:
-                start = start if parts else offset + at
-                parts.append(run[at:line_end])
-            if synced and parts:
-                yield start, b"".join(parts)
-            parts, at, synced = [], line_end, True
-            cut = ((offset + at) // FILE_PART + 1) * FILE_PART
-        if at < len(run):
-            start = start if parts else offset + at
-            parts.append(run[at:])
-    if synced and parts:
-        yield start, b"".join(parts)
+    buffer = bytearray()
+    for chunk in chunks:
+        buffer += chunk
+        while end := _part_end(buffer, (base // FILE_PART + 1) * FILE_PART - base):
+            if synced:
+                yield base, bytes(buffer[:end])
+            del buffer[:end]
+            base, synced = base + end, True
+    if synced and buffer:
+        yield base, bytes(buffer)
+
+
+def _part_end(text: bytearray, cut: int) -> int:
+    """Where a part ends that may from `cut` on; 0 where more of the text must be read to know."""
+    if line_end := text.find(b"\n", cut - 1, cut + MAX_LINE) + 1:
+        return line_end
+    if len(text) < cut + MAX_LINE:
+        return 0
+    if space := SPACES.search(text, cut - 1, cut + MAX_LINE):
+        return space.end()
+    return next((at for at in range(cut, cut + 3) if text[at] & 0xC0 != 0x80), cut + 3)
 
 
 def text_kind(head: bytes, whole: bool) -> str:
