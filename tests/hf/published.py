@@ -50,7 +50,7 @@ CONFIGS = {
 # The same architectures, small: 4 layers, where there is a window both kinds of layers and rows longer than it.
 SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_hidden_layers": 4,
-    "max_position_embeddings": 66,
+    "max_position_embeddings": 66, "initializer_range": 0.1,
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_logits_and_gradients_are_transformers_own(name: str, rows: str, choice:
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("name", published.CONFIGS)
+@pytest.mark.parametrize("name", [name for name in published.CONFIGS if name != "eurobert-610m"])
 def test_published_shapes_are_transformers_own(name: str) -> None:
     compare(published.CONFIGS[name], [7, 300, 150, 2], 320, NATIVE)
 
