@@ -76,9 +76,8 @@ def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.
     """
     count = len(units.hashes)
     lengths = np.diff(units.documents)
-    left = np.repeat(units.documents[1:], lengths) - np.arange(
-        count
-    )  # units to the end of the document, this one included
+    # units to the end of the document, this one included
+    left = np.repeat(units.documents[1:], lengths) - np.arange(count)
     size = np.where(units.characters, characters, words)
     whole = left >= size
     none = segment_sums(whole, units.documents) == 0
