@@ -9,6 +9,7 @@ source "${root:?}/launch/lib.sh"
 source "$root/launch/env.sh"
 
 for name in MAX_RESTARTS RESTARTS NODES; do check "$name" "$NUMBER" "a number"; done
+SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$NODES} # not set where a script is run without sbatch
 check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
 ((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, which the job has"
 for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
