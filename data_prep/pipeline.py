@@ -67,8 +67,11 @@ def plan_reading(
     unpacked = None
     if packed := unpack.packed_files(ranges):
         size = sum(item.file.size for item in packed)
-        unpacked = stages.map("unpack", unpack.unpack, job, packed, unit="B", size=size)
+        unpacked = stages.map(
+            output_folder.UNPACK, unpack.unpack, unpack.without_options(job), packed, unit="B", size=size
+        )
         ranges = unpack.cut(job, ranges, packed, unpacked.results)
+    unpack.remove_others(job, unpacked.results if unpacked else [])
     tasks = group(ranges)
     tokenizer = train_tokenizer.run(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
-from data_prep.executor.journal import write_json
+from data_prep.executor.journal import FOLDER, write_json
 from megabert.common.errors import describe
 from megabert.common.files import lock
 from megabert.common.logs import log
@@ -26,6 +26,8 @@ WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 REPORT = "report.json"
+# the stage whose work a build with other options reuses, and the files that it makes
+UNPACK, SPOOLS = "unpack", "stream-*.zst"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # the entry of an account in which an unfinished build may differ: what it read is checked item by item
 FILES = "input files"
@@ -42,21 +44,31 @@ def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
 
 
 def clear(output: Path) -> None:
-    """Remove the files of a build, manifests first, so that no dataset is ever mixed.
+    """Remove the files of a build but the text that it unpacked; manifests first, so that no dataset is ever mixed.
 
     The account is removed last: after a kill it still marks the folder as one of a build, whose work folder is not resumed.
     """
-    for path in sorted(output.rglob(MANIFEST)):
+    # with the manifests the records of whole stages, whose files may be gone
+    for path in (*sorted(output.rglob(MANIFEST)), *(output / WORK / FOLDER).glob("*.json")):
         path.unlink()
     account = output / ACCOUNT
     if (unfinished := output / WORK / ACCOUNT).exists():
         os.replace(unfinished, account)
     for path in sorted(output.iterdir()):
-        if path.is_dir():
+        if path.name == WORK and any((path / FOLDER / UNPACK).glob("*.json")):
+            _clear_work(path)
+        elif path.is_dir():
             shutil.rmtree(path)
         elif OURS.fullmatch(path.name) and path != account:
             path.unlink()
     account.unlink(missing_ok=True)
+
+
+def _clear_work(work: Path) -> None:
+    """Remove all but the unpacked text and its records."""
+    for path in (*work.iterdir(), *(work / FOLDER).iterdir()):
+        if path.name not in (FOLDER, UNPACK) and not path.match(SPOOLS):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
@@ -135,7 +147,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) 
         raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
     if not parts:
         clear(output)
-        (output / WORK).mkdir()
+        (output / WORK).mkdir(exist_ok=True)
     write_json(unfinished, account)
 
 
@@ -201,7 +213,7 @@ def opened(
     `sources` are the files that the build reads: none may lie in `output`, which may be cleared.
 
     When the build ends, the work folder is removed and the account stays. After BadInput, which the user corrects by other
-    options, nothing stays; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
+    options, unpacked text stays; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
     """
     created = not output.exists()
     with _locked(output):
@@ -218,7 +230,9 @@ def opened(
             raise
         except BadInput:
             clear(output)
-            if created:
+            if (output / WORK).exists():
+                log.warning(f"{output / WORK}: keeps the unpacked text for the corrected command")
+            elif created:
                 output.rmdir()
             raise
         (output / WORK / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed

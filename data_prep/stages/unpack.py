@@ -16,7 +16,9 @@ import zstandard
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import FileRange
+from data_prep.executor.output_folder import SPOOLS
 from data_prep.executor.work_files import BuildJob, ItemResult, write
+from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, spools, tasks
 from megabert.common.files import write_whole
 
@@ -35,6 +37,11 @@ class PackedFile:
 def packed_files(ranges: Sequence[tuple[int, FileRange]]) -> list[PackedFile]:
     """The files among `ranges` that need unpacking."""
     return [PackedFile(index, file) for index, (_, file) in enumerate(ranges) if file.unpack_first]
+
+
+def without_options(job: BuildJob) -> BuildJob:
+    """The job whose repr keys unpacked files: what unpacking reads of the options, the format for one, is in its items."""
+    return BuildJob(BuildOptions(), tokenizer="", work=job.work, on_error=job.on_error)
 
 
 def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
@@ -78,3 +85,11 @@ def cut(
         text = replace(file, index=name, unpack_first=False)
         cut_ranges += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]
     return cut_ranges
+
+
+def remove_others(job: BuildJob, results: Sequence[ItemResult]) -> None:
+    """Remove the spools of no result: of an input that an earlier command named."""
+    kept = {name for result in results for name in result.files}
+    for path in Path(job.work).glob(SPOOLS):
+        if path.name not in kept:
+            path.unlink()

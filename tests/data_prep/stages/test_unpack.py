@@ -1,18 +1,22 @@
 """A large file gives the same rows whatever it is packed in."""
 
 import bz2
+import gzip
 import json
+import os
 
 import pytest
 
 from data_prep.build import BuildPlan, build
-from data_prep.common.errors import Problems, Unfinished
-from data_prep.common.records import Corpus, ReadOptions
+from data_prep.common.errors import BadInput, Problems, Unfinished
+from data_prep.common.records import Corpus, FileRange, ReadOptions
 from data_prep.executor.pool import Pool
+from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, tasks
+from data_prep.stages.unpack import PackedFile, remove_others, unpack
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_reading import PACK
+from tests.helpers.prep_reading import PACK, contents
 
 
 def by_streams(data):
@@ -96,3 +100,35 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         summary, _ = run("out", path, tmp_path / "good", on_error="skip", dedup=())
         assert sum(summary["problems"].values()) >= 1
         assert 60 <= summary["read"]["documents"] < 120
+
+
+def test_corrected_option_reuses_unpacked_text(topics, tmp_path):
+    """The size of a vocabulary is found too large after unpacking. The corrected command doesn't read the packed files."""
+    for i in (0, 1):
+        text = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[i::2]))
+        (tmp_path / f"{i}.gz").write_bytes(gzip.compress(text.encode()))
+
+    def run(name, vocab_size, **options):
+        given = BuildOptions(vocab_size=vocab_size, model_type="bpe", sample_megabytes=1, rows_per_shard=256, **options)
+        build(BuildPlan([Corpus("input", (str(tmp_path / "?.gz"),))], tmp_path / name, given), Pool(1), progress=False)
+
+    run("fresh", 600, seed=3)
+    with pytest.raises(BadInput, match="--vocab-size: 100000 tokens are more than the corpus gives"):
+        run("out", 100_000)
+    assert {path.name.split("-")[0] for path in (tmp_path / "out" / ".work").iterdir()} == {"stream", "journal"}
+    for path in tmp_path.glob("?.gz"):
+        status, damaged = path.stat(), bytearray(path.read_bytes())
+        damaged[-8] ^= 1  # the checksum: whatever unpacks all of it fails
+        path.write_bytes(damaged)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    run("out", 600, seed=3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_spools_of_another_input_are_removed(topics, tmp_path):
+    job, names = BuildJob(BuildOptions(), "", str(tmp_path), "stop"), []
+    for i in (0, 1):
+        (tmp_path / f"{i}.gz").write_bytes(gzip.compress(topics[i].encode()))
+        names.append(unpack(job, PackedFile(i, FileRange(str(tmp_path / f"{i}.gz"), "gz"))))
+    remove_others(job, names[1:])
+    assert [path.name for path in tmp_path.glob("stream*")] == list(names[1].files)
