@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import Corpus, FileRange
+from data_prep.common.records import Corpus, FileRange, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
@@ -140,6 +140,7 @@ def _job(plan: BuildPlan, work: Path) -> BuildJob:
         on_error=plan.on_error,
         held_limit=int(plan.options.held_out * (1 << 64)),
         weights=tuple(corpus.weight for corpus in plan.corpora),
+        sources=source_names(plan.corpora),
     )
 
 

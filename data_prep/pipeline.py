@@ -132,12 +132,12 @@ def _dataset(
     held_folder, held_entry, manifests = folder / output_folder.HELD_OUT, None, []
     if held.counts["sequences"]:
         split = shuffle.RowSplit("heldout", seq_len, slots, len(drawn.held), dtype, str(held_folder))
-        entries = write.run(stages, job, *shuffle.run(stages, job, held.counts["tokens"], split, None))
-        manifest = write.manifest(split, entries, held, tokenizer, f"../{name}", listed, None)
+        made = write.run(stages, job, *shuffle.run(stages, job, held.counts["tokens"], split, None))
+        manifest = write.manifest(split, made, held, tokenizer, f"../{name}", listed, None)
         manifests.append((held_folder, manifest))
         held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
     split = shuffle.RowSplit("train", seq_len, slots, len(drawn.train), dtype, str(folder))
-    entries = write.run(stages, job, *shuffle.run(stages, job, train.counts["tokens"], split, drawn.stage))
-    manifest = write.manifest(split, entries, train, tokenizer, name, listed, held_entry)
+    made = write.run(stages, job, *shuffle.run(stages, job, train.counts["tokens"], split, drawn.stage))
+    manifest = write.manifest(split, made, train, tokenizer, name, listed, held_entry)
     manifests.append((folder, manifest))
     return WrittenDataset(seq_len, folder, manifests, summary.dataset_facts(manifest, train, held))

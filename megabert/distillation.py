@@ -60,9 +60,8 @@ class Student(BertForPreTraining):
             output = super().forward(*args, **(batch | {"seed": seed}))
             if isinstance(output, Tensor):
                 return output
-            mlm, nsp, *correct = output
-            none = torch.zeros_like(mlm)
-            return mlm, nsp, none, none, *correct, none, none
+            half, none = len(output) // 2, torch.zeros_like(output[0])
+            return *output[:half], none, none, *output[half:], none, none
         assert not args
         inputs = {name: batch[name] for name in ENCODED} | {"causal": batch.get("causal", False)}
         labels, at = batch["mlm_labels"].flatten(), batch["mlm_positions"].flatten()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -54,20 +55,39 @@ def fixed_batches(
     )
 
 
+def with_sources(batches: Iterable[Batch], dataset: Dataset) -> Iterator[Batch]:
+    """`batches` of `dataset` with the sources of their predictions, where it says which it has. Raises as `Dataset.sources`."""
+    numbers = np.arange(len(dataset.source_names))[:, None, None]
+    for batch in batches:
+        if len(numbers):
+            positions, ends = batch.mlm_positions.numpy(), batch.lengths.numpy().cumsum(1)
+            at = positions - np.arange(len(positions))[:, None] * batch.input_ids.shape[1]  # (B, K), in the row
+            slot = np.minimum((at[:, :, None] >= ends[:, None]).sum(2), ends.shape[1] - 1)
+            # of the token that is predicted, causal the next one
+            part = batch.segment_ids.numpy().ravel()[positions + batch.causal]
+            found = dataset.sources[batch.row_ids[:, None], slot, part] == numbers
+            batch = replace(batch, sources=torch.from_numpy(found & (batch.mlm_labels.numpy() != IGNORE)))
+        yield batch
+
+
 @torch.no_grad()
-def batch_sums(model: BertForPreTraining, batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
-    """Sums over `batches`, fp64 [6]: MLM loss, correct, predictions; NSP loss, correct, pairs. Leaves train/eval as it was."""
+def batch_sums(
+    model: BertForPreTraining, batches: Iterable[Batch], device: torch.device, sources: int = 0
+) -> torch.Tensor:
+    """Sums over `batches`, fp64 [6 + 3 sources]: MLM loss, correct, predictions; NSP loss, correct, pairs; then MLM's of each
+    source. Leaves train/eval as it was."""
     was_training = model.training
     model.eval()
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    sums = torch.zeros(6 + 3 * sources, dtype=torch.float64, device=device)
     for batch in batches:
         sums += loss_table(model(**batch.to(device).inputs()), model.counts(batch)).flatten()
     model.train(was_training)
     return sums
 
 
-def summary(sums: torch.Tensor) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first. Raises ValueError when nothing was predicted."""
+def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]:
+    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first, then MLM's of `sources`; of these what was predicted
+    in. Raises ValueError when nothing was predicted."""
     mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
     if not predictions:
         raise ValueError("the held-out split has no token to predict")
@@ -80,6 +100,9 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
     }
     if pairs:
         values |= {"eval/nsp_loss": nsp_loss / pairs, "eval/nsp_accuracy": nsp_correct / pairs, "eval/pairs": pairs}
+    for name, (loss, correct, count) in zip(sources, sums[6:].view(-1, 3).tolist(), strict=False):
+        of_source = {"loss": loss / count, "accuracy": correct / count, "predictions": count} if count else {}
+        values |= {f"eval/{figure}_by_source/{name}": value for figure, value in of_source.items()}
     return values
 
 
@@ -172,8 +195,8 @@ def evaluate_run(run: str | Path, data: str, rows: int = 0) -> dict[str, float |
     dtype = precision.dtype_on(device, cfg.precision)
     model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(found.weights)
-    batches = fixed_batches(dataset, found.tokenizer, cfg)
+    batches = with_sources(fixed_batches(dataset, found.tokenizer, cfg), dataset)
     total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
     batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
-    sums = batch_sums(model.to(device, dtype), batches, device)
-    return {"step": found.step} | summary(sums)
+    sums = batch_sums(model.to(device, dtype), batches, device, len(dataset.source_names))
+    return {"step": found.step} | summary(sums, dataset.source_names)

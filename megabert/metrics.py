@@ -616,7 +616,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _final(results: Mapping[str, float]) -> dict[str, float]:
-    return {f"final/{name.split('/')[-1]}": value for name, value in results.items()}
+    return {f"final/{name.split('/', 1)[-1]}": value for name, value in results.items()}
 
 
 def _step(line: str) -> float:

@@ -181,8 +181,12 @@ class Vocabulary(nn.Module):
         weight[cfg.vocab_size :] = 0
         return weight
 
-    def forward(self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None) -> Any:
-        """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct); hidden -> logits [N, V]."""
+    def forward(
+        self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct), with `groups` (bool [G, N]) both of
+        each group too, [G]; hidden -> logits [N, V]."""
         if ids is not None:
             return F.embedding(ids, self.weight)
         assert hidden is not None
@@ -190,7 +194,10 @@ class Vocabulary(nn.Module):
         bias = weight.new_zeros(len(weight)) if self.bias is None else self.bias
         if labels is None:
             return self.ops.mlm_logits(hidden, weight, bias, self.size)
-        return self.ops.mlm_loss(hidden, weight, bias, labels, self.size)
+        total = self.ops.mlm_loss(hidden, weight, bias, labels, self.size)
+        return (
+            total if groups is None else (*total, *self.ops.mlm_losses(hidden, weight, bias, labels, self.size, groups))
+        )
 
 
 class Embeddings(nn.Module):
@@ -347,13 +354,14 @@ class BertForPreTraining(nn.Module):
         key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
         cls_positions: Tensor | None = None, nsp_labels: Tensor | None = None, mlm_positions: Tensor | None = None,
         mlm_labels: Tensor | None = None, seed: Tensor | None = None, logits_at: Tensor | None = None,
-        causal: Any = False,
-    ) -> Output | Tensor:  # fmt: skip
+        causal: Any = False, sources: Tensor | None = None,
+    ) -> Output | Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Loss sums and correct counts of a packed batch (shapes as in `encode`); with `logits_at`, int flat positions [N],
         only the logits there over the real vocabulary [N, V]. Of ids alone, as in `unpacked_inputs`, all logits [B, T, V].
 
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
-        flat positions into B * T and labels, -100 where there is nothing to predict.
+        flat positions into B * T and labels, -100 where there is nothing to predict. With `sources`, bool [N, B, K], MLM's loss
+        sums and correct counts of each source follow those of `terms`.
         """
         if key_end is None:
             hidden = self.encode(**unpacked_inputs(input_ids, segment_ids), seed=seed)  # (B, T, D)
@@ -372,17 +380,24 @@ class BertForPreTraining(nn.Module):
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
         hidden = self.encode(*inputs, keep, seed, causal)  # (B, K + S, D)
         predicted = self.mlm(hidden[:, :slots].flatten(0, 1))  # (B * K, D)
-        mlm_loss, mlm_correct = self.embeddings.word(hidden=predicted, labels=mlm_labels.flatten())
-        if not self.cfg.nsp:
-            return Output(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, torch.zeros_like(mlm_correct))
-        logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
-        labels = nsp_labels.flatten()
-        nsp_loss = F.cross_entropy(logits, labels, reduction="sum")
-        return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())
+        groups = None if sources is None else sources.flatten(1)  # (N, B * K)
+        mlm_loss, mlm_correct, *by_source = self.embeddings.word(
+            hidden=predicted, labels=mlm_labels.flatten(), groups=groups
+        )
+        nsp_loss, nsp_correct = mlm_loss.new_zeros(()), torch.zeros_like(mlm_correct)
+        if self.cfg.nsp:
+            logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
+            labels = nsp_labels.flatten()
+            nsp_loss = F.cross_entropy(logits, labels, reduction="sum")
+            nsp_correct = (logits.argmax(-1) == labels).sum()
+        if not by_source:
+            return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
+        return mlm_loss, nsp_loss, *by_source[0], mlm_correct, nsp_correct, *by_source[1]
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """Over how many items each loss of `batch` is summed."""
-        return batch.predictions, batch.nsp_pairs if self.cfg.nsp else 0
+        """Over how many items each loss of `batch`, which is on the CPU, is summed."""
+        of_sources = () if batch.sources is None else batch.sources.sum((1, 2)).tolist()
+        return batch.predictions, batch.nsp_pairs if self.cfg.nsp else 0, *of_sources
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] -> logits over the real vocabulary [N, V]."""

@@ -352,15 +352,17 @@ class Pretraining:
             return {}
         place = self.world.rank, self.world.size
         batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
+        batches, sources = evaluation.with_sources(batches, self.held_out), self.held_out.source_names
         problems: list[Exception] = []
-        sums = self.engine.eval_sums(_readable(batches, progress, problems))
+        sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse_together(self.world, *problem)
-        figures = evaluation.summary(sums)
+        figures = evaluation.summary(sums, sources)
         if self.pairs is not None:
             figures |= self.pairs.figures(progress)
-        shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in figures.items() if v < 1e4)
-        log.info(f"step {step:>7,}  held-out  {shown}")
+        unshown = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
+        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if v < 1e4 and not k.startswith(unshown)}
+        log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
         self.shown = Shown(self.samples(self.held_out))
         return figures
 

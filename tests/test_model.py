@@ -260,7 +260,7 @@ def test_model_without_nsp() -> None:
     assert not any("nsp" in name or "pooler" in name for name, _ in built.named_parameters())
     out, _ = gradients(built, inputs)
     assert out.nsp_loss_sum == 0 and out.nsp_correct == 0 and out.mlm_loss_sum > 0
-    counts = SimpleNamespace(predictions=4, nsp_pairs=1)  # the data may have pairs all the same
+    counts = SimpleNamespace(predictions=4, nsp_pairs=1, sources=None)  # the data may have pairs all the same
     assert built.counts(counts) == (4, 0) and model().counts(counts) == (4, 1)
 
 

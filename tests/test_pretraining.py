@@ -158,7 +158,7 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
     cfg = config(tmp_path, eval__rows=90)
     rows: list[int] = []
 
-    def eval_sums(batches: Any) -> torch.Tensor:
+    def eval_sums(batches: Any, sources: int) -> torch.Tensor:
         rows.extend(row for batch in batches for row in batch.row_ids.tolist() if row >= 0)
         return torch.ones(6, dtype=torch.float64)
 

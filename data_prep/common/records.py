@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
@@ -11,6 +14,8 @@ ARCHIVES = ("zip", "tar")
 UNCUT = ("csv", *ARCHIVES)
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
 FORMATS = ("text", "wiki", "mediawiki", "jsonl", "csv", *TABLES)
+# sources at most, each a curve of a run: more are files that a shell listed
+MOST_SOURCES = 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,22 @@ class Corpus:
     name: str
     paths: tuple[str, ...]
     weight: float = 1.0
+
+
+def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
+    """What held-out figures are reported by: the corpora, or the inputs of one that is alone. () where there is but one, or more
+    than MOST_SOURCES."""
+    names = [corpus.name for corpus in corpora]
+    if len(corpora) == 1:
+        parts = [[part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths]
+        # as much of the ends of their paths as distinguishes them
+        for depth in range(1, 2 + max(map(len, parts))):
+            names = [re.sub(r"[^\w.-]+", "_", "_".join(of_path[-depth:])) or "input" for of_path in parts]
+            if len(set(names)) == len(names):
+                break
+        else:
+            names = [f"{number}_{name}" for number, name in enumerate(names, 1)]
+    return tuple(names) if 1 < len(names) <= MOST_SOURCES else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,8 @@ class FileRange:
     # a large file that is unpacked before it can be cut
     unpack_first: bool = False
     index: str = ""
+    # its place among `source_names`, 0 where there are none
+    source: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,23 @@ MAX_OPENS = 1 << 19
 # number of runs to which they are merged where readers would open more files
 MERGED_RUNS = 64
 
-DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")])
+DOCUMENT = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("bytes", "<u4"),
+        ("sentences", "<u4"),
+        ("tokens", "<u4"),
+        ("paragraphs", "<u4"),
+        ("source", "u1"),
+    ]
+)
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 # a key to group by, and the number of the document or paragraph that has it
 KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])
-SEQUENCE = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1")])
+# `sources`: of A and B, of held-out sequences
+SEQUENCE = np.dtype(
+    [("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1"), ("sources", "u1", (2,))]
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,8 @@ class BuildJob:
     held_limit: int = 0
     # of the corpora
     weights: tuple[float, ...] = (1.0,)
+    # names of the sources, where there are several
+    sources: tuple[str, ...] = ()
 
     def needs_folded(self) -> bool:
         """Whether a quality rule looks at folded words."""

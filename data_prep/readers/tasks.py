@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import islice, pairwise
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, UNCUT, Corpus, FileRange, ReadOptions, ReadTask
+from data_prep.common.records import AUTO, TABLES, UNCUT, Corpus, FileRange, ReadOptions, ReadTask, source_names
 from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
 
@@ -47,9 +47,11 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
     seen: set[str] = set()
     _real_folder.cache_clear()
     planned: Iterator[PlannedFile]
+    several = bool(source_names(corpora))
     with ThreadPoolExecutor(THREADS) as threads:
         for number, corpus in enumerate(corpora):
-            for item in corpus.paths:
+            for place, item in enumerate(corpus.paths):
+                source = (number if len(corpora) > 1 else place) if several else 0
                 if item == PYDOC and not os.path.exists(item):
                     modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
                     planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
@@ -59,7 +61,7 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                     if real not in seen:
                         seen.add(real)
                         problems.counts += its_problems.counts
-                        ranges += [(number, part) for part in parts]
+                        ranges += [(number, replace(part, source=source)) for part in parts]
     return ranges
 
 

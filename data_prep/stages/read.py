@@ -52,12 +52,14 @@ def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
 
 
 class CleanDocument(NamedTuple):
-    """Paragraphs of a cleaned document, the UTF-8 bytes of its text as it was read, and where that was, as of `RawDocument`."""
+    """Paragraphs of a cleaned document, the UTF-8 bytes of its text as it was read, and where that was, as of `RawDocument`
+    and `FileRange`."""
 
     paragraphs: list[str]
     size: int
     path: str
     offset: int
+    source: int
 
 
 def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterator[CleanDocument]:
@@ -77,7 +79,7 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
                 problems.counts["invalid UTF-8 replaced"] += replaced.count(REPLACEMENT) - raw.count(REPLACEMENT)
                 text, glued = clean.decode(replaced)
             paragraphs = clean.paragraphs(text, document.markup, glued)
-            yield CleanDocument(paragraphs, len(raw), document.path, document.offset)
+            yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source)
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
@@ -151,6 +153,7 @@ class _TaskFiles:
         table = np.zeros(len(documents), DOCUMENT)
         table["hash"] = batch.words.document_hashes(job.options.seed)
         table["bytes"] = [document.size for document in documents]
+        table["source"] = [document.source for document in documents]
         table["sentences"] = batch.encoded.document_sizes
         table["tokens"] = batch.encoded.document_tokens()
         result.counts["documents read"] += len(table)

@@ -121,8 +121,11 @@ def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int
 def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
     """Write KIND-LENGTH-INDEX.{meta,ids}: SEQUENCE records ordered by key, and their ids in that order."""
     result = ItemResult()
-    units = _train_units(job, item.parts[0], result) if item.kind == "train" else _held_unit(job, item, result)
-    stream = STREAM_TRAIN if item.kind == "train" else STREAM_HELD
+    sources = None
+    if item.kind == "train":
+        units, stream = _train_units(job, item.parts[0], result), STREAM_TRAIN
+    else:
+        (units, sources), stream = _held_unit(job, item, result), STREAM_HELD
     parts: list[SequenceSpans] = []
     keys: list[np.ndarray] = []
     base = 0
@@ -139,7 +142,7 @@ def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
         result.counts["corpus tokens"] += len(unit.tokens)
         result.counts["borrowed tokens"] += chosen.borrowed
         result.counts["truncated tokens"] += chosen.truncated
-    _write(job, item, units, parts, keys, result)
+    _write(job, item, units, parts, keys, sources, result)
     return result
 
 
@@ -162,15 +165,17 @@ def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list
     return [unit for unit in units if len(unit.tokens)]
 
 
-def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> list[Encoded]:
-    units = []
+def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
+    """Held-out documents as one unit, none where there are none, and the source of each token, uint8 [t]."""
+    units, sources = [], [np.zeros(0, np.uint8)]
     for part in item.parts:
         for table, unit in part.load(job):
             held = table["hash"] < job.held_limit
             units.append(unit.select(held))
+            sources.append(np.repeat(table["source"][held], units[-1].document_tokens()))
             result.counts["bytes"] += int(table["bytes"][held & (unit.document_sizes > 0)].sum())
     joined = Encoded.join(units, work_files.id_dtype(read.encoder_of(job)[0]))
-    return [joined] if len(joined.tokens) else []
+    return [joined] if len(joined.tokens) else [], np.concatenate(sources)
 
 
 def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator, result: ItemResult) -> SequenceSpans:
@@ -191,8 +196,10 @@ def _write(
     units: list[Encoded],
     parts: list[SequenceSpans],
     keys: list[np.ndarray],
+    sources: np.ndarray | None,
     result: ItemResult,
 ) -> None:
+    """`sources`: of each token of `units`, uint8 [t], where they are kept."""
     tokenizer = read.encoder_of(job)[0]
     tokens = np.concatenate([np.zeros(0, work_files.id_dtype(tokenizer)), *(unit.tokens for unit in units)])
     spans = np.concatenate([np.zeros((0, 4), np.int64), *(part.spans for part in parts)])
@@ -210,6 +217,8 @@ def _write(
             meta = np.zeros(len(few), SEQUENCE)
             meta["key"], meta["label"] = key[few], labels[few]
             meta["start"], meta["length"], meta["first"] = (written + np.cumsum(lengths) - lengths, lengths, of_a)
+            if sources is not None:
+                meta["sources"] = sources[spans[few][:, (0, 2)]]
             metas.write(meta)
             ids.write(flat)
             written += len(flat)

@@ -161,7 +161,8 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
 
 
 def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
-    """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}. Counts its rows."""
+    """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}, of held-out rows with several
+    sources .sources too. Counts its rows."""
     split = bucket.split
     result = ItemResult()
     meta, ids = _gather(_open(job, split, 0, split.runs), bucket.index, bucket.count)
@@ -185,7 +186,11 @@ def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
         within = np.arange(int(size.sum()), dtype=np.int32)
         within -= np.repeat((np.cumsum(size) - size).astype(np.int32), size)
         packed[within + np.repeat(targets[few], size)] = ids[within + np.repeat(starts[few], size)]
-    for suffix, array in (("ids", packed), ("bounds", bounds), ("labels", labels)):
+    arrays = {"ids": packed, "bounds": bounds, "labels": labels}
+    if job.sources and split.kind == "heldout":
+        arrays["sources"] = np.zeros((rows, slots, 2), np.uint8)
+        arrays["sources"][row, slot] = meta["sources"]
+    for suffix, array in arrays.items():
         work_files.write(job, f"{split.stem}-{bucket.index:06d}.rows.{suffix}", array, result)
     result.counts["rows"] = rows
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
 from data_prep.stages.shuffle import RowSplit
+from megabert.common.files import write_whole
 from megabert.data import shards
-from megabert.data.shards.manifest import SHARD
+from megabert.data.shards.manifest import SHARD, SOURCES
 from megabert.data.tokenizer import Tokenizer
 
 
@@ -30,14 +33,19 @@ class ShardPlan:
     slices: tuple[tuple[int, int, int], ...]
 
 
-def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> list[dict[str, Any]]:
-    """Write the shards of a split, whose rows the stage `packed` made. Returns their entries of the manifest."""
+def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> dict[str, Any]:
+    """Write the shards of a split, whose rows the stage `packed` made, and their sources where they are kept. Returns the fields
+    of the manifest that name the files."""
     Path(split.folder).mkdir(parents=True, exist_ok=True)
+    kept: list[Stage] = []
+    if job.sources and split.kind == "heldout":
+        kept = [stages.map(f"sources {split.seq_len}", save_sources, job, [(split, len(packed.results))])]
     rows = [result.counts["rows"] for result in packed.results]
     plans = plan_shards(split, rows, job.options.rows_per_shard)
     written = stages.map(f"write {split.stem}", process_shard, job, plans, unit="shard")
-    stages.journal.consume(packed, written)
-    return [result.facts["shard"] for result in written.results]
+    stages.journal.consume(packed, written, *kept)
+    made = {"shards": [result.facts["shard"] for result in written.results]}
+    return made | {"sources": kept[0].results[0].facts["sources"]} if kept else made
 
 
 def plan_shards(split: RowSplit, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
@@ -88,17 +96,32 @@ def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
     return result
 
 
+def save_sources(job: BuildJob, item: tuple[RowSplit, int]) -> ItemResult:
+    """Write SOURCES, uint8 [rows, S, 2], of a split in so many buckets; the fact "sources" is its entry of the manifest."""
+    result, (split, buckets) = ItemResult(), item
+    names = [f"{split.stem}-{bucket:06d}.rows.sources" for bucket in range(buckets)]
+    rows = np.concatenate([work_files.read(job, name, "uint8") for name in names]).reshape(-1, split.slots, 2)
+    with io.BytesIO() as file:
+        np.save(file, rows, allow_pickle=False)
+        data = file.getvalue()
+    path = Path(split.folder, SOURCES)
+    write_whole(path, data)
+    result.facts["sources"] = {"file": SOURCES, "sha256": hashlib.sha256(data).hexdigest(), "names": list(job.sources)}
+    result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
+    return result
+
+
 def manifest(
     split: RowSplit,
-    entries: list[dict[str, Any]],
+    made: dict[str, Any],
     drawn: ItemResult,
     tokenizer: Tokenizer,
     tokenizer_name: str,
     options: dict[str, Any],
     held_out: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest of the shards `entries`; `tokenizer_name` is the tokenizer's file as seen from their folder."""
-    rows = sum(entry["rows"] for entry in entries)
+    """The manifest of what `run` made; `tokenizer_name` is the tokenizer's file as seen from its folder."""
+    rows = sum(entry["rows"] for entry in made["shards"])
     return {
         "schema": 1,
         "seq_len": split.seq_len,
@@ -115,10 +138,9 @@ def manifest(
         },
         "statistics": statistics(drawn, rows, split.seq_len),
         "options": options,
-        "shards": entries,
         "held_out": held_out,
         "order": 2,
-    }
+    } | made
 
 
 def statistics(drawn: ItemResult, rows: int, seq_len: int) -> dict[str, Any]:

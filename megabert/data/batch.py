@@ -60,10 +60,13 @@ class Batch:
     epochs: np.ndarray
     # each token attends only to those before it, and to itself
     causal: bool = False
+    # bool [N, B, K]: which predictions come from each of N sources, where figures of each are wanted
+    sources: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """The tensors by name, and `causal` where it is true, as the model's `forward` takes them."""
-        return {name: getattr(self, name) for name in TENSORS} | ({"causal": True} if self.causal else {})
+        """The tensors by name, `causal` where it is true, and `sources` if there are any, as the model's `forward` takes them."""
+        values = {name: getattr(self, name) for name in TENSORS} | ({"causal": True} if self.causal else {})
+        return values if self.sources is None else values | {"sources": self.sources}
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`; asynchronous where the batch lies in pinned memory.
@@ -71,6 +74,8 @@ class Batch:
         A device other than the CPU gets the lengths compact: only the host can count them without waiting.
         """
         tensors = {name: getattr(self, name) for name in TENSORS}
+        if self.sources is not None:
+            tensors["sources"] = self.sources
         if torch.device(device).type != "cpu" and self.lengths.is_cpu and self.lengths.dim() == 2:
             compact = compact_lengths(self.lengths, self.input_ids.shape[1])
             tensors["lengths"] = compact.pin_memory() if self.lengths.is_pinned() else compact

@@ -153,14 +153,15 @@ class Engine:
         return tensor
 
     @torch.no_grad()
-    def eval_sums(self, batches: Iterable[Any]) -> Tensor:
-        """Sums over all ranks' batches, fp64 [3 k]: loss, correct answers and items of each term.
+    def eval_sums(self, batches: Iterable[Any], sources: int = 0) -> Tensor:
+        """Sums over all ranks' batches, fp64 [3 k]: loss, correct answers and items of each term, of batches that have `sources`
+        so many more behind MLM's and NSP's.
 
         Dropout is off. Ranks may hold different numbers of batches; at stage 3, where a forward pass is a collective,
         each needs at least one (ValueError).
         """
         self._deepspeed.eval()
-        sums = torch.zeros(3 * len(self.terms), dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(3 * (len(self.terms) + sources), dtype=torch.float64, device=self.world.device)
         for batch, counted in self._in_step(batches):
             output = self._deepspeed(**batch.to(self.world.device).inputs())
             if counted:

@@ -26,7 +26,7 @@ from megabert.ops.backend import (
 )
 from megabert.ops.bias_gelu import bias_geglu, bias_gelu
 from megabert.ops.dropout_add_layer_norm import dropout, dropout_add_layer_norm, norm
-from megabert.ops.mlm_loss import mlm_logits, mlm_loss
+from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_losses
 from megabert.ops.rotary import Rotation, rotate, rotation
 from megabert.ops.softmax_mask import fused_softmax_mask
 
@@ -52,7 +52,7 @@ class Ops:
         self.dropout = partial(dropout, backend=layer)
         self.dropout_add_layer_norm = partial(dropout_add_layer_norm, backend=layer)
         self.mlm_loss = partial(mlm_loss, backend=mlm)
-        self.mlm_logits = mlm_logits
+        self.mlm_logits, self.mlm_losses = mlm_logits, mlm_losses
 
     def layer(self, layer: nn.Module) -> nn.Module:
         """A layer as it runs: by `ops.layer=compiled` under torch.compile, in one graph, so that what cannot be compiled is an

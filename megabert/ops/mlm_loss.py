@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megabert.ops.backend import MISSING
 
+# `mlm_losses`: predictions whose logits are held together
+AT_ONCE = 1 << 10
+
 
 def mlm_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, backend: str
@@ -27,6 +30,25 @@ def mlm_loss(
     logits = F.linear(hidden, weight, bias).float()  # (N, V'), -inf from V on: no probability, no gradient
     loss = F.cross_entropy(logits, labels, reduction="sum")  # ignores -100
     return loss, (logits.detach().argmax(-1) == labels).sum()
+
+
+@torch.no_grad()
+def mlm_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, groups: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`mlm_loss` of each of G groups of predictions, without gradients; groups bool [G, N] says what each holds.
+
+    Returns (loss sums, fp64 [G]; correct predictions, int64 [G]).
+    """
+    loss = torch.zeros(len(groups), dtype=torch.float64, device=hidden.device)
+    correct = torch.zeros_like(loss, dtype=torch.int64)
+    parts = zip(hidden.split(AT_ONCE), labels.split(AT_ONCE), groups.split(AT_ONCE, 1), strict=True)
+    for states, wanted, group in parts:
+        logits = mlm_logits(states, weight, bias, vocab_size).float()
+        losses = F.cross_entropy(logits, wanted, reduction="none").double()  # ignores -100
+        loss += losses.where(group, 0.0).sum(1)
+        correct += (group & (logits.argmax(-1) == wanted)).sum(1)
+    return loss, correct
 
 
 def mlm_logits(hidden: Tensor, weight: Tensor, bias: Tensor, vocab_size: int) -> Tensor:

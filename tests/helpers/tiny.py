@@ -33,6 +33,7 @@ class Batch:
     predictions: int = 0
     nsp_pairs: int = 0
     tokens: int = 0
+    sources: None = None
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, **{name: value.to(device) for name, value in self.inputs().items()})

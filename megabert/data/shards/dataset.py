@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import mmap
 import os
 import stat
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,28 @@ def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
     if n and (rows.isnext.min() < -1 or rows.isnext.max() > 1):
         bad |= ((rows.isnext < -1) | (rows.isnext > 1)).any(1)
     return bad
+
+
+def read_sources(folder: Path, m: Manifest) -> np.ndarray:
+    """uint8 [rows, S, 2]: the sources of the A and the B part of each sequence, as places among the manifest's names.
+
+    Raises ValueError naming the file where it is missing or not as written, OSError where it cannot be read.
+    """
+    assert m.sources is not None
+    path = folder / m.sources["file"]
+    try:
+        data = tried_again(path.read_bytes)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: is missing; build the dataset again, or copy it here whole") from None
+    if hashlib.sha256(data).hexdigest() != m.sources["sha256"]:
+        raise ValueError(
+            f"{path}: SHA-256 is not the one in the manifest; build the dataset again, or copy it here whole"
+        )
+    sources: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+    shape = (m.rows, m.max_sequences, 2)
+    if sources.dtype != np.uint8 or sources.shape != shape or sources.max() >= len(m.sources["names"]):
+        raise ValueError(f"{path}: holds no uint8 {shape} below {len(m.sources['names'])}; build the dataset again")
+    return sources
 
 
 class Dataset:
@@ -118,6 +142,16 @@ class Dataset:
     def held_out_path(self) -> Path | None:
         """Folder of the held-out dataset, None where none was cut."""
         return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
+
+    @property
+    def source_names(self) -> list[str]:
+        """What its sequences come from, where there are several and it says which."""
+        return self.manifest.sources["names"] if self.manifest.sources else []
+
+    @cached_property
+    def sources(self) -> np.ndarray:
+        """As `read_sources`, of a dataset that has them."""
+        return read_sources(self.folder, self.manifest)
 
     @property
     def identity(self) -> dict[str, Any]:

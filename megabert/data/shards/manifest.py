@@ -15,6 +15,7 @@ from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
 SHARD = "shard-{:06d}.tar"
+SOURCES = "sources.npy"
 FINGERPRINT = "fingerprint"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 # message by pydantic's kind of error
@@ -48,6 +49,15 @@ class HeldOutEntry(TypedDict):
     manifest_sha256: Sha256
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
+class SourcesEntry(TypedDict):
+    """The file that says which of `names` the sequences of held-out rows come from."""
+
+    file: Literal["sources.npy"]
+    sha256: Sha256
+    names: Annotated[list[Annotated[str, Field(pattern=r"^[\w.-]+$")]], Field(min_length=2, max_length=255)]
+
+
 class Shard(BaseModel):
     """One shard as the manifest lists it: file name, rows, size in bytes, SHA-256 in hex."""
 
@@ -77,6 +87,7 @@ class Manifest(BaseModel):
     options: dict[str, Any]
     shards: Annotated[tuple[Shard, ...], Field(strict=False)]
     held_out: HeldOutEntry | None
+    sources: SourcesEntry | None = None
     order: Literal[2]
     fingerprint: str = Field(repr=False)
 

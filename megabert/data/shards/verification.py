@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megabert.common.errors import describe
 from megabert.common.files import canonical
-from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, unpack
+from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, read_sources, unpack
 from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 from megabert.data.tokenizer import CONFIG, Tokenizer
@@ -73,6 +74,11 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
             parts.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
         else:
             parts.append(f"{folder / shard.name}: is missing")
+    if m.sources:
+        try:
+            read_sources(folder, m)
+        except (ValueError, OSError) as error:
+            parts.append(describe(error))
     if m.held_out:
         held_out = folder / m.held_out["path"]
         parts += plan(held_out)
