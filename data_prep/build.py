@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import Corpus, FileRange, source_names
+from data_prep.common.records import Corpus, RangeList, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
@@ -59,6 +60,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
             reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
+            del ranges  # its tasks hold them
             output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
@@ -110,25 +112,25 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     return True
 
 
-def _listed(plan: BuildPlan, problems: Problems) -> list[tuple[int, FileRange]]:
-    """The ranges of the input, with their corpus. Raises BadInput for a bad model or function of a filter, and where there is no file."""
+def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
+    """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and where there is no file."""
     for own in plan.options.own_filters:
         own.check()
     ranges = list_ranges(plan.corpora, plan.options.read, problems)
-    if not ranges:
+    if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
     return ranges
 
 
-def _sources(plan: BuildPlan, ranges: list[tuple[int, FileRange]]) -> Iterator[str]:
+def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     """Every file that a build reads."""
     named = [own.path for own in plan.options.own_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
     yield from named
     yield from map(os.path.realpath, named)
-    for _, part in ranges:
+    for part in chain.from_iterable(ranges):
         yield part.path
 
 
@@ -144,18 +146,21 @@ def _job(plan: BuildPlan, work: Path) -> BuildJob:
     )
 
 
-def account_of(plan: BuildPlan, ranges: list[tuple[int, FileRange]]) -> dict[str, Any]:
+def account_of(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
     """The account that identifies a build: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
     digest = hashlib.blake2b(digest_size=16)
-    for _, part in ranges:
+    count, last = 0, ""
+    for part in chain.from_iterable(ranges):
         digest.update(repr(part).encode())
+        count += part.path != last  # the ranges of a file follow each other
+        last = part.path
     return {
         "options": plan.options.listed(plan.given is None),
         "corpora": {c.name: {"paths": list(c.paths), "weight": c.weight} for c in plan.corpora},
         "tokenizer_sha256": None if plan.given is None else plan.given.sha256,
         output_folder.FILES: {
-            "count": len({part.path for _, part in ranges}),
-            "bytes": sum(part.size for _, part in ranges),
+            "count": count,
+            "bytes": sum(of_corpus.size for of_corpus in ranges),
             "digest": digest.hexdigest(),
         },
     }

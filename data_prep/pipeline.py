@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.common.records import FileRange, ReadTask
+from data_prep.common.records import RangeList, ReadTask
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, total
@@ -60,9 +60,7 @@ class ReadPlan:
     unpacked: Stage | None
 
 
-def plan_reading(
-    stages: Stages, job: BuildJob, ranges: list[tuple[int, FileRange]], given: Tokenizer | None
-) -> ReadPlan:
+def plan_reading(stages: Stages, job: BuildJob, ranges: list[RangeList], given: Tokenizer | None) -> ReadPlan:
     """The stages before reading: unpack large files, group the input into tasks, train a tokenizer."""
     unpacked = None
     if packed := unpack.packed_files(ranges):

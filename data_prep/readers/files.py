@@ -71,9 +71,10 @@ def _match(pattern: str) -> list[str]:
     return sorted(matches)
 
 
-def _walk(top: str, problems: Problems) -> list[str]:
-    """Files below a folder, sorted by path."""
-    paths: list[str] = []
+def _walk(top: str, problems: Problems) -> Iterator[str]:
+    """Files below a folder, sorted by path; all folders are read first."""
+    # names in each folder, joined: an input has millions of them
+    listed: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
     waiting = [top]
     while waiting:
@@ -91,12 +92,44 @@ def _walk(top: str, problems: Problems) -> list[str]:
         names = sorted(shown)
         tables = any(name.endswith(".arrow") for name in names)
         waiting += [os.path.join(folder, name) for name in reversed(names) if shown[name]]
-        paths += [
-            os.path.join(folder, name)
+        listed[folder] = "\0".join(
+            f"{name}/" if shown[name] else name
             for name in names
-            if not shown[name] and not (BESIDE_TABLES.fullmatch(name) and (tables or name == "dataset_dict.json"))
-        ]
-    return sorted(paths)
+            if shown[name] or not (BESIDE_TABLES.fullmatch(name) and (tables or name == "dataset_dict.json"))
+        )
+    left = [f"{top}/"]
+    while left:
+        path = left.pop()
+        if not path.endswith("/"):
+            yield path
+        # else empty, unreadable, or listed by another name
+        elif joined := listed.pop(path[:-1], ""):
+            left += sorted((os.path.join(path[:-1], name) for name in joined.split("\0")), reverse=True)
+
+
+class SeenFiles:
+    """Paths that were seen: by folder the names in it, as a set in the folders of late and joined in the others."""
+
+    # folders of late: a walk alternates between a folder and those in it
+    RECENT = 64
+
+    def __init__(self) -> None:
+        self._joined: dict[str, str] = {}
+        self._recent: dict[str, set[str]] = {}
+
+    def add(self, path: str) -> bool:
+        """Whether the path is new."""
+        folder, name = os.path.split(path)
+        names = self._recent.pop(folder, None)
+        if names is None:
+            names = set(self._joined.pop(folder, "").split("/"))
+            if len(self._recent) == self.RECENT:
+                oldest = next(iter(self._recent))
+                self._joined[oldest] = "/".join(self._recent.pop(oldest))
+        self._recent[folder] = names
+        new = name not in names
+        names.add(name)
+        return new
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

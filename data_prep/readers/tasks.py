@@ -9,14 +9,25 @@ is cut as the unpacked file would be.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, UNCUT, Corpus, FileRange, ReadOptions, ReadTask, source_names
+from data_prep.common.records import (
+    AUTO,
+    TABLES,
+    UNCUT,
+    Corpus,
+    FileRange,
+    RangeList,
+    ReadOptions,
+    ReadTask,
+    source_names,
+)
 from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
 
@@ -38,31 +49,31 @@ RATIO_FILES = 8
 PlannedFile = tuple[str, list[FileRange], Problems]
 
 
-def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[tuple[int, FileRange]]:
-    """(corpus, range) of all files in order. A file named twice is read once. Empty files are counted and left out.
+def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[RangeList]:
+    """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and left out.
 
     Raises BadInput naming the file that can't be read.
     """
-    ranges: list[tuple[int, FileRange]] = []
-    seen: set[str] = set()
+    seen = files.SeenFiles()
     _real_folder.cache_clear()
-    planned: Iterator[PlannedFile]
     several = bool(source_names(corpora))
+
+    def ranges_of(number: int, corpus: Corpus) -> Iterator[FileRange]:
+        planned: Iterator[PlannedFile]
+        for place, item in enumerate(corpus.paths):
+            source = (number if len(corpora) > 1 else place) if several else 0
+            if item == PYDOC and not os.path.exists(item):
+                modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
+                planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
+            else:
+                planned = _plan_all(files.expand(item, problems), options, problems.policy, threads)
+            for real, parts, its_problems in planned:
+                if seen.add(real):
+                    problems.counts += its_problems.counts
+                    yield from (replace(part, source=source) for part in parts)
+
     with ThreadPoolExecutor(THREADS) as threads:
-        for number, corpus in enumerate(corpora):
-            for place, item in enumerate(corpus.paths):
-                source = (number if len(corpora) > 1 else place) if several else 0
-                if item == PYDOC and not os.path.exists(item):
-                    modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
-                    planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
-                else:
-                    planned = _plan_all(files.expand(item, problems), options, problems.policy, threads)
-                for real, parts, its_problems in planned:
-                    if real not in seen:
-                        seen.add(real)
-                        problems.counts += its_problems.counts
-                        ranges += [(number, replace(part, source=source)) for part in parts]
-    return ranges
+        return [RangeList(ranges_of(number, corpus)) for number, corpus in enumerate(corpora)]
 
 
 def _plan_all(
@@ -70,9 +81,12 @@ def _plan_all(
 ) -> Iterator[PlannedFile]:
     """What `_plan_file` returns for each path, in order; BadInput is raised here."""
     plan = partial(_plan_file, options, policy)
+    waiting: deque[Future[list[PlannedFile | BadInput]]] = deque()
     some = iter(lambda: list(islice(paths, LISTED_AT_ONCE)), [])
-    for planned in threads.map(lambda names: [plan(name) for name in names], some):
-        for file in planned:
+    # a bounded number waits, as files are many; the empty ones at the end push the last ones out
+    for names in chain(some, repeat([], 2 * THREADS)):
+        waiting.append(threads.submit(lambda names: [plan(name) for name in names], names))
+        for file in waiting.popleft().result() if len(waiting) > 2 * THREADS else ():
             if isinstance(file, BadInput):
                 raise file
             yield file
@@ -146,19 +160,20 @@ def cut(file: FileRange, size: int) -> list[FileRange]:
     return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
 
 
-def group(ranges: Sequence[tuple[int, FileRange]]) -> list[ReadTask]:
-    """Tasks of (corpus, range) in order; neighbours of one corpus are put together."""
-    total = sum(_weight(part) for _, part in ranges)
+def group(ranges: Sequence[RangeList]) -> list[ReadTask]:
+    """Tasks of the ranges of each corpus, in order; neighbours are put together."""
+    total = sum(map(_weight, chain.from_iterable(ranges)))
     size = min(max(total // TASKS, TASK_BYTES[0]), TASK_BYTES[1])
     tasks: list[ReadTask] = []
-    members: list[FileRange] = []
-    weight = 0
-    for i, (number, part) in enumerate(ranges):
-        members.append(part)
-        weight += _weight(part)
-        if weight >= size or i + 1 == len(ranges) or ranges[i + 1][0] != number:
-            tasks.append(ReadTask(len(tasks), tuple(members), number))
-            members, weight = [], 0
+    for corpus, its_ranges in enumerate(ranges):
+        members: list[FileRange] = []
+        weight = 0
+        for number, part in enumerate(its_ranges, 1):
+            members.append(part)
+            weight += _weight(part)
+            if weight >= size or number == len(its_ranges):
+                tasks.append(ReadTask(len(tasks), RangeList(members), corpus))
+                members, weight = [], 0
     return tasks
 
 
@@ -169,14 +184,14 @@ def _weight(part: FileRange) -> int:
 
 def unpacked_bytes(tasks: Sequence[ReadTask]) -> int:
     """Bytes of the unpacked files of tasks, by the ratio that the first bytes of some compressed ones have."""
-    ranges = [part for task in tasks for part in task.ranges]
-    packed = [part for part in ranges if not part.index and (part.compression or part.format == "parquet")]
-    size = sum(part.size for part in ranges)
+    ranges = (part for task in tasks for part in task.ranges)
+    packed = RangeList(part for part in ranges if not part.index and (part.compression or part.format == "parquet"))
+    size = sum(task.size for task in tasks)
     if not packed:
         return size
-    tried = packed[:: -(-len(packed) // RATIO_FILES)]
+    tried = list(islice(packed, 0, None, -(-len(packed) // RATIO_FILES)))
     ratio = sum(map(_ratio, tried)) / len(tried)
-    return int(size + (ratio - 1) * sum(part.size for part in packed))
+    return int(size + (ratio - 1) * packed.size)
 
 
 def _ratio(part: FileRange) -> float:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 import zstandard
 
 from data_prep.common.errors import Problems
-from data_prep.common.records import FileRange
+from data_prep.common.records import FileRange, RangeList
 from data_prep.executor.output_folder import SPOOLS
 from data_prep.executor.work_files import BuildJob, ItemResult, write
 from data_prep.options import BuildOptions
@@ -34,9 +35,10 @@ class PackedFile:
     file: FileRange
 
 
-def packed_files(ranges: Sequence[tuple[int, FileRange]]) -> list[PackedFile]:
+def packed_files(ranges: Sequence[RangeList]) -> list[PackedFile]:
     """The files among `ranges` that need unpacking."""
-    return [PackedFile(index, file) for index, (_, file) in enumerate(ranges) if file.unpack_first]
+    numbered = enumerate(chain.from_iterable(ranges))
+    return [PackedFile(index, file) for index, file in numbered if file.unpack_first]
 
 
 def without_options(job: BuildJob) -> BuildJob:
@@ -70,21 +72,22 @@ def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
 
 
 def cut(
-    job: BuildJob, ranges: Sequence[tuple[int, FileRange]], items: Sequence[PackedFile], results: Sequence[ItemResult]
-) -> list[tuple[int, FileRange]]:
+    job: BuildJob, ranges: Sequence[RangeList], items: Sequence[PackedFile], results: Sequence[ItemResult]
+) -> list[RangeList]:
     """`ranges` with the ranges of its text in place of each unpacked file. Writes stream-INDEX.index."""
     spools_of = {item.index: result.facts["spools"] for item, result in zip(items, results, strict=True)}
-    cut_ranges: list[tuple[int, FileRange]] = []
-    for index, (corpus, file) in enumerate(ranges):
+    indexes = count()
+
+    def parts(file: FileRange) -> list[FileRange]:
+        index = next(indexes)
         if index not in spools_of:
-            cut_ranges.append((corpus, file))
-            continue
+            return [file]
         name = f"stream-{index:07d}.index"
         write_whole(Path(job.path(name)), json.dumps(spools_of[index]).encode())
         size = sum(spool[1] for spool in spools_of[index])
-        text = replace(file, index=name, unpack_first=False)
-        cut_ranges += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]
-    return cut_ranges
+        return tasks.cut(replace(file, index=name, unpack_first=False), size) if size else []
+
+    return [RangeList(chain.from_iterable(map(parts, of_corpus))) for of_corpus in ranges]
 
 
 def remove_others(job: BuildJob, results: Sequence[ItemResult]) -> None:

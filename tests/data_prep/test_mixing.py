@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.commands import corpora
 from data_prep.common.errors import BadInput
-from data_prep.common.records import Corpus, FileRange, ReadTask
+from data_prep.common.records import Corpus, FileRange, RangeList, ReadTask
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
@@ -65,7 +65,8 @@ def test_every_length_holds_the_same_documents_and_tokens(mixed):
 
 
 def test_the_sample_follows_bytes_and_weights():
-    tasks = [ReadTask(i, (FileRange(f"f{i}", size=900 if i < 10 else 100),), int(i >= 10)) for i in range(20)]
+    ranges = [RangeList([FileRange(f"f{i}", size=900 if i < 10 else 100)]) for i in range(20)]
+    tasks = [ReadTask(i, part, int(i >= 10)) for i, part in enumerate(ranges)]
     for weights, want in (((1.0, 1.0), [0.9, 0.1]), ((1.0, 9.0), [0.5, 0.5])):
         found = sample_shares(tasks, BuildOptions(sample_megabytes=10), weights)
         assert [sum(s.size for s in found if s.task.corpus == c) / 1e7 for c in (0, 1)] == pytest.approx(want, abs=1e-5)

@@ -3,6 +3,9 @@
 import gzip
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +16,13 @@ from data_prep.readers.documents import read_documents
 from data_prep.readers.tasks import group, list_ranges
 from tests.helpers.prep_reading import plan, read_all
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def make(folder, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+        (folder / name).write_bytes(os.fsencode(name))
 
 
 def names_of(folder, item):
@@ -32,6 +37,42 @@ def test_folders_are_walked_once_in_order(tmp_path):
     assert names_of(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
     make(tmp_path, "in/b/c.md")
     assert names_of(tmp_path, tmp_path / "i*" / "**" / "*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
+
+
+def test_walk_is_sorted_by_whole_paths(tmp_path):
+    make(tmp_path, "in/a/x", "in/a.txt", "in/a-b/y/1", "in/a-b/y.txt", "in/b", "in/ä/1", "in/a/\udcff.txt")
+    want = ["a-b/y.txt", "a-b/y/1", "a.txt", "a/x", "a/\udcff.txt", "b", "ä/1"]
+    assert names_of(tmp_path / "in", f"{tmp_path}/in/") == want
+    assert [part.path for part in plan([tmp_path / "in"])[0].ranges] == [str(tmp_path / "in" / name) for name in want]
+
+
+def test_files_of_many_folders_are_seen_once():
+    seen, paths = files.SeenFiles(), [f"/{i % 200}/{i}" for i in range(1000)]
+    assert [seen.add(path) for path in paths * 2] == [True] * 1000 + [False] * 1000
+
+
+MANY_FILES = """
+import re, zlib
+from data_prep.common.errors import Problems
+from data_prep.common.records import Corpus, ReadOptions
+from data_prep.readers import files, tasks
+
+files.expand = lambda item, problems: (f"/text/{i // 100:05}/article-{i:09}.txt" for i in range(int(item)))
+digits = lambda path: zlib.crc32(path.encode()) * 1_000_003
+files.status = lambda path: (digits(path) % 20_000 + 1, 1_700_000_000_000_000_000 + digits(path) % (1 << 50))
+for count in (10_000, 40_000):
+    planned = tasks.group(tasks.list_ranges([Corpus("input", (str(count),))], ReadOptions(), Problems("stop")))
+    assert sum(len(task.ranges) for task in planned) == count
+    print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
+"""
+
+
+def test_a_listed_file_costs_few_bytes():
+    """Of 40,000 files and their tasks, above 10,000: bytes a file at the peak, beside those of its name."""
+    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    few, many = map(int, done.stdout.split())
+    assert (many - few) / 30_000 < 90 + len("/text/00000/article-000000000.txt")
 
 
 def test_broken_links_are_named_or_counted(tmp_path):
@@ -106,7 +147,7 @@ def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch
         (task,) = plan([path])
         if when == "before":
             alter()
-        for i, _ in enumerate(read_documents(task.ranges[0], ReadOptions(text_documents="line"), problems)):
+        for i, _ in enumerate(read_documents(next(iter(task.ranges)), ReadOptions(text_documents="line"), problems)):
             if i == 5 and when == "while":
                 alter()
 
