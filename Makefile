@@ -5,7 +5,7 @@
 SHELL := bash
 VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST_ARGS ?=
 export CORPUS ONLY
 

@@ -114,6 +114,7 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     return found, len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_share_the_sentences(world) -> None:
     """Three ranks whose weights are partitioned find what one finds."""

@@ -104,7 +104,7 @@ def refused(world: World, run: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("host", ["", "n2"])
+@pytest.mark.parametrize("host", [pytest.param("", marks=pytest.mark.slow), "n2"])
 def test_a_second_job_is_refused_beside_the_first(host, tmp_path):
     run = tmp_path / "run"
     first = Job("n1", run)

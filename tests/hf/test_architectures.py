@@ -136,6 +136,7 @@ def our_updates(world: Any) -> dict[str, Any]:
     return found | {"end": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_updates_equal_those_of_a_plain_loop() -> None:
     """Losses and weights of 20 updates with AdamW, against transformers' model on the same rows."""

@@ -35,6 +35,7 @@ def test_plan_and_train_refuse_the_same_data(changes, overrides, message, tmp_pa
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_pairs_without_their_head_are_one_line(tmp_path):
     done = command(
         *(

@@ -80,6 +80,7 @@ def test_each_prediction_counts_for_its_source(data: Path, causal: bool) -> None
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_ranks_report_what_one_evaluates(data: Path, tmp_path: Path) -> None:
     words = ("megabert/train.py", "--config", "tiny", "--data", data, "--run", tmp_path / "run", *SMALL, *RUN)
     done = command(*words, "zero.stage=3", ranks=2)
