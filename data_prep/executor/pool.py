@@ -38,7 +38,8 @@ def collect_seldom() -> None:
 def _begin_worker(parent: int) -> None:
     """First call in a worker, which must end with its parent: else it would write beside the resumed build."""
     collect_seldom()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell leaves it for jobs in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

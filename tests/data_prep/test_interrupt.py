@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 
@@ -21,7 +22,11 @@ def test_ctrl_c_ends_a_build_with_one_line(tmp_path) -> None:
     text = "The quick brown fox jumps over the lazy dog near the river bank. She sells sea shells by the shore.\n"
     # of two workers one computes and the other waits
     (corpus / "one.txt").write_text("".join(text.replace("fox", f"fox {i}") for i in range(80_000)))
-    process = subprocess.Popen(build(corpus, out), start_new_session=True, stderr=subprocess.PIPE, text=True)
+    # these tests may run in the background of a shell, which ignores SIGINT there
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        build(corpus, out), start_new_session=True, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    )
     end = time.monotonic() + 60
     while process.poll() is None and not list(out.rglob("sample-*")) and time.monotonic() < end:
         time.sleep(0.01)
