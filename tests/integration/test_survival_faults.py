@@ -6,6 +6,7 @@ One of each kind runs by default or under `-m slow`, the stopped rank and the de
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -182,7 +183,9 @@ def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
     job.wait_for("step       3/")
     assert end(job, time.monotonic(), TIMEOUT + 5 + SLACK) == [4, 4]
     line = error_of(job)
-    assert "rank 1 (host " in line and f"pid {job.processes[1].pid}) hangs: nothing finished in 6 s" in line
+    # the time-out, or three times the longest gap that this machine had before
+    found = re.search(rf"rank 1 \(host .*pid {job.processes[1].pid}\) hangs: nothing finished in (\d+) s", line)
+    assert found and TIMEOUT <= int(found[1]) <= TIMEOUT + SLACK, line
     assert "at step 3," in line and "driver-run.py" in line and "in spin" in line and "rank 0" not in line
     stacks = [(tmp_path / f"run/hang-{rank}.txt").read_text() for rank in range(2)]
     assert "in spin" in stacks[1], stacks[1]
