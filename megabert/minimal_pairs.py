@@ -20,13 +20,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from megabert.common.streaming import in_order
 from megabert.config import Config
 from megabert.data.packing import groups, pack, pack_line
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
-from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import on_every_core, pack_weights
 
 # tokens of masked copies computed at once, on the CPU by each core
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -161,18 +160,14 @@ def score_sentences(
     pack_weights(model)
     line = device.type == "cpu" and model.backends.attention.name == "native"
     scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line)
-    encoded, scores, threads = scorer.encode(sentences), np.zeros(len(sentences)), workers(device)
+    encoded, scores = scorer.encode(sentences), np.zeros(len(sentences))
 
     def compute(job: list[int]) -> list[int]:
         scores[job] = scorer.score([encoded[i] for i in job])
         return job
 
-    computed = in_order(compute, iter(scorer.jobs(encoded)), threads, 2 * threads, one_thread)
-    with (
-        threads_apart(),
-        closing(computed),
-        tqdm(total=len(sentences), unit=" sentences", disable=None, leave=False) as bar,
-    ):
+    bar = tqdm(total=len(sentences), unit=" sentences", disable=None, leave=False)
+    with bar, closing(on_every_core(compute, scorer.jobs(encoded), device)) as computed:
         for job in computed:
             bar.update(len(job))
     return scores

@@ -27,7 +27,7 @@ from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.hf import Pretrained
-from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import on_every_core, pack_weights
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # batches of tokens that are sorted by length together, and whose vectors are in memory together
@@ -100,7 +100,6 @@ class Extractor:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = pretrained.model(self.device, PRECISIONS[precision])
         pack_weights(self.model)
-        self.workers = workers(self.device)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[self.device.type]
         self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
         # a causal model's vector of a text is that of its last token
@@ -126,8 +125,7 @@ class Extractor:
                 window = SortingWindow(tokenized, groups(lengths, self.batch_tokens), vectors)
                 yield from ((window, batch) for batch in window.batches)
 
-        computed = in_order(self._compute, jobs(), self.workers, 2 * self.workers, one_thread)
-        with threads_apart(), closing(computed):
+        with closing(on_every_core(self._compute, jobs(), self.device)) as computed:
             for window, batch in computed:
                 if batch is window.batches[-1]:
                     yield window

@@ -18,7 +18,7 @@ from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
-PRECISIONS = "of the model: bf16 is faster where the processor has it, and makes ties"
+PRECISION = "of the model: bf16 is faster where the processor has it, and makes ties"
 
 
 def as_text(table: dict[str, Any]) -> str:
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--pairs", required=True, metavar="PATH", help=".jsonl or .txt file, or a folder of them")
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
-    add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
+    add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISION)
     moved = "the run's tokenizer, where its dataset is no longer in its place"
     add("--tokenizer", default="", metavar="FILE", help=moved)
     args = parser.parse_args(argv)
@@ -52,17 +52,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
     folder = located(args.model)
-    import torch
-
     from megabert import hf
+    from megabert.commands.extraction import PRECISIONS
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
     from megabert.minimal_pairs import read_pairs, score_pairs
 
     keep_freed_memory()
     pairs = read_pairs(args.pairs, args.each)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
-    table = score_pairs(hf.load(folder, args.tokenizer), pairs, dtype)
+    table = score_pairs(hf.load(folder, args.tokenizer), pairs, PRECISIONS[args.precision])
     if args.json:
         text = json.dumps({"model": args.model} | table, indent=1) + "\n"
         write_whole(Path(args.json), text.encode())

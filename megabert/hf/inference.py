@@ -6,14 +6,19 @@ and gives the same results whatever the number of cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from megabert.common.streaming import in_order
 from megabert.model import FeedForward, Linear
+
+J = TypeVar("J")
+R = TypeVar("R")
 
 # typical rows of a product; the packed layout is valid for any number
 ROWS = 1024
@@ -68,3 +73,10 @@ def threads_apart() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def on_every_core(compute: Callable[[J], R], jobs: Iterable[J], device: torch.device) -> Generator[R, None, None]:
+    """What `compute` gives for each job, in their order: a job a core, or one at a time for a GPU. To be closed."""
+    threads = workers(device)
+    with threads_apart(), closing(in_order(compute, jobs, threads, 2 * threads, one_thread)) as results:
+        yield from results
