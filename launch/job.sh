@@ -84,6 +84,8 @@ remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
 job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE "s/.* $1=([^ ]*).*/\1/p" || true; }
 
 # ends_itself: whether SLURM ends this job
+job_nodes() { scontrol show hostnames "$(job_field NodeList)" 2>/dev/null; }
+
 ends_itself() { [[ $(job_field JobState) =~ ^(CANCELLED|COMPLETING)$ ]]; }
 
 meeting=${MASTER_ADDR:-} # where the ranks are to meet, if that is given: rank 0's node then stays
@@ -96,7 +98,7 @@ has() { [[ " ${*:2} " == *" $1 "* ]]; } # has WORD words…
 # choose_nodes: NODES of those that the job has; where it has more, the ones that failures named are left out
 choose_nodes() {
   local all node spare first=${meeting:+1} out=()
-  mapfile -t all < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+  mapfile -t all < <(job_nodes)
   spare=$((${#all[@]} - NODES))
   for node in "${named[@]}"; do
     if [ "${#out[@]}" -lt "$spare" ] && has "$node" "${all[@]:$first}"; then out+=("$node"); fi
@@ -118,7 +120,7 @@ name_nodes() {
 # drop_failed: give the failed nodes back to SLURM, which then does not end the job for them; false where too few are left
 drop_failed() {
   local all node keep=()
-  mapfile -t all < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+  mapfile -t all < <(job_nodes)
   for node in "${all[@]}"; do
     if [ "$node" = "${SLURMD_NODENAME:-}" ] || ! has "$node" "${failed[@]}"; then keep+=("$node"); fi
   done
