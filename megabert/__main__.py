@@ -36,6 +36,8 @@ COMMANDS = {
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
     "glue": Command("megabert.finetune.glue", "every task of GLUE, to one table", saves=True),
     "features": Command("megabert.commands.features", "a model's vectors of texts"),
+    "verify": Command("megabert.commands.verify", "whether a run is as it was written, from rows to weights"),
+    "replay": Command("megabert.commands.replay", "repeat an interval of a run and compare"),
     "report": Command("megabert.commands.report", "one HTML file about a run"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),

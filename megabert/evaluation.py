@@ -21,7 +21,7 @@ from megabert.data.masking import IGNORE, held_out_masking
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
-from megabert.model import BertForPreTraining
+from megabert.model import BertForPreTraining, evaluating
 
 # fixed: the mask of a held-out row is the same in every run
 EVAL_SEED = 20181011
@@ -70,18 +70,15 @@ def with_sources(batches: Iterable[Batch], dataset: Dataset) -> Iterator[Batch]:
         yield batch
 
 
-@torch.no_grad()
 def batch_sums(
     model: BertForPreTraining, batches: Iterable[Batch], device: torch.device, sources: int = 0
 ) -> torch.Tensor:
     """Sums over `batches`, fp64 [6 + 3 sources]: MLM loss, correct, predictions; NSP loss, correct, pairs; then MLM's of each
     source. Leaves train/eval as it was."""
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(6 + 3 * sources, dtype=torch.float64, device=device)
-    for batch in batches:
-        sums += loss_table(model(**batch.to(device).inputs()), model.counts(batch)).flatten()
-    model.train(was_training)
+    with evaluating(model):
+        for batch in batches:
+            sums += loss_table(model(**batch.to(device).inputs()), model.counts(batch)).flatten()
     return sums
 
 
@@ -150,25 +147,22 @@ class HeldOutSamples:
             masks.append({"at": at, "shown": "" if self._causal else seen[at]})
         return {"row": row_id, "tokens": tokens, "masks": masks}
 
-    @torch.no_grad()
     def look(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
         """The samples with the words of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
         tokens, "shown": the token in the input, "" of a causal model, "said": [[token, probability] …]}]}.
 
         Leaves train/eval as it was, and draws no random numbers. At ZeRO stage 3 a collective.
         """
-        was_training, samples = module.training, []
-        module.eval()
-        no_dropout = torch.zeros(1, dtype=torch.int64, device=device)
+        samples, no_dropout = [], torch.zeros(1, dtype=torch.int64, device=device)
         for sampled in self._batches:
             inputs = sampled.batch.to(device).inputs()
-            logits = module(**inputs, seed=no_dropout, logits_at=sampled.at.to(device))
+            with evaluating(module):
+                logits = module(**inputs, seed=no_dropout, logits_at=sampled.at.to(device))
             best = logits.float().softmax(-1).topk(min(SAMPLE_WORDS, logits.shape[1]))
             words = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             for sample in sampled.samples:
                 masks = [mask | {"said": self._words(*next(words))} for mask in sample["masks"]]
                 samples.append(sample | {"masks": masks})
-        module.train(was_training)
         return samples
 
     def _words(self, probabilities: list[float], ids: list[int]) -> list[list[Any]]:
@@ -184,19 +178,15 @@ def evaluate_run(run: str | Path, data: str, rows: int = 0) -> dict[str, float |
         raise ValueError(
             f"{data}: its tokenizer is not that of {run}; build it with --tokenizer {found.tokenizer.path}"
         )
-    if hf.MLM_HEAD in found.initialised:
-        raise ValueError(f"{run}: has no {hf.MLM_HEAD}, so there is nothing to evaluate")
     cfg, longest = found.config, found.config.model.max_positions
     if dataset.manifest.seq_len > longest:
         raise ValueError(f"{data}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}")
     if rows:
         cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = precision.dtype_on(device, cfg.precision)
-    model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
-    model.load_state_dict(found.weights)
+    model = found.language_model(device, precision.dtype_on(device, cfg.precision))
     batches = with_sources(fixed_batches(dataset, found.tokenizer, cfg), dataset)
     total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
     batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
-    sums = batch_sums(model.to(device, dtype), batches, device, len(dataset.source_names))
+    sums = batch_sums(model, batches, device, len(dataset.source_names))
     return {"step": found.step} | summary(sums, dataset.source_names)

@@ -31,7 +31,7 @@ from torch import Tensor
 from megabert.common.environment import seconds_short_of_cores
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
-from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS
+from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, step_of
 from megabert.config import Config, ModelConfig, ScheduleConfig, flat
 from megabert.optim.schedule import share_used
 
@@ -446,7 +446,7 @@ class JsonLines(Sink):
         self._path = path
         self._file: TextIO | None = None
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+            kept = [line for line in path.read_text().splitlines() if step_of(line) <= resume_step]
             write_whole(path, "".join(f"{line}\n" for line in kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
@@ -617,11 +617,3 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _final(results: Mapping[str, float]) -> dict[str, float]:
     return {f"final/{name.split('/', 1)[-1]}": value for name, value in results.items()}
-
-
-def _step(line: str) -> float:
-    """The step of a line; infinite for one that a kill cut short, which is dropped with the steps that are repeated."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -26,6 +26,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, pack_weights
+from megabert.model import evaluating
 
 # tokens of masked copies computed at once, on the CPU by each core
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -187,13 +188,11 @@ class PairsWhileTraining:
         model, jobs = self.scorer.model, self.scorer.jobs(self.encoded)
         own = jobs[self.world.rank :: self.world.size]
         own += jobs[:1] * (-(-len(jobs) // self.world.size) - len(own))  # computed twice, with the same result
-        was_training = model.training
-        model.eval()
         found: list[tuple[int, float]] = []
-        for job in own:
-            found += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
-            progress()
-        model.train(was_training)
+        with evaluating(model):
+            for job in own:
+                found += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
+                progress()
         scores = {self.sentences[i]: score for part in self.world.gather(found) for i, score in part}
         table = table_of(self.pairs, scores)
         fields = {

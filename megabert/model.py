@@ -11,6 +11,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,6 +27,18 @@ from megabert.ops import Ops, Rotation, choose_all, norm, rotation
 def truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
     """Normal values cut at two standard deviations, as the published initialisation (Devlin et al. 2019)."""
     return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode and without gradients inside the block, which leaves train/eval as it was."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was_training)
 
 
 class Linear(nn.Module):

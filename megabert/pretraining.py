@@ -42,14 +42,13 @@ from megabert.trainer import Trainer
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run folder holds to start from. A replay writes nothing into it."""
+    """What a run folder holds to start from."""
 
     run_dir: Path
     checkpoints: Checkpoints
-    writes: bool
     # the checkpoint to resume from; None where there is none
     path: Path | None
-    # its state; of a replay from the run's first update `config.json`; {} for a new run
+    # its state; {} for a new run
     state: Mapping[str, Any]
 
 
@@ -60,7 +59,6 @@ def open_run(
     stop: Stop,
     watchdog: Watchdog,
     *,
-    replay: int | None = None,
     stop_after: int | None = None,
     extend: bool = False,
     deepspeed_extra: Mapping[str, Any] | None = None,
@@ -68,13 +66,12 @@ def open_run(
 ) -> Trainer:
     """Opens data, model and engine, and resumes from the newest whole checkpoint of the run folder.
 
-    With `replay` from the newest one before that update, and nothing is ever written. `extend`: a finished run may continue
-    under another schedule. `profile`: the first and the last update to profile on this rank. A collective. Raises ValueError
-    naming what does not fit.
+    `extend`: a finished run may continue under another schedule. `profile`: the first and the last update to profile on this
+    rank. A collective. Raises ValueError naming what does not fit.
     """
     dataset, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
-    config, origin = complete_config(config, dataset, tokenizer, run_dir, world, replay)
+    config, origin = complete_config(config, dataset, tokenizer, run_dir, world)
     watchdog.progress()
     engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra, watchdog.progress)
     watchdog.progress()
@@ -95,7 +92,6 @@ def open_run(
         saved=saved,
         cursor=cursor,
         stop_after=stop_after,
-        writes=origin.writes,
         profile=profile,
     )
 
@@ -136,7 +132,7 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
 
 
 def complete_config(
-    config: Config, dataset: AnyDataset, tokenizer: Tokenizer, run_dir: Path, world: World, replay: int | None
+    config: Config, dataset: AnyDataset, tokenizer: Tokenizer, run_dir: Path, world: World
 ) -> tuple[Config, Origin]:
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
     config = fitted_to(config, dataset.manifest)
@@ -145,18 +141,12 @@ def complete_config(
             f"{config.data.path}: its rows are sentence pairs, of which half have a random second part, and model.nsp=false learns "
             "nothing from them; rows of running text come from data_prep build --no-nsp"
         )
-    writes = replay is None
-    if writes:
-        run_lock.take(run_dir, world)
-    checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
-    path = checkpoints.latest(None if replay is None else replay - 1)
-    state: Mapping[str, Any] = {}
-    if path is not None:
-        state = checkpoints.state
-    elif replay is not None:
-        state = on_every_rank(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
+    run_lock.take(run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint)
+    path = checkpoints.latest()
+    state = {} if path is None else checkpoints.state
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
-    return config, Origin(run_dir, checkpoints, writes, path, state)
+    return config, Origin(run_dir, checkpoints, path, state)
 
 
 # -- 3. model and engine ---------------------------------------------------------------------------------------------
@@ -172,7 +162,7 @@ def build_engine(
     progress: Callable[[], None],
 ) -> Engine:
     """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
-    config = choose_backends(config, dataset, world, origin.run_dir, origin.writes, progress)
+    config = choose_backends(config, dataset, world, origin.run_dir, progress)
     counts = None
     if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, dataset, tokenizer, world)
@@ -229,14 +219,10 @@ def resume(
     provenance = describe(config, dataset, tokenizer, engine)
     if origin.path is not None:
         check_compatible(state, provenance)
-        if origin.writes:
-            note_changes(state, config, extend)
+        note_changes(state, config, extend)
         saved = origin.checkpoints.load(engine, origin.path)
         log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
         return provenance, saved, 0
-    if state:
-        check_compatible(state, provenance)
-        log.info("no checkpoint before the update to replay: replaying from the run's first update")
     if not config.init_from:
         return provenance, None, 0
     first = start_engine(engine, config.init_from, world, config.init_moments)
@@ -258,9 +244,10 @@ def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) 
 
 
 def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
-    """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
-    of each checkpoint."""
+    """Config and its hash, data and tokenizer fingerprints, the backends that run, machine, versions, revision, command: the
+    head of each checkpoint."""
     module: Any = engine.module
+    cuda = engine.world.device.type == "cuda"
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     return {
         "config": config.model_dump(),
@@ -268,8 +255,11 @@ def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: 
         **dataset.identity,
         "tokenizer": tokenizer.sha256,
         "backends": backends | {"optimizer": engine.optimizer_kernels},
+        "machine": torch.cuda.get_device_name(engine.world.device) if cuda else environment.processor(),
+        "threads": torch.get_num_threads(),
         "versions": environment.versions(),
         "revision": environment.revision(),
+        "source": environment.source(),
         "command": environment.command(),
         **getattr(module, "provenance", {}),
     }
@@ -283,17 +273,16 @@ def record(
 ) -> None:
     """Write into the run folder what makes it complete without its dataset (config, tokenizer), and a line of `starts.jsonl`:
     at which step the run starts or resumes, when, and on what. Rank 0 alone writes."""
-    if not (origin.writes and world.is_main):
+    if not world.is_main:
         return
     write_whole(origin.run_dir / CONFIG, canonical(provenance))
     for name, data in tokenizer.files().items():
         write_whole(origin.run_dir / name, data)
-    cuda = world.device.type == "cuda"
     start = {
         "step": saved["step"] if saved else 0,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "ranks": world.size,
-        "device": torch.cuda.get_device_name(world.device) if cuda else environment.cpu_model(),
+        "device": provenance["machine"],
         "cores": environment.cores(),
         "memory_gib": environment.memory_gib(),
         **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},

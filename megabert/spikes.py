@@ -106,11 +106,6 @@ class SpikePolicy:
         forgets the updates after the spike."""
         return self.settings.policy == "skip"
 
-    def expect(self, loss: SupportsFloat) -> None:
-        """Take over a loss of an update that is repeated and was judged before."""
-        if self.settings.policy != "off":
-            self.spikes.add(float(loss))
-
     def judge(self, loss: SupportsFloat, *, skipped: bool, vetoed: bool) -> Judgement:
         """What an update leads to. The flags are those of `megabert.engine.UpdateResult`; `loss` is read, which waits for
         the device, unless the policy is "off"."""

@@ -34,7 +34,6 @@ from megabert.common import errors
 from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
-from megabert.common.run_files import CONFIG
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -57,12 +56,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="",
         metavar="TIME",
         help=f"save and exit 85 in time: {TIMES}; SLURM's own limit counts too",
-    )
-    add(
-        "--replay",
-        type=int,
-        metavar="STEP",
-        help="repeat this update of the run, print its losses as JSON, write nothing",
     )
     add("--extend", action="store_true", help="train a finished run on under the schedule given")
     add(
@@ -134,7 +127,6 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         ranks.world,
         stop,
         watchdog,
-        replay=args.replay,
         stop_after=args.stop_after,
         extend=args.extend,
         deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
@@ -142,11 +134,6 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     )
     ranks.apart = True
     try:
-        if args.replay is not None:
-            line = trainer.replay(args.replay)
-            if ranks.world.is_main:
-                print(line, flush=True)
-            return OK
         if not trainer.train():
             return REQUEUE
         trainer.sinks.hparams(trainer.last_eval)
@@ -204,7 +191,3 @@ def check(args: argparse.Namespace, config: Config) -> None:
         )
     read_deepspeed(args.deepspeed_config)
     end_of_time(args.max_time, os.environ, time.time())
-    if args.replay is not None and args.replay < 1:
-        raise ValueError(f"--replay {args.replay}: the first update is 1")
-    if args.replay is not None and not (Path(args.run) / CONFIG).is_file():
-        raise ValueError(f"--run {args.run}: no run to --replay an update of (no {CONFIG}); name a run folder")

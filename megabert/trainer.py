@@ -255,17 +255,15 @@ class Trainer:
         saved: Mapping[str, Any] | None = None,
         cursor: int = 0,
         stop_after: int | None = None,
-        writes: bool = True,
         profile: tuple[int, int] = (0, 0),
     ) -> None:
         """`provenance` goes into every checkpoint. `cursor`: the update of the data to start at where nothing was `saved`.
-        `stop_after`: the step to end at, within the schedule. `writes`: false for a replay, which leaves the run folder as it
-        is. `profile`: the first and the last update to profile."""
+        `stop_after`: the step to end at, within the schedule. `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         engine.progress = checkpoints.progress = watchdog.progress
-        self.stop_after, self.writes = stop_after, writes
+        self.stop_after = stop_after
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
         self.agreement = Agreement(world)
@@ -277,6 +275,7 @@ class Trainer:
         self.saved_seconds = self.logged_seconds = 0.0
         self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
+        self.newest: Unjudged | None = None
         # the update to roll back to before
         self.spike: Unjudged | None = None
         self.rows = RowDigest()
@@ -286,7 +285,7 @@ class Trainer:
             self.resume(saved)
         self.rates = None
         if config.schedule.unit == "minutes":
-            self.rates = RateRecord(run_dir, config, world, self.state.step, writes, fresh=saved is None)
+            self.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
         self.sinks = self.open_sinks()
         self.updates: Any = workload.updates(self.state.cursor, self.share_used)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
@@ -327,8 +326,11 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """No update of the schedule is left."""
-        return finished(self.config.schedule, self.state.step, self.state.seconds / 60, self.state.tokens)
+        """No update of the schedule is left; one that was done before is, whatever the clock says now."""
+        state = self.state
+        if self.rates is not None and self.rates.known(state.step, state.cursor):
+            return False
+        return finished(self.config.schedule, state.step, state.seconds / 60, state.tokens)
 
     @property
     def over(self) -> bool:
@@ -394,7 +396,8 @@ class Trainer:
         self.state.step += 1
         self.state.cursor = update.step + 1
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
-        self.unjudged.append(Unjudged(**place, row_ids=update.row_ids.tolist(), result=result))
+        self.newest = Unjudged(**place, row_ids=update.row_ids.tolist(), result=result)
+        self.unjudged.append(self.newest)
         self.workload.meter.add(result, update)
         self.rows.add(update)
         self.watchdog.progress(self.state.step)
@@ -522,7 +525,7 @@ class Trainer:
     def record(self, done: Unjudged, trouble: Trouble) -> None:
         """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
         rows_by_rank = self.world.gather([row for row in done.row_ids if row >= 0])
-        if self.writes and self.world.is_main:
+        if self.world.is_main:
             entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
             entry |= figures(done.result, self.engine.terms)
@@ -575,27 +578,10 @@ class Trainer:
 
     def open_sinks(self) -> Sinks:
         """The run's sinks on rank 0, with what was logged after the newest checkpoint cut off."""
-        writes = self.writes and self.world.is_main
-        return Sinks(self.run_dir if writes else None, self.config, self.state.step, self.saves.step)
+        return Sinks(self.run_dir if self.world.is_main else None, self.config, self.state.step, self.saves.step)
 
     def close(self) -> None:
         """End the loader's workers, close the sinks, write what was profiled; each also where another one fails."""
         with ExitStack() as last_first:
             for close in (self.profiler.close, self.sinks.close, self.updates.close):
                 last_first.callback(close)
-
-    # -- replay ------------------------------------------------------------------------------------------------------
-
-    def replay(self, step: int) -> str:
-        """Trains forward to update `step`, by itself and writing nothing; its figures as one JSON line."""
-        assert self.state.step < step and not self.writes
-        while self.state.step < step:
-            started = time.perf_counter()
-            update, lr, result = self.train_update()
-            self.account(update, result, started)
-            self.agree()
-            # they were judged when the run did them
-            self.unjudged.clear()
-            self.spike_policy.expect(result.host_loss)
-        place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
-        return as_json(place | figures(result, self.engine.terms) | {"skipped": result.skipped})

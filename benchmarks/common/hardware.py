@@ -66,7 +66,6 @@ def label() -> str:
 
 def about() -> dict[str, Any]:
     """Description of this machine and this command, ready for JSON. Memory in GiB, date in UTC."""
-    fast = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni"}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
@@ -74,7 +73,7 @@ def about() -> dict[str, Any]:
         **({"changes": list(changes())} if changes() else {}),
         "hardware": {
             "cpu": cpu_model(),
-            "cpu_features": sorted(cpu_flags() & fast),
+            "cpu_features": sorted(cpu_flags() & environment.VECTOR_FLAGS),
             "cores": cores(),
             "memory_gib": memory_gib(),
             "gpus": gpus(),

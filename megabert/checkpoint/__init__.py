@@ -6,6 +6,7 @@ own, and removes what is too old in another. Whatever dies before the rename lea
 Before anything is loaded every file is hashed again. Nothing is ever unpickled.
 
     run/checkpoints/pointer.json                  the newest step
+    run/checkpoints/chain.jsonl                   a line a checkpoint: digests of data, config, code, weights, logs
     run/checkpoints/step-00001000/
         manifest.json                      files (bytes, SHA-256), parameters (shape, which ranks hold which slice),
                                            counters, the run's state, its own SHA-256
@@ -22,6 +23,7 @@ There is no random-number state: `megabert.common.random_numbers` makes it from 
 from megabert.checkpoint.manifest import DamagedCheckpoint
 from megabert.checkpoint.start import (
     check_compatible,
+    kept_manifests,
     load_weights,
     newest_step,
     note_changes,

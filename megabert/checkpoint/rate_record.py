@@ -23,11 +23,9 @@ RECORD = struct.Struct("<qqddI")
 class RateRecord:
     """Seconds and rates of a run's updates from step `first` on. Opening it is a collective."""
 
-    def __init__(
-        self, run_dir: Path, config: Config, world: World, first: int, writes: bool, fresh: bool = False
-    ) -> None:
-        """`writes`: false for a replay, which only reads. `fresh`: the run has no checkpoint, so it has no rates either."""
-        self._path, self._writes = run_dir / FILE, writes and world.is_main
+    def __init__(self, run_dir: Path, config: Config, world: World, first: int, fresh: bool = False) -> None:
+        """`fresh`: the run has no checkpoint, so it has no rates either."""
+        self._path, self._writes = run_dir / FILE, world.is_main
         self._settings = zlib.crc32(canonical({"schedule": config.schedule.model_dump(), "lr": config.optimizer.lr}))
         if fresh and self._writes:
             self._path.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,16 @@ def _check_moments(manifest: Mapping[str, Any], source: str | Path, current: str
             f"init_from={source} holds the moments of optimizer.name={name} and this run's is {current}; set "
             "init_moments=false to start from its weights alone"
         )
+
+
+def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """The manifest of each checkpoint of a run, the newest first, all its files compared. Raises ValueError naming the file that is
+    not as it was saved."""
+    checkpoints = Checkpoints(run_dir, _lone_rank())
+    for step in checkpoints.steps():
+        if problem := checkpoints.problem(checkpoints.folder / f"step-{step:08d}"):
+            raise ValueError(f"{checkpoints.folder}: {problem}")
+        yield checkpoints.manifest
 
 
 def newest_step(run_dir: str | Path) -> int | None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megabert.checkpoint import chain
 from megabert.checkpoint.manifest import (
     MANIFEST,
     MOMENTS,
@@ -208,13 +209,14 @@ class Checkpoints:
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final, doomed = self.folder / f"step-{step:08d}", []
         run_lock.check(self.run_dir)
+        chain.append(self.folder, json.loads(manifest))
         if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
             doomed += self._free(step, f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync(self.folder)
         sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_whole(self.folder / POINTER, canonical({"step": step}))
-        steps, every = self._steps(), self.settings.keep_every
+        steps, every = self.steps(), self.settings.keep_every
         abandoned = [other for other in steps if other > step]  # damaged, or of before a rollback
         older = [other for other in steps if other <= step][self.settings.keep :]
         for dead in abandoned + [other for other in older if not every or other % every]:
@@ -291,10 +293,13 @@ class Checkpoints:
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
-        for leftover in (*self.folder.glob(f"{SAVING}*"), *self.folder.glob(f".{POINTER}.*")):
+        for leftover in (
+            path for name in (SAVING, f".{POINTER}.", f".{chain.FILE}.") for path in self.folder.glob(f"{name}*")
+        ):
             # a thread of an earlier `Checkpoints` of this process may be removing it
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        chain.cut(self.folder, max(self.steps(), default=-1))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -305,7 +310,7 @@ class Checkpoints:
         Falls back to an older one with a warning. Raises ValueError when there are checkpoints but none is whole.
         """
         steps, pointer = self.world.broadcast(
-            [self._steps(), committed_step(self.folder)] if self.world.is_main else None
+            [self.steps(), committed_step(self.folder)] if self.world.is_main else None
         )
         if limit is not None:
             steps = [step for step in steps if step <= limit]
@@ -338,6 +343,8 @@ class Checkpoints:
         assert not self.pending, "finish the save in flight first"
         assert path.name == f"step-{self.state['step']:08d}", "not the one that was verified last"
         engine.restore(StoredTensors(path, self.manifest, self.world), self.manifest["engine"])
+        if self.settings is not None and self.world.is_main:
+            chain.cut(self.folder, self.state["step"])
         self.world.barrier()
         return self.state
 
@@ -375,7 +382,7 @@ class Checkpoints:
         refuse_together(self.world, *unread)
         return next((text for text in self.world.gather(problem) if text), "")
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
         """Committed steps, newest first. Raises OSError where the folder is there and cannot be listed: that is not "none"."""
         try:
             names = tried_again(lambda: os.listdir(self.folder))

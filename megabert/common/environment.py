@@ -6,6 +6,7 @@ Only the standard library: no package is imported to read its version, and no GP
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -20,6 +21,8 @@ from pathlib import Path
 # of a clone
 ROOT = Path(__file__).resolve().parents[2]
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+# by which libraries choose their kernels
+VECTOR_FLAGS = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni", "sve", "bf16"}
 # of glibc's malloc.h; other C libraries have no mallopt
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
@@ -48,6 +51,11 @@ def cpu_model() -> str:
 def cpu_flags() -> set[str]:
     """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`; on Arm `bf16`."""
     return set(match_in("/proc/cpuinfo", r"(?:flags|Features)\s*:\s*(.+)").split())
+
+
+def processor() -> str:
+    """The kind of processor: its name, and the vector instructions by which libraries choose their kernels."""
+    return f"{cpu_model()} ({' '.join(sorted(cpu_flags() & VECTOR_FLAGS))})"
 
 
 def multiplies_bf16() -> bool:
@@ -121,6 +129,14 @@ def revision(exclude: Sequence[str] = ()) -> str:
         return "unknown"
     short = output(["git", "rev-parse", "--short=12", "HEAD"])
     return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"
+
+
+def source() -> str:
+    """SHA-256 of the package's Python files, the same in a clone and in an installed copy."""
+    package, sha256 = ROOT / "megabert", hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        sha256.update(f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return sha256.hexdigest()
 
 
 def command() -> str:

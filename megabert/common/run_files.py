@@ -1,7 +1,29 @@
-"""Names of the files in a run folder, beside `checkpoints/`."""
+"""Files in a run folder, beside `checkpoints/`: their names, and the step of a log line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
 
 CONFIG = "config.json"
 # one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or whose loss jumped
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
 # the id under which Weights & Biases knows the run
 SINK_IDS = "sinks.json"
+
+
+def checkpoints_of(run: str | Path) -> Path:
+    """The folder of a run's checkpoints. Raises ValueError where there is none."""
+    folder = Path(run) / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; name a run folder")
+    return folder
+
+
+def step_of(line: str | bytes) -> float:
+    """The step of a log's line; infinite for one that a kill cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

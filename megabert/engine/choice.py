@@ -62,14 +62,9 @@ FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
 def choose_backends(
-    config: Config,
-    dataset: AnyDataset,
-    world: World,
-    run_dir: Path,
-    writes: bool = True,
-    progress: Callable[[], None] = lambda: None,
+    config: Config, dataset: AnyDataset, world: World, run_dir: Path, progress: Callable[[], None] = lambda: None
 ) -> Config:
-    """`config` with a backend's name for every `auto` on CUDA; logged, cached and, if `writes`, recorded. A collective.
+    """`config` with a backend's name for every `auto` on CUDA; logged, cached and recorded. A collective.
     `progress` is called after each candidate.
 
     Raises ValueError on every rank where a rank cannot run what rank 0 chose.
@@ -89,8 +84,7 @@ def choose_backends(
             log.info(f"backends as recorded with this run: {chosen}")
         else:
             chosen.update(measure(roles, config, shapes_of(config, dataset, world.device), place, progress))
-        if writes:
-            write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
+        write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
     on_main(world, choose)
     found: dict[str, str] = world.broadcast(chosen)

@@ -28,6 +28,7 @@ from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
 from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.model import evaluating
 
 # Tokens of one forward pass without gradients, in evaluations.
 EVALUATION_TOKENS = 8192
@@ -53,8 +54,6 @@ def logits_of(
     Dropout is off; the module's mode is restored. With `threads` that many batches are computed at once, each by a thread that
     torch divides no further; to be called inside `threads_apart`.
     """
-    training = module.training
-    module.eval()
     groups = groups_of([len(item.ids) for item in items], tokens)
     # Each rank's items in the order in which it computes them.
     orders = [[i for group in groups[rank :: world.size] for i in group] for rank in range(world.size)]
@@ -73,11 +72,11 @@ def logits_of(
     own = groups[world.rank :: world.size]
     results = in_order(compute, own, threads, 2 * threads, one_thread) if threads else map(compute, own)
     at = 0
-    for values in results:
-        computed[at : at + len(values)] = values
-        at += len(values)
-        progress()
-    module.train(training)
+    with evaluating(module):
+        for values in results:
+            computed[at : at + len(values)] = values
+            at += len(values)
+            progress()
     parts = [computed]
     if world.size > 1:
         parts = [torch.empty_like(computed) for _ in range(world.size)]

@@ -98,4 +98,4 @@ def test_training_waits_for_no_commit_or_removal(tmp_path, monkeypatch):
         assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
     assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # no update waited
     gates["remove"].set()
-    advance(checkpoints, lambda: names(tmp_path) == ["pointer.json", "step-00000003"])
+    advance(checkpoints, lambda: names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000003"])

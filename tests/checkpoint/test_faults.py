@@ -108,7 +108,11 @@ def test_a_file_too_large_for_the_disk_fails(full, asynchronous, tmp_path):
             checkpoints.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not checkpoints.pending and names(tmp_path) == ["pointer.json", "step-00000001"] and stored(tmp_path) == 1
+    assert (
+        not checkpoints.pending
+        and names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000001"]
+        and stored(tmp_path) == 1
+    )
     checkpoints.save(FakeEngine(3), state(3, tiny.config()))
     checkpoints.finish()
     assert stored(tmp_path) == 3
@@ -146,7 +150,7 @@ def test_a_full_disk_of_one_rank_stops_all(tmp_path):
     for problem, newest in run_ranks(2, failing_rank, str(tmp_path)):
         assert "rank 1" in problem and "No space left" in problem and "earlier ones are untouched" in problem
         assert newest == "step-00000003"
-    assert names(tmp_path) == ["pointer.json", "step-00000001", "step-00000003"]
+    assert names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000001", "step-00000003"]
 
 
 def test_a_program_fault_is_raised_as_it_is(tmp_path, monkeypatch):
@@ -156,7 +160,7 @@ def test_a_program_fault_is_raised_as_it_is(tmp_path, monkeypatch):
     checkpoints.save(FakeEngine(2), state(2, tiny.config()))
     with pytest.raises(IndexError):
         checkpoints.finish()
-    assert names(tmp_path) == ["pointer.json", "step-00000001"]
+    assert names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000001"]
 
 
 # -- reading that fails --------------------------------------------------------------------------------------------

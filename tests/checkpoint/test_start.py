@@ -30,7 +30,11 @@ def test_a_start_is_a_verified_checkpoint_of_step_0(tmp_path: Path) -> None:
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
     assert saved == start_state | {"step": 0, "world_size": 1}
     assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / "step-00000000"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["pointer.json", "step-00000000"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "chain.jsonl",
+        "pointer.json",
+        "step-00000000",
+    ]
     os.truncate(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS_FILE, 1000)
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         load_weights(tmp_path)

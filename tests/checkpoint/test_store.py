@@ -183,11 +183,11 @@ def test_a_rank_opens_its_share_of_files(tmp_path):
 def test_the_newest_stay_and_abandoned_ones_are_removed(tmp_path):
     checkpoints = saved_run(tmp_path, (10, 20, 30, 40), keep=2)
     names = lambda: sorted(p.name for p in (tmp_path / "checkpoints").iterdir())  # noqa: E731
-    assert names() == ["pointer.json", "step-00000030", "step-00000040"]
+    assert names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000040"]
     checkpoints.save(FakeEngine(35), state(35, tiny.config()))
-    assert names() == ["pointer.json", "step-00000030", "step-00000035"]
+    assert names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000035"]
     checkpoints.save(FakeEngine(99), state(35, tiny.config()))  # the same step again replaces it
-    assert stored(tmp_path) == 99.0 and names() == ["pointer.json", "step-00000030", "step-00000035"]
+    assert stored(tmp_path) == 99.0 and names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000035"]
     saved_run(tmp_path / "every", range(10, 130, 10), keep=2, keep_every=50)
     steps = sorted(int(p.name[5:]) for p in (tmp_path / "every/checkpoints").glob("step-*"))
     assert steps == [50, 100, 110, 120]

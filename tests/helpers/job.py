@@ -20,9 +20,18 @@ SMALL = (
 
 
 class Job:
-    """Ranks of `megabert train`; `driver` runs before it in every rank and may wrap functions."""
+    """Ranks of `megabert train`, or of another `command`; `driver` runs before it in every rank and may wrap functions."""
 
-    def __init__(self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", **env: str):
+    def __init__(
+        self,
+        data: Path,
+        run: Path,
+        *extra: object,
+        ranks: int = 2,
+        driver: str = "",
+        command: tuple[object, ...] = (),
+        **env: str,
+    ):
         run.parent.mkdir(parents=True, exist_ok=True)
         arguments = ["--config", "tiny", "--data", str(data), "--run", str(run), *SMALL, *map(str, extra)]
         script = run.parent / f"driver-{run.name}.py" if driver else None
@@ -31,7 +40,7 @@ class Job:
         self.log = Path(tempfile.mkstemp(".log", f"{run.name}-", run.parent)[1])
         self._read = 0
         base = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-        words = ["train", *arguments]
+        words = list(map(str, command)) or ["train", *arguments]
         self.processes = [
             Forked(words, base | rank, self.log, driver=str(script or "")) for rank in environments(ranks)
         ]

@@ -304,8 +304,8 @@ Engine.train_update, BertForPreTraining.forward = update, forward
 """
 
 
-def with_spikes(dataset, run, *extra, times=(9,), ranks=1):
-    job = Job(dataset, run, *SPIKES, *extra, driver=f"TIMES = {times}\n{SPIKE}", ranks=ranks)
+def with_spikes(dataset, run, *extra, times=(9,), ranks=1, command=()):
+    job = Job(dataset, run, *SPIKES, *extra, driver=f"TIMES = {times}\n{SPIKE}", ranks=ranks, command=command)
     return job, job.codes(150)
 
 
@@ -335,8 +335,8 @@ def test_a_skipped_spike_is_applied_nowhere_and_replayable(dataset, tmp_path):
     assert 10 not in found and found[16]["train/spikes"] == found[16]["train/skipped"] == 1
     before = (run / "metrics.jsonl").read_bytes(), sorted(run.rglob("*"))
     for step in (10, 15):
-        job, codes = with_spikes(dataset, run, *options, "--replay", step, ranks=2)
-        assert codes == [0, 0], job.output
+        job, codes = with_spikes(dataset, run, ranks=2, command=("replay", run, "--to", step))
+        assert codes == [0, 0] and "are equal bit for bit" in job.output, job.output
         (line,) = [text for text in job.output.splitlines() if text.startswith("{")]
         replayed, logged = json.loads(line), entry if step == 10 else found[step]
         assert replayed["skipped"] == (step == 10) and replayed["cursor"] == step - 1

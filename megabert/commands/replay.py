@@ -1,0 +1,240 @@
+"""Recompute an interval of a run, and compare it with what the run logged and saved.
+
+    megabert replay RUN --from A --to B       from the checkpoint of step A (0: from the run's start) through update B
+    mpirun -n 2 megabert replay RUN …         the same of a run of two ranks
+
+Training itself is repeated by the run's own configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures
+of the log lines and digests of the weights are to be equal bit for bit. Where they are not, and machine, threads, ranks, versions,
+backends or code are not those of the run, they are to be equal to a rounding, which is printed. Exit code 0: they are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import INTERRUPTED, OK, code_of, command
+from megabert.common.run_files import CONFIG, METRICS, checkpoints_of
+
+if TYPE_CHECKING:
+    from megabert.config import Config
+    from megabert.distributed.session import Session
+
+# of figures that follow from the clock
+TIMES = ("perf/", "time/")
+# relative differences of figures, by the end of their names, and of weights, over how far they moved in the interval
+ROUNDING, WEIGHTS_ROUNDING = {"loss": 0.01, "grad_norm": 0.25, "lr": 1e-9}, 0.1
+# of an entry of the chain
+WEIGHTS = "weights"
+
+
+class Interval(NamedTuple):
+    """Updates `begin` + 1 to `end` of a run, the entries of its chain that these are in, and their configuration."""
+
+    run: Path
+    begin: int
+    end: int
+    entries: list[dict[str, Any]]
+    config: Config
+
+
+def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interval:
+    """The updates to repeat: by default up to the newest checkpoint, from the newest one before. Raises ValueError where there is
+    no checkpoint of `begin`, or the configuration changed in between."""
+    folder = checkpoints_of(run)
+    from megabert.checkpoint import chain
+
+    entries = chain.read(folder)
+    newest = entries[-1]["step"]
+    end = newest if end is None else end
+    kept = sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
+    begin = max((step for step in kept if step < end), default=0) if begin is None else begin
+    if begin not in (0, *kept):
+        raise ValueError(f"--from {begin}: {run} has checkpoints of steps {', '.join(map(str, kept))}; 0 is its start")
+    if not begin < end <= newest:
+        raise ValueError(f"--to {end}: must be above {begin} and at most {newest}, the step of the newest checkpoint")
+    before = [0, *(entry["step"] for entry in entries)]
+    inside = [entry for last, entry in zip(before, entries, strict=False) if last < end and entry["step"] > begin]
+    for entry in inside[1:]:
+        if entry["config_sha256"] != inside[0]["config_sha256"]:
+            raise ValueError(f"--to {end}: the configuration changed within the updates up to step {entry['step']}")
+    return Interval(run, begin, end, inside, config_of(run, inside[0]["config_sha256"], data, begin in kept))
+
+
+def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
+    """The configuration with this digest, of `config.json` or a checkpoint, without sinks but `metrics.jsonl`. Raises ValueError."""
+    from megabert.config import from_dict
+
+    for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
+        found = json.loads(path.read_bytes())
+        tree = found.get("state", found)["config"]
+        if from_dict(tree).digest() == sha256:
+            break
+    else:
+        raise ValueError(f"{run}: the configuration of these updates is in no checkpoint that is kept")
+    if tree["schedule"]["by"] == "minutes" and not resumed:
+        raise ValueError("--from 0: the rates of this run follow the clock; name a checkpoint to start from")
+    tree["log"] |= {"tensorboard": False, "wandb": ""}
+    tree["data"]["path"] = data or tree["data"]["path"]
+    return from_dict(tree)
+
+
+def train_again(of: Interval, folder: Path, deepspeed_config: str, ranks: Session) -> int:
+    """Repeats the updates in the `folder` of rank 0; the exit code."""
+    import torch
+
+    from megabert import config as configuration
+    from megabert.distributed.ranks import on_main
+    from megabert.metrics import as_json
+    from megabert.metrics import figures as update_figures
+    from megabert.pretraining import open_run
+
+    # as many as then: sums are divided among them
+    torch.set_num_threads(of.entries[-1]["threads"])
+    stop = ranks.join()
+    folder = Path(ranks.world.broadcast(str(folder)))
+    on_main(ranks.world, lambda: copy_start(of, folder))
+    config = configuration.fit_micro_size(of.config, ranks.world.size)
+    watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
+    extra = configuration.read_deepspeed(deepspeed_config)
+    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, deepspeed_extra=extra)
+    ranks.apart = True
+    try:
+        if not trainer.train():
+            return INTERRUPTED
+        done = trainer.newest
+        assert done is not None and done.step == of.end
+        if ranks.world.is_main:
+            place = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch, "skipped": done.result.skipped}
+            print(as_json(place | update_figures(done.result, trainer.engine.terms)))
+        return OK
+    finally:
+        trainer.close()
+
+
+def copy_start(of: Interval, folder: Path) -> None:
+    """Copies what the updates start from: the checkpoint, the rates that followed the clock, the backends that were measured."""
+    from megabert.checkpoint import rate_record
+    from megabert.engine import choice
+
+    start = Path("checkpoints", f"step-{of.begin:08d}")
+    if (of.run / start).exists():
+        shutil.copytree(of.run / start, folder / start)
+    for name in (rate_record.FILE, choice.RECORD):
+        if (of.run / name).exists():
+            shutil.copy(of.run / name, folder / name)
+
+
+def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
+    """What a run says of the updates, by step and name: the figures of its log lines, and the digests of its weights."""
+    from megabert.checkpoint import chain
+
+    lines = list(map(json.loads, (run / METRICS).read_text().splitlines()))
+    lines += [{"step": entry["step"], WEIGHTS: entry[WEIGHTS]} for entry in chain.read(run / "checkpoints")]
+    inside = [(line.pop("step"), line) for line in lines if of.begin < line["step"] <= of.end]
+    return {(step, name): line[name] for step, line in inside for name in line if not name.startswith(TIMES)}
+
+
+def compare(of: Interval, folder: Path) -> str:
+    """How the run and its repetition in `folder` are equal. Raises ValueError naming the first value in which they are not, or where
+    the run has none of the updates."""
+    theirs, ours = recorded(of.run, of), recorded(folder, of)
+    both = sorted(theirs.keys() & ours.keys())
+    if not both:
+        raise ValueError(f"{of.run}: has neither a log line nor a checkpoint of steps {of.begin + 1} to {of.end}")
+    what = f"{len(both)} figures and digests of weights of steps {both[0][0]} to {both[-1][0]} are equal"
+    unequal = [(*key, theirs[key], ours[key]) for key in both if theirs[key] != ours[key]]
+    if not unequal:
+        return f"{what} bit for bit"
+    reasons = differences_of_place(of, folder)
+    for step, name, was, found in unequal:
+        if not reasons or not near(name, was, found):
+            how = (
+                f"to rounding: not as then are {reasons}"
+                if reasons
+                else "bit for bit: machine, versions and code are as then"
+            )
+            raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {found}, compared {how}")
+    distance = distance_of_weights(of, folder, both[-1][0])
+    if distance > WEIGHTS_ROUNDING:
+        raise ValueError(
+            f"{of.run}: weights of step {both[-1][0]} differ by {distance:.2g} of how far they moved, where not as then are {reasons}"
+        )
+    allowed = ", ".join(f"{name} {share:g}" for name, share in (ROUNDING | {WEIGHTS: WEIGHTS_ROUNDING}).items())
+    return f"{what} to rounding ({allowed}; weights differ by {distance:.2g} of how far they moved), not bit for bit: not as then are {reasons}"
+
+
+def near(name: str, was: Any, found: Any) -> bool:
+    """Whether a value is the same but for rounding; what is neither of the data nor in ROUNDING is not judged."""
+    within = [share for end, share in ROUNDING.items() if name.endswith(end)]
+    return not name.startswith("data/") and all(
+        abs(float(was) - float(found)) <= share * abs(float(was)) for share in within
+    )
+
+
+def differences_of_place(of: Interval, folder: Path) -> str:
+    """In what the repetition was done otherwise than the run, beside data and configuration; "" where in nothing."""
+    import torch
+
+    from megabert.checkpoint import chain
+
+    *_, here = chain.read(folder / "checkpoints")
+    unlike = [name for name in chain.MACHINE if any(entry[name] != here[name] for entry in of.entries)]
+    if torch.cuda.is_available() and not of.config.deterministic:
+        unlike.append("deterministic=false on CUDA")
+    return ", ".join(unlike)
+
+
+def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
+    """|found - was| / |was - before| of all weights at a step; NaN where the run does not keep them there or at the start."""
+    from megabert.checkpoint import load_weights
+
+    places = [
+        run / "checkpoints" / f"step-{at:08d}" for run, at in ((folder, step), (of.run, step), (of.run, of.begin))
+    ]
+    if not all(place.exists() for place in places):
+        return math.nan
+    found, was, before = (load_weights(place)[0] for place in places)
+    squares = [(float((found[n] - w).square().sum()), float((w - before[n]).square().sum())) for n, w in was.items()]
+    differ, moved = map(sum, zip(*squares, strict=True))
+    return math.sqrt(differ / moved)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.replay"), description=__doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run folder, in which nothing is written")
+    add(
+        "--from",
+        type=int,
+        metavar="A",
+        dest="begin",
+        help="step of a checkpoint it keeps, or 0; else the newest before B",
+    )
+    add("--to", type=int, metavar="B", dest="end", help="step to end at; else that of the newest checkpoint")
+    add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
+    add("--deepspeed_config", default="", metavar="FILE", help="what the run was started with, if it was")
+    return repeat(parser.parse_args(argv))
+
+
+@command
+def repeat(args: Any) -> int:
+    """Repeat and compare; the exit code. The comparison is rank 0's."""
+    of = interval(Path(args.run), args.begin, args.end, args.data)
+    from megabert.distributed import ranks, session
+
+    with tempfile.TemporaryDirectory(prefix="megabert-replay-", ignore_cleanup_errors=True) as folder:
+        code = session.run(lambda opened: train_again(of, Path(folder), args.deepspeed_config, opened))
+        if code == OK and ranks.discover().is_main:
+            print(compare(of, Path(folder)))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))

@@ -1,0 +1,126 @@
+"""Check a run folder from its data to its weights by its chain of digests.
+
+megabert verify RUN                       every row, the configuration, every log line, every file of its checkpoints
+megabert verify RUN --head DIGEST         and that the run is the one whose head was published
+
+What was changed is named in one line, and the exit code is 2. Only a head that was published finds who rewrites the whole chain:
+it is printed last. That the data gives these weights is for `megabert replay` to show.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, code_of, command
+from megabert.common.run_files import CONFIG, STARTS, checkpoints_of
+
+# of `config.json`, besides what an entry of the chain has
+MORE = ("config", "datasets", "command")
+# of a line of `starts.jsonl` that `config.json` has too
+STARTED_WITH = ("revision", "versions", "command", "config_sha256")
+
+
+def check_config(run: Path, state: Mapping[str, Any]) -> None:
+    """Raises ValueError unless `config.json` is that of the newest checkpoint, of which `state` is, or of a start after it."""
+    from megabert.checkpoint import chain
+    from megabert.common.files import canonical
+    from megabert.config import flat, from_dict
+
+    path, names = run / CONFIG, {*chain.CIRCUMSTANCES, *MORE} - {"world_size"}
+    trained = {name: state[name] for name in names & state.keys()}
+    data = path.read_bytes()
+    if data == canonical(trained):
+        return
+    try:
+        found, start = json.loads(data), json.loads((run / STARTS).read_text().splitlines()[-1])
+        later = all(found[name] == start[name] for name in STARTED_WITH) and start["step"] == state["step"]
+        if later and from_dict(found["config"]).digest() == found["config_sha256"]:
+            return
+        before, after = flat(trained), flat(found)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError(f"{path}: is not as it was written") from None
+    changed = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    raise ValueError(f"{path}: {changed} is {after.get(changed)!r}; the run was trained with {before.get(changed)!r}")
+
+
+def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Any]]:
+    """The steps whose checkpoints are kept, the newest first, and the state of that. Raises ValueError naming the file that is
+    not as it was saved, or the checkpoint that is missing or of no entry."""
+    from megabert.checkpoint import chain, kept_manifests
+
+    by_step, newest, steps = {entry["step"]: entry for entry in entries}, entries[-1]["step"], list[int]()
+    state: dict[str, Any] = {}
+    for manifest in kept_manifests(run):
+        state, step = state or manifest["state"], manifest["state"]["step"]
+        if by_step.get(step, {}).get("checkpoint") != manifest["sha256"]:
+            raise ValueError(f"{run}/checkpoints/step-{step:08d}: is not the checkpoint of that step in {chain.FILE}")
+        steps.append(step)
+    if newest not in steps:
+        raise ValueError(f"{run}: the checkpoint of step {newest}, the newest in {chain.FILE}, is missing")
+    return steps, state
+
+
+def check_data(state: Mapping[str, Any], data: str) -> str:
+    """A line on the dataset, every byte of which is read. Raises ValueError naming what is damaged, or that it is another."""
+    from megabert.data import mixture
+    from megabert.data.shards import verify
+
+    folder, mix = data or state["config"]["data"]["path"], state["config"]["data"]["mix"]
+    opened = mixture.open_mixture(folder, mix, shards=False)
+    if opened.manifest.fingerprint != state["dataset"]:
+        raise ValueError(f"{folder}: is not the dataset of this run (another fingerprint); name its folder with --data")
+    for part in (folder, *mix):
+        for problem in verify(part):
+            raise ValueError(problem)
+    return f"{opened.rows:,} rows of {', '.join((folder, *mix))}"
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.verify"), description=__doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run folder")
+    add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
+    add(
+        "--head",
+        default="",
+        metavar="DIGEST",
+        help="head that was published; of a run that was trained on, an earlier one",
+    )
+    args = parser.parse_args(argv)
+    run, folder = Path(args.run), checkpoints_of(args.run)
+    from megabert.checkpoint import chain
+    from megabert.common import environment
+
+    entries = chain.read(folder)
+    *_, last = entries
+    published = [entry["step"] for entry in entries if entry["sha256"] == args.head]
+    if args.head and not published:
+        raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
+    uncovered = chain.check_logs(run, entries)
+    steps, state = check_checkpoints(run, entries)
+    check_config(run, state)
+    print(
+        f"chain        {len(entries)} entries, steps {entries[0]['step']:,} to {last['step']:,}, each follows the one before it"
+    )
+    print(
+        "logs         as they were written"
+        + f"; {uncovered} lines after the newest checkpoint are in no entry" * bool(uncovered)
+    )
+    print(f"checkpoints  of steps {', '.join(map(str, sorted(steps)))}: every file as it was saved")
+    print(f"data         {check_data(state, args.data)}: every byte as it was written")
+    same = "that of this installation" if last["source"] == environment.source() else "another than this installation's"
+    print(f"code         revision {last['revision']}, {same}; {len({entry['source'] for entry in entries})} in all")
+    if published:
+        print(f"head         as published, at step {published[0]:,}")
+    print(f"head         {last['sha256']}")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))
