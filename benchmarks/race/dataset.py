@@ -165,7 +165,7 @@ def bytes_a_token(folder: Path) -> float:
         counts += np.bincount(rows.ids.ravel(), minlength=len(counts))
     # the padding among them
     counts[list(tokenizer.special_ids.values())] = 0
-    sizes = np.array([len(token.encode()) for token in tokenizer.tokens])
+    sizes = np.array([len(token) for token in tokenizer.token_bytes()])
     return float(counts @ sizes / counts.sum())
 
 

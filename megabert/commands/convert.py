@@ -1,6 +1,7 @@
-"""A Hugging Face BERT, a folder or a model of the hub, as a run folder to continue pre-training from.
+"""A Hugging Face model, a folder or one of the hub, as a run folder to continue pre-training from; with another vocabulary, too.
 
 megabert convert --model HF_DIR --run DIR
+megabert convert --model HF_DIR_OR_RUN --vocab DATA --run DIR
 megabert prep build --tokenizer DIR/vocab.txt …
 megabert train --config DIR/config.toml --data DATA --run NEW_RUN
 """
@@ -24,16 +25,33 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 
-def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrained:
+def convert(
+    source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True, vocab: str | Path = ""
+) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `read.read`; after an error nothing is written.
+    Arguments and errors as of `read.read`; `vocab`: file or folder of the tokenizer that replaces the model's, which may be
+    that of a run then. After an error nothing is written.
     """
     folder, run = located(source), Path(run)
     from megabert import checkpoint
-    from megabert.hf import read
+    from megabert.hf import read, vocabulary
 
-    foreign = read.read(folder, tokenizer, nsp)
+    if not vocab or read.is_model_folder(folder):
+        foreign = read.read(folder, tokenizer, nsp)
+    elif not nsp:
+        raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are")
+    else:
+        foreign = read.load(folder, tokenizer)
+    if vocab:
+        named = read.named_tokenizer(vocab)
+        sources = vocabulary.sources_of(foreign.tokenizer, named)
+        foreign = vocabulary.with_vocabulary(foreign, named, sources)
+        one, several = sum(len(ids) == 1 for ids in sources), sum(len(ids) > 1 for ids in sources)
+        log.info(
+            f"of {len(sources):,} tokens {one:,} have the vectors of one token of {source}, {several:,} the mean of several, "
+            f"and {len(sources) - one - several:,}, which its vocabulary cannot express, are drawn"
+        )
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():
             (new / name).write_bytes(data)
@@ -81,8 +99,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
+    new = "replace the vocabulary by this tokenizer's: its file, or the folder of a dataset or a model; --model may be a run then"
+    add("--vocab", default="", metavar="PATH", help=new)
     args = parser.parse_args(argv)
-    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
+    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, args.vocab)
     if foreign.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")
     if foreign.ignored:

@@ -43,6 +43,8 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_START = "\u2581"
 # WordPiece's mark of a token inside a word
 CONTINUATION = "##"
+# a token that is one byte, in vocabularies that fall back to bytes
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 # a model of a million tokens takes about 20 MB
 MAX_BYTES = 256 << 20
 # characters; BERT makes a longer word [UNK]
@@ -117,6 +119,8 @@ class Tokenizer:
 
     kind: str
     file_name: str
+    # the mark of tokens inside a word; "": those that begin one hold the space before it
+    continuation = ""
     processor: Any
     # the protocol buffer of a SentencePiece model
     proto: Any
@@ -189,6 +193,10 @@ class Tokenizer:
     def doubt(self) -> str:
         """Why text may be normalised otherwise than the vocabulary needs; "" where there is no doubt."""
         return ""
+
+    def token_bytes(self) -> list[bytes]:
+        """UTF-8 of each token as it stands in a text, the space before a word included; some are parts of a character."""
+        return [bytes.fromhex(found[1]) if (found := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
@@ -355,7 +363,7 @@ class _SentencePiece(Tokenizer):
 class _WordPiece(Tokenizer):
     """BERT's tokenizer over the lines of a vocab.txt."""
 
-    kind, file_name = "wordpiece", "vocab.txt"
+    kind, file_name, continuation = "wordpiece", "vocab.txt", CONTINUATION
 
     def __init__(self, path: Path, sha256: str, text: str, casing: Mapping[str, bool | None]) -> None:
         # With a thread pool of its own the library would warn at every later fork; a variable that is set stays.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.files import canonical
-from megabert.data.tokenizer import CHUNK, CONFIG, SPECIAL_IDS, Tokenizer, without_space
+from megabert.data.tokenizer import BYTE, CHUNK, CONFIG, SPECIAL_IDS, Tokenizer, without_space
 
 SPECIAL_MAP = "special_tokens_map.json"
 USUAL = {
@@ -30,6 +30,10 @@ USUAL = {
 INSTEAD = {"cls": "bos", "sep": "eos"}
 # words by which it is tried whether tokens cross words
 WORDS_TRIED = 512
+# GPT-2's character of each byte (Radford et al. 2019): printable ones are themselves, the others count on from 256
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+CHARACTERS = (*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE}))
+BYTE_OF = {chr(b if b in PRINTABLE else 256 + i - len(PRINTABLE)): b for i, b in enumerate(CHARACTERS)}
 
 
 def names_beside(path: Path) -> dict[str, str]:
@@ -103,6 +107,7 @@ class FastTokenizer(Tokenizer):
         shown, starts = self._shown(path, special)
         super().__init__(path, sha256.hexdigest(), shown, special, starts)
         self.data = data
+        self.continuation = self.tree["model"].get("continuing_subword_prefix") or ""
         self._hidden = {*special.values()} - {self.unk_id}
         self._find_words()
 
@@ -156,14 +161,12 @@ class FastTokenizer(Tokenizer):
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         return self.encode_batch([f" {word}" for word in words] if self.spaced else words)
 
-    @property
-    def holds_spaces(self) -> bool:
-        """Whether the tokens that begin a word hold the space before it; else all others hold a mark."""
-        return not self.tree["model"].get("continuing_subword_prefix")
+    def token_bytes(self) -> list[bytes]:
+        return [_bytes_of(token, raw) for token, raw in zip(self.tokens, self._raw, strict=True)]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         encoded = self.encode_texts(words)
-        if self.spaced or not self.holds_spaces:
+        if self.spaced or self.continuation:
             return encoded
         return [without_space(self, ids, lambda i: self.processor.token_to_id(self._raw[i][1:])) for ids in encoded]
 
@@ -173,6 +176,16 @@ class FastTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.processor.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False))
+
+
+def _bytes_of(token: str, raw: str) -> bytes:
+    """Of a token that a text shows as `token` and the file has as `raw`."""
+    if "\ufffd" not in token:
+        return token.encode()
+    found = BYTE.fullmatch(raw)
+    return (
+        bytes.fromhex(found[1]) if found else b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in raw)
+    )
 
 
 def _special_names(vocabulary: Mapping[str, int], named: Mapping[str, str], path: Path) -> dict[str, str]:

@@ -33,7 +33,8 @@ FIELDS: dict[str, tuple[str, float | None]] = {
 # their special ids -> the tokenizer's
 IDS = {"pad_token_id": "pad", "bos_token_id": "cls", "eos_token_id": "sep"}
 BUFFERS = ("position_ids", "token_type_ids")
-_PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
+# tensors with an entry for each token
+PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
 
 
 @dataclass(frozen=True)
@@ -391,10 +392,10 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig, heads: bool = 
     result: dict[str, Tensor] = {}
     for ours, theirs in names(cfg, heads).items():
         tensor = _take(left, ours)
-        if ours in _PADDED:
+        if ours in PADDED:
             tensor = tensor[: cfg.vocab_size]
         # parts of one storage cannot be saved
-        copied = len(theirs) > 1 or ours in _PADDED
+        copied = len(theirs) > 1 or ours in PADDED
         parts = [part.clone() for part in tensor.split(_sizes(len(theirs), len(tensor), cfg))] if copied else [tensor]
         result |= zip(theirs, parts, strict=True)
     _refuse_left(left)
@@ -423,7 +424,7 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
     result: dict[str, Tensor] = {}
     for ours, theirs in names(cfg).items():
         tensor = _take(left, theirs[0]) if len(theirs) == 1 else torch.cat([_take(left, name) for name in theirs])
-        if ours in _PADDED:
+        if ours in PADDED:
             if len(tensor) != cfg.vocab_size:
                 raise ValueError(f"{theirs[0]}: {len(tensor)} entries, but model.vocab_size={cfg.vocab_size}")
             tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size])

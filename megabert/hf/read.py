@@ -164,11 +164,9 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrain
     model = model.model_copy(update={"nsp": nsp and not causal and model.nsp})
     file, tensors = read_weights(folder, model)
     weights, initialised, ignored = complete(tensors, model, str(file))
-    loaded_tokenizer = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    loaded_tokenizer = named_tokenizer(tokenizer or folder)
     if loaded_tokenizer.kind == "wordpiece" and not tokenizer:
         refuse_other_tokenizer(tree, config_file)
-    if doubt := loaded_tokenizer.doubt():
-        raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
     if loaded_tokenizer.vocab_size != model.vocab_size:
         raise ValueError(
             f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
@@ -176,15 +174,20 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrain
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
-    state = {
+    state = start_state(folder, cfg, loaded_tokenizer)
+    return Pretrained(folder, ours, state, cfg, loaded_tokenizer, tuple(initialised), tuple(ignored))
+
+
+def start_state(source: Path, cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The state in a checkpoint of step 0 whose weights are those of `source`, converted."""
+    return {
         "step": 0,
         "config": cfg.model_dump(),
         "config_sha256": cfg.digest(),
-        "dataset": f"none, converted from {folder.resolve().name}: begin a new run with init_from",
-        "tokenizer": loaded_tokenizer.sha256,
+        "dataset": f"none, converted from {source.resolve().name}: begin a new run with init_from",
+        "tokenizer": tokenizer.sha256,
         "seconds": 0.0,
     }
-    return Pretrained(folder, ours, state, cfg, loaded_tokenizer, tuple(initialised), tuple(ignored))
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -305,6 +308,18 @@ def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
     if name.endswith("bias"):
         return torch.zeros(shape)
     return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
+
+
+def named_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that is a file, or lies in a model's folder or a dataset. Raises ValueError where there is none, or where
+    it is not known how it normalises text."""
+    path = Path(path)
+    if path.is_dir() and (path / "manifest.json").is_file():
+        path = path / Manifest.load(path).tokenizer["file"]
+    tokenizer = read_tokenizer(path) if path.is_dir() else Tokenizer.load(path)
+    if doubt := tokenizer.doubt():
+        raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
+    return tokenizer
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

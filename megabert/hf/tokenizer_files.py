@@ -79,7 +79,7 @@ def _from_json(tokenizer: FastTokenizer) -> Any:
     tree = copy.deepcopy(tokenizer.tree)
     added = {entry["id"]: entry for entry in tree["added_tokens"]}
     for i in tokenizer.special_ids.values():
-        flags = {"single_word": False, "lstrip": i == tokenizer.mask_id and tokenizer.holds_spaces, "rstrip": False}
+        flags = {"single_word": False, "lstrip": i == tokenizer.mask_id and not tokenizer.continuation, "rstrip": False}
         added[i] = {"id": i, "content": tokenizer.tokens[i], "normalized": False, "special": True} | flags
     tree["added_tokens"] = [added[i] for i in sorted(added)]
     built = tokenizers.Tokenizer.from_str(json.dumps(tree))
@@ -115,7 +115,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
             "do_lower_case": casing.lowercase, "strip_accents": strip, "tokenize_chinese_chars": casing.ideographs,
         }  # fmt: skip
     tokens: dict[str, Any] = dict(names)
-    if not wordpiece and getattr(tokenizer, "holds_spaces", True):
+    if not tokenizer.continuation:
         flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
         tokens["mask_token"] = {"content": names["mask_token"]} | flags
         config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}

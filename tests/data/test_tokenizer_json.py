@@ -37,7 +37,7 @@ def test_ids_are_the_librarys_own(tokenizer):
     assert tokenizer.encode_batch(TEXT[:3]) == [plain.encode(text, add_special_tokens=False).ids for text in TEXT[:3]]
     assert not {0, 1, 2, 4} & set(chain(*tokenizer.encode_batch(["<s> <mask> </s><pad>"])))
     assert tokenizer.special_ids == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 4}
-    if tokenizer.holds_spaces:
+    if not tokenizer.continuation:
         for text, ids in zip(TEXT[:3], tokenizer.encode_batch(TEXT[:3]), strict=True):
             assert "".join(tokenizer.tokens[i] for i in ids).strip() == text == tokenizer.decode(ids).strip()
     shown = [tokenizer.tokens[i] for i in np.flatnonzero(tokenizer.word_start)]

@@ -1,0 +1,263 @@
+"""Transplanted vocabularies: bits a byte on new text against tokens trained, by how the new tokens' vectors were initialised.
+
+    python benchmarks/bench_vocabulary.py --json benchmarks/results/vocabulary.json
+
+A small model with an uncased WordPiece vocabulary is trained on Wikipedia, gets another vocabulary, and continues on other text:
+
+    novels   cased WordPiece of the novels
+    russian  SentencePiece of Debian's manual pages in Russian
+    bytes    byte-level BPE of Debian's manual pages in English
+
+Debian's packages are downloaded by apt-get. One document in twenty is held out before anything is built. Budgets are tokens, so the
+machine's speed changes nothing; each finished run is in the file, and the same command again adds what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+from benchmarks.common import hardware
+from benchmarks.race import dataset, training
+from benchmarks.race.dataset import RaceData, Scorer
+from benchmarks.race.recipes import RaceRecipe, track_of
+from megabert import checkpoint, hf
+from megabert.commands.convert import convert
+from megabert.common.files import appearing
+from megabert.data.shards import Dataset
+from megabert.hf.mapping import PADDED
+from megabert.model import truncated_normal
+
+VOCABULARY = 8_000
+# of each text, bytes
+TEXT = 12 << 20
+KEYS = {
+    **{"model.kind": "modern", "model.norm": "pre", "model.nsp": False, "model.hidden": 128, "model.heads": 2},
+    **{"batch.global_size": 32, "batch.micro_size": 32, "optimizer.name": "muon", "optimizer.weight_decay": 0.1},
+    "data.masking.rate": 0.3,
+}
+BASE = KEYS | {"optimizer.lr": 3e-3, "objective.causal_share": 0.3}
+CONTINUED = KEYS | {"optimizer.lr": 1e-3, "warmup": 0.1}
+MANUALS = {"russian": ("manpages-ru", "manpages-ru-dev"), "bytes": ("manpages", "manpages-dev")}
+OPTIONS = {
+    "base": ["--model-type", "wordpiece", "--lowercase"],
+    "novels": ["--model-type", "wordpiece"],
+    "russian": ["--model-type", "unigram"],
+}
+INITS = ("random", "mean", "nearest")
+# of the checkpoints of a run, ten
+POINTS = (0, 1, 3, 6, -1)
+# of manual pages: requests whose words are text, and escapes by what they print
+SHOWN = re.compile(r"^[.'](?:[BIR]{1,2}|S[MBHS])\b ?")
+ESCAPES = (
+    (r"\\f(?:\[\w*\]|\(..|.)|\\[&|^/,:%]|\\s[-+]?\d", ""),
+    (r"\\(?:-|\(hy|\(mi)", "-"),
+    (r"\\(?:\(..|\[.*?\]|.)", " "),
+)
+
+
+def manual_pages(packages: tuple[str, ...], work: Path) -> Iterator[str]:
+    """The pages' running text, without requests and escapes of roff."""
+    tree = work / "-".join(packages)
+    if not tree.is_dir():
+        (work / "deb").mkdir(parents=True, exist_ok=True)
+        subprocess.run(["apt-get", "download", *packages], cwd=work / "deb", check=True, stdout=sys.stderr)
+        for name in packages:
+            archive, *_ = (work / "deb").glob(f"{name}_*.deb")
+            subprocess.run(["dpkg", "-x", archive, tree], check=True)
+    for path in sorted(tree.glob("usr/share/man/**/*.gz")):
+        text = "" if path.is_symlink() else gzip.decompress(path.read_bytes()).decode(errors="ignore")
+        lines = [SHOWN.sub("", line).replace('"', "") if SHOWN.match(line) else line for line in text.splitlines()]
+        page = "\n".join("" if line[:1] in (".", "'") else line for line in lines)
+        for escape, printed in ESCAPES:
+            page = re.sub(escape, printed, page)
+        if len(page) > 500:
+            yield page
+
+
+def documents(name: str, args: argparse.Namespace) -> Iterator[str]:
+    if name in MANUALS:
+        return manual_pages(MANUALS[name], args.run)
+    files = args.text.glob("enwiki/*/wiki_*" if name == "base" else "novels/*.txt")
+    return (document.decode() for document in chain.from_iterable(map(dataset.documents_of, sorted(files))))
+
+
+def prepare(name: str, args: argparse.Namespace) -> RaceData:
+    """The shards of a text with its own vocabulary, and of its held-out documents."""
+    folder, left = args.run / name, args.bytes
+    data = RaceData(folder / "train", folder / "held_out", "every 20th")
+    if not (folder / "text").is_dir():
+        with appearing(folder / "text", "train.jsonl") as new:
+            parts = [(new / "held_out.jsonl").open("w"), *[(new / "train.jsonl").open("w")] * 19]
+            for number, text in enumerate(documents(name, args)):
+                left -= parts[number % 20].write(json.dumps({"text": text}) + "\n")
+                if left < 0:
+                    break
+            parts[0].close(), parts[1].close()
+    made = ["--vocab-size", str(VOCABULARY), "--held-out", "0", *OPTIONS.get(name, [])]
+    if name == "bytes":
+        made = ["--tokenizer", str(byte_level(folder)), "--held-out", "0"]
+    dataset.build(folder / "text/train.jsonl", data.train, *made)
+    tokenizer = str(data.train / data.manifest.tokenizer["file"])
+    dataset.build(folder / "text/held_out.jsonl", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
+    return data
+
+
+def byte_level(folder: Path) -> Path:
+    """A byte-level BPE, trained on a text by the tokenizers library."""
+    made = tokenizers.ByteLevelBPETokenizer()
+    texts = (json.loads(line)["text"] for line in (folder / "text/train.jsonl").open())
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    made.train_from_iterator(texts, VOCABULARY, special_tokens=special, show_progress=False)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def started(init: str, seed: int, base: Path, data: RaceData, run: Path) -> Path:
+    """A run folder with the base model and the vocabulary of `data`."""
+    shutil.rmtree(run, ignore_errors=True)
+    model = convert(base, run, vocab=data.train)
+    if init == "mean":
+        return run
+    shutil.rmtree(run)
+    torch.manual_seed(seed)
+    size, special = model.config.model.vocab_size, list(model.tokenizer.special_ids.values())
+    shared = {*hf.load(base).tokenizer.token_bytes()}
+    kept = torch.tensor([token in shared for token in model.tokenizer.token_bytes()])
+    kept[special] = True
+    for name in (name for name in PADDED if name in model.weights):
+        old = model.weights[name][:size]
+        if init == "random":
+            kept[:] = False
+            kept[special] = True
+            new = (
+                truncated_normal(tuple(old.shape), model.config.model.init_std) if old.dim() > 1 else torch.zeros(size)
+            )
+        else:
+            new = (nearest(data.train, size, kept) @ old.view(size, -1)).view_as(old)
+        model.weights[name][:size] = torch.where(kept.view(-1, *[1] * (old.dim() - 1)), old, new)
+    checkpoint.write_start(run, model.weights, {k: v for k, v in model.state.items() if k != "step"})
+    return run
+
+
+@cache
+def auxiliary(folder: Path, size: int) -> Tensor:
+    """fp32 [size, 100], of length 1: the tokens by the company they keep in a dataset (Levy & Goldberg 2014: positive pointwise
+    mutual information within 5 tokens, its singular vectors)."""
+    data = Dataset(folder)
+    ids = data.read(np.arange(min(data.rows, 20_000))).ids.astype(np.int64)
+    frequent = np.argsort(-np.bincount(ids.ravel(), minlength=size), kind="stable")[:2_000]
+    column = np.full(size, -1)
+    column[frequent] = np.arange(len(frequent))
+    counts = np.zeros(size * len(frequent))
+    for apart in range(1, 6):
+        for left, right in ((ids[:, apart:], ids[:, :-apart]), (ids[:, :-apart], ids[:, apart:])):
+            places = (left * len(frequent) + column[right])[column[right] >= 0]
+            counts += np.bincount(places, minlength=len(counts))
+    table = torch.from_numpy(counts).view(size, -1).float()
+    expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
+    u, s, _ = torch.svd_lowrank((table / expected.clamp(min=1e-9)).clamp(min=1).log(), q=100, niter=4)
+    return torch.nn.functional.normalize(u * s.sqrt(), dim=1)
+
+
+def nearest(folder: Path, size: int, kept: Tensor) -> Tensor:
+    """fp32 [size, size]: shares of the ten nearest of the tokens `kept` (Minixhofer et al. 2022, "WECHSEL"; Dobler & de Melo
+    2023, "FOCUS")."""
+    vectors = auxiliary(folder, size)
+    similar = (vectors @ vectors.T).masked_fill(~kept, -1e9)
+    values, places = similar.topk(10)
+    return torch.zeros_like(similar).scatter_(1, places, (values / 0.1).softmax(1))
+
+
+def curve(recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, rows: int) -> list[dict[str, Any]]:
+    """Bits a byte on the held-out text along a run, which resumes where it was killed."""
+    found = training.train_ours(recipe, track_of(f"{tokens / 1000:g}k-tokens", threads=1), data, run, seed)
+    scorer = Scorer(data.held_out, rows, 1)
+    points = [found.points[i] for i in POINTS]
+    return [{"tokens": p.tokens} | scorer.score(training.weights_of(p), found.config) for p in points]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
+    add("--run", type=Path, default=Path("runs/vocabulary"), help="folder of texts, shards and runs")
+    add("--seeds", type=int, default=3)
+    add(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=[3_000_000, 400_000],
+        metavar="N",
+        help="of the base model, and of each run",
+    )
+    add("--rows", type=int, default=384, help="held-out rows of a score")
+    add("--bytes", type=int, default=TEXT, help="of each text")
+    hardware.add_json(parser, required=True)
+    args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
+    result = json.loads(args.json.read_text()) if args.json.is_file() else {"curves": {}}
+    curves = result["curves"]
+
+    def note(key: str, found: list[dict[str, Any]]) -> None:
+        curves[key] = found
+        hardware.write_json(args.json, {"tokens": args.tokens, "curves": curves})
+        print(key, *(f"{point['tokens']:,}: {point['bits']:.3f}" for point in found), flush=True)
+
+    base = args.run / "runs/base"
+    if "base" not in curves:
+        recipe = RaceRecipe("base", "the model that is continued", keys=BASE)
+        note("base", curve(recipe, args.tokens[0], prepare("base", args), base, 42, args.rows))
+    for name in ("novels", "russian", "bytes"):
+        data = prepare(name, args)
+        for seed, init in ((seed, init) for seed in range(42, 42 + args.seeds) for init in INITS):
+            if (key := f"{name} {init} {seed}") in curves:
+                continue
+            run = args.run / "runs" / key.replace(" ", "-")
+            start = started(init, seed, base, data, run.with_name("start"))
+            weights, state = checkpoint.load_weights(start)
+            at_0 = {"tokens": 0} | Scorer(data.held_out, args.rows, 1).score(weights, state["config"])
+            keys = CONTINUED | {"init_from": str(start)}
+            note(key, [at_0, *curve(RaceRecipe(name, init, keys=keys), args.tokens[1], data, run, seed, args.rows)])
+            shutil.rmtree(run)
+    print(table(curves))
+    return 0
+
+
+def table(curves: dict[str, list[dict[str, Any]]]) -> str:
+    """Bits a byte by vocabulary and initialisation, mean ± sample deviation over the seeds, against tokens trained."""
+    groups: dict[str, list[list[dict[str, Any]]]] = {}
+    for key, points in curves.items():
+        if key != "base":
+            groups.setdefault(key.rpartition(" ")[0], []).append(points)
+    lines = []
+    for name, runs in groups.items():
+        cells = [[points[i]["bits"] for points in runs] for i in range(len(runs[0]))]
+        shown = [f"{statistics.mean(c):.3f} ± {statistics.stdev(c) if len(c) > 1 else 0:.3f}" for c in cells]
+        if not lines:
+            heads = [f"{point['tokens']:,}" for point in runs[0]]
+            lines += [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

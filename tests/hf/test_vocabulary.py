@@ -1,0 +1,162 @@
+"""Transplanted vocabularies: which old vectors a new token has, by every kind of tokenizer, and the model that comes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megabert import config as configuration
+from megabert import hf
+from megabert.commands import convert, export
+from megabert.data.tokenizer import Tokenizer
+from megabert.hf.read import Pretrained
+from megabert.hf.vocabulary import sources_of
+from tests.helpers import fast_tokenizers, runs, wordpiece
+
+CPU = torch.device("cpu")
+TABLES = ("embeddings.word.weight", "embeddings.word.decoder", "embeddings.word.bias")
+KINDS = ("uncased", "cased", "unigram", "bpe", "bytes", "bytes-prefix", "json-unigram", "json-wordpiece")
+RUSSIAN = ["Съешь же ещё этих мягких французских булок, да выпей чаю.", "Широкая электрификация южных губерний"]
+
+
+def tokenizer(folder: Path, kind: str) -> Tokenizer:
+    if kind in runs.KINDS:
+        return runs.tokenizer(folder, kind)
+    folder.mkdir(parents=True)
+    return Tokenizer.load(fast_tokenizers.write(folder / "tokenizer.json", kind.removeprefix("json-")))
+
+
+def id_of(found: Tokenizer, text: str) -> int:
+    """Of the token that stands for `text`, a space before words."""
+    return found.tokens.index(text)
+
+
+def vectors(model: Pretrained, i: int) -> list[Tensor]:
+    return [model.weights[name][i] for name in TABLES]
+
+
+def transplanted(tmp_path: Path, kind: str = "uncased", **fields: object) -> tuple[Pretrained, Pretrained]:
+    """A run with a vocabulary of `kind`, and what becomes of it with a byte-level one."""
+    old = runs.make(tmp_path / "old", kind, fields={"nsp": False, **fields})
+    new = fast_tokenizers.write(tmp_path / "tokenizer.json")
+    assert convert.main(["--model", str(old), "--vocab", str(new), "--run", str(tmp_path / "new")]) == 0
+    return hf.load(old), hf.load(tmp_path / "new")
+
+
+def test_shared_tokens_keep_others_get_means(tmp_path, capsys):
+    old, new = transplanted(tmp_path, tied=False)
+    assert "of 400 tokens " in capsys.readouterr().out
+    assert new.config.model.vocab_size == 400 and new.tokenizer.kind == "tokenizers"
+    for text in (" sea", " river", " over", "es", "x"):
+        assert " sea" in old.tokenizer.tokens and "es" in old.tokenizer.tokens
+        theirs, ours = vectors(old, id_of(old.tokenizer, text)), vectors(new, id_of(new.tokenizer, text))
+        assert all(a.equal(b) for a, b in zip(theirs, ours, strict=True)), text
+    parts = [vectors(old, id_of(old.tokenizer, text)) for text in (" s", "h", "e", "l", "l", "s")]
+    for found, *wanted in zip(vectors(new, id_of(new.tokenizer, " shells")), *parts, strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted).mean(0))
+    roles = zip(old.tokenizer.special_ids.items(), new.tokenizer.special_ids.items(), strict=True)
+    for (role, i), (same, j) in roles:
+        assert role == same and i != j
+        assert all(a.equal(b) for a, b in zip(vectors(old, i), vectors(new, j), strict=True))
+    assert all(not new.weights[name][400:].any() and len(new.weights[name]) == 512 for name in TABLES)
+    others = [name for name in old.weights if name not in TABLES]
+    assert others and all(old.weights[name].equal(new.weights[name]) for name in others)
+
+
+@pytest.mark.parametrize("old", KINDS)
+@pytest.mark.parametrize("new", KINDS)
+def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
+    """Between tokens with the space before them and those with a mark inside words."""
+    theirs, ours = tokenizer(tmp_path / "old", old), tokenizer(tmp_path / "new", new)
+    lower = str.lower if old == "uncased" else str
+    compared = 0
+    for text, ids in zip(ours.tokens, sources_of(theirs, ours), strict=True):
+        spelled = "".join(theirs.tokens[i] for i in ids)
+        if not text.strip().isalpha() or not text.isascii() or len(spelled.strip()) < len(text.strip()):
+            continue
+        # the first letter of a word inside one may have no token without a space
+        assert spelled.strip() == lower(text.strip())
+        compared += spelled == lower(text)
+        assert text.startswith(" ") <= spelled.startswith(" ")
+    assert compared > 40
+
+
+def test_unknown_scripts_are_drawn_around_the_mean(tmp_path):
+    old = runs.make(tmp_path / "old", "uncased")
+    new = fast_tokenizers.write(tmp_path / "tokenizer.json", "unigram", texts=RUSSIAN * 20, size=60)
+    model, before = convert.convert(old, tmp_path / "new", vocab=new), hf.load(old).weights
+    shown = [i for i, token in enumerate(model.tokenizer.tokens) if token.strip() in ("а", "е", "и", "о")]
+    drawn = model.weights[TABLES[0]][shown]
+    assert len(shown) > 2 and len({row.sum().item() for row in drawn}) == len(shown)
+    assert 0.05 < drawn.std() < 0.2  # that of the old vectors is 0.1
+    mean = before["embeddings.word.bias"][: hf.load(old).config.model.vocab_size].mean()
+    torch.testing.assert_close(model.weights["embeddings.word.bias"][shown], mean.expand(len(shown)))
+
+
+def test_parts_of_characters_are_means_of_bytes(tmp_path):
+    tokenizers = [
+        Tokenizer.load(fast_tokenizers.write(tmp_path / f"{name}.json", texts=texts, size=300))
+        for name, texts in (("old", runs.TEXT), ("new", RUSSIAN * 20))
+    ]
+    old, new = tokenizers
+    single = {token: i for i, token in enumerate(old.token_bytes()) if len(token) == 1}
+    found = dict(zip(new.token_bytes(), sources_of(old, new), strict=True))
+    assert found["е".encode()] == [single[b"\xd0"], single[b"\xb5"]]
+    assert found[b" \xd1"] == [single[b" "], single[b"\xd1"]]
+
+
+def test_roberta_positions_follow_the_new_padding(tmp_path):
+    shape = {"segments": 1, "first_position": 2, "hub_type": "roberta"}
+    old, new = transplanted(tmp_path, **shape)
+    assert new.tokenizer.pad_id == 1 and new.config.model.first_position == 2
+    again = convert.convert(tmp_path / "new", tmp_path / "again", vocab=tmp_path / "old")
+    assert again.config.model.first_position == 1
+    text = "the sea over the river"
+    ids = [model.tokenizer(text) for model in (old, again)]
+    states = [model.model(CPU).hidden_states(i) for model, i in zip((old, again), ids, strict=True)]
+    torch.testing.assert_close(*states)
+
+
+def test_transformers_loads_the_transplanted_model(tmp_path):
+    """With the same states for the same tokens."""
+    old, _ = transplanted(tmp_path)
+    export.export(tmp_path / "new", tmp_path / "hf")
+    peer = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
+    encoded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(" sea over river the", return_tensors="pt")
+    ids = old.tokenizer("sea over river the")
+    assert encoded["input_ids"].shape == ids.shape
+    with torch.no_grad():
+        states = peer.base_model(**encoded).last_hidden_state
+        torch.testing.assert_close(states, old.model(CPU).hidden_states(ids), atol=1e-5, rtol=1e-5)
+    cfg = configuration.load(str(tmp_path / "new" / "config.toml"))
+    assert cfg.model.vocab_size == peer.config.vocab_size == 400 and cfg.init_from == str(tmp_path / "new")
+
+
+def refused(folder: Path, vocab: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    capsys.readouterr()
+    assert convert.main(["--model", str(folder), "--vocab", str(vocab), "--run", f"{folder}-new", *more]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not Path(f"{folder}-new").exists()
+    return captured.err
+
+
+def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
+    old = runs.make(tmp_path / "old", "uncased")
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<s>", "</s>", "<unk>", "<extra>"])
+    assert "tokenizer.json: has no mask token (none of [MASK], <mask>)" in refused(old, path, capsys)
+    lines = wordpiece.write(tmp_path / "vocab.txt").read_text().replace("[SEP]\n", "[END]\n")
+    (tmp_path / "vocab.txt").write_text(lines)
+    assert "vocab.txt: not a SentencePiece model and no vocab.txt of BERT's: no line is [SEP]" in refused(
+        old, tmp_path / "vocab.txt", capsys
+    )
+    (tmp_path / "empty").mkdir()
+    assert "empty: holds no tokenizer" in refused(old, tmp_path / "empty", capsys)
+    assert "missing: tokenizer file not found" in refused(old, tmp_path / "missing", capsys)
+    (tmp_path / "empty" / "manifest.json").write_text(json.dumps({}))
+    assert "manifest.json" in refused(old, tmp_path / "empty", capsys)
+    assert "is a run, whose heads stay" in refused(old, tmp_path / "old", capsys, "--no-nsp")
