@@ -226,6 +226,11 @@ def resume(
     if not config.init_from:
         return provenance, None, 0
     first = start_engine(engine, config.init_from, world, config.init_moments)
+    if first["tokenizer"] != tokenizer.sha256:
+        raise ValueError(
+            f"init_from={config.init_from} was trained with another tokenizer than {dataset.folder} has; build the data with "
+            f"its own, or `megabert convert --model {config.init_from} --vocab {dataset.folder} --run START`"
+        )
     taken = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {taken} of {config.init_from} at step {first['step']}")
     return provenance, None, cursor_after(first, config, dataset)

@@ -124,6 +124,20 @@ def test_held_out_figures_are_of_masked_lm_throughout(world: World, tmp_path: Pa
         opened(world, tmp_path / "elsewhere")
 
 
+def test_a_start_with_another_tokenizer_is_refused(world: World, tmp_path: Path) -> None:
+    """Also where it has as many tokens."""
+    trainer = opened(world, tmp_path / "first", stop_after=1)
+    assert trainer.train()
+    trainer.close()
+    weights, state = load_weights(tmp_path / "first")
+    opened(world, tmp_path / "same", f"init_from={tmp_path / 'first'}").close()
+    write_start(tmp_path / "other", weights, state | {"tokenizer": "0" * 64})
+    with pytest.raises(
+        ValueError, match=r"other was trained with another tokenizer than .*dataset has; build the data"
+    ):
+        opened(world, tmp_path / "run", f"init_from={tmp_path / 'other'}")
+
+
 @pytest.mark.slow
 def test_by_minutes_the_change_follows_the_clock(world: World, tmp_path: Path) -> None:
     """Seconds of training of an update are set here: 0.06 of 0.5 minutes each, from the third on 9."""

@@ -162,6 +162,8 @@ class OptimizerConfig(Section):
         "adamw", description="update rule; muon: of the layers' matrices, adamw's of all other parameters"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    embedding_lr: float = Field(1.0, ge=0, description="factor of the embeddings' learning rate; 0 freezes them")
+    layer_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate from each layer to the one below it")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")

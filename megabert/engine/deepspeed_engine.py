@@ -30,7 +30,7 @@ from megabert.engine.update_result import HostCopy, OwnTime, UpdateResult, doubl
 from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, check_shapes, find_layout
 from megabert.optim import apex
 from megabert.optim.build import build_optimizer
-from megabert.optim.guarded import MOMENTS, to_device
+from megabert.optim.guarded import MOMENTS, RATE, to_device
 
 
 class Engine:
@@ -98,7 +98,7 @@ class Engine:
         random_numbers.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
         self._deepspeed.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group[RATE]
         counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
         totals = self._sum_over_ranks(to_device(counts, self.world.device, torch.float64))
         # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from megabert.optim.guarded import parameter_groups
 from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 
+# in names of parameters
+LAYER, EMBEDDINGS = re.compile(r"\blayers\.(\d+)\."), "embeddings."
+
 
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, use_apex: bool = False, dtype: torch.dtype = torch.float32
@@ -23,12 +28,26 @@ def build_optimizer(
     `dtype`: of Muon's matrix products.
     """
     betas = (config.beta1, config.beta2)
+    groups = parameter_groups(model, config.weight_decay, rates_of(config, model))
     if config.name == "muon":
-        return Muon(model, config.lr, betas, config.eps, config.weight_decay, dtype)
+        return Muon(model, groups, config.lr, betas, config.eps, dtype)
     rules: dict[str, Any] = (
         {"adamw": apex.ApexAdamW, "lamb": apex.ApexLamb}
         if use_apex
         else {"adamw": AdamW, "lamb": Lamb, "stable_adamw": StableAdamW}
     )
-    groups = parameter_groups(model, config.weight_decay)
     return rules[config.name](groups, lr=config.lr, betas=betas, eps=config.eps)
+
+
+def rates_of(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
+    """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above its own, the embeddings below them
+    all (Clark et al. 2020, ELECTRA, appendix B); those have `embedding_lr`, too."""
+    depth = {name: int(found[1]) for name, _ in model.named_parameters() if (found := LAYER.search(name))}
+    layers = max(depth.values(), default=-1) + 1
+
+    def rate(name: str) -> float:
+        embedding = EMBEDDINGS in name
+        above = layers if embedding else layers - 1 - depth.get(name, layers - 1)
+        return config.layer_decay**above * (config.embedding_lr if embedding else 1.0)
+
+    return rate

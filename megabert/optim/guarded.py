@@ -8,7 +8,7 @@ inside the update rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from megabert.distributed.ranks import World
 
 # State of an element beside its weight, in fp32; Muon's matrices have the first alone.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Key of a group of parameters: the factor of its learning rate.
+RATE = "rate"
 # Elements of a block on the CPU: five fp32 arrays of it fit a core's cache.
 BLOCK = 1 << 17
 
@@ -38,12 +40,19 @@ class FlatSegment:
         return self.offset + self.end - self.start
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with `weight_decay`, vectors and scalars without. Shared parameters count once."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def parameter_groups(
+    model: nn.Module, weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0
+) -> list[dict[str, Any]]:
+    """Matrices with `weight_decay`, vectors and scalars without, a group for each factor of the learning rate that `rate` gives
+    their names. Shared parameters count once."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    named = [(p.ndim < 2, rate(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    for vector, factor, p in sorted(named, key=lambda item: item[0]):
+        groups.setdefault((vector, factor), []).append(p)
+    return [
+        {"params": members, "weight_decay": 0.0 if vector else weight_decay, RATE: factor}
+        for (vector, factor), members in groups.items()
+    ]
 
 
 class GuardedOptimizer(torch.optim.Optimizer):

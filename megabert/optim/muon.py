@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megabert.distributed.ranks import World
 from megabert.optim.adamw import AdamW
-from megabert.optim.guarded import MOMENTS, FlatSegment, blocks, parameter_groups
+from megabert.optim.guarded import MOMENTS, FlatSegment, blocks
 
 # With Nesterov's look ahead.
 MOMENTUM = 0.95
@@ -107,14 +107,14 @@ def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
     return matrices
 
 
-def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of parameters: matrices of the layers, other tensors that decay, vectors and scalars."""
+def muon_groups(model: nn.Module, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of parameters, each of `given` cut in two: matrices of the layers, and all else."""
     matrices, groups = find_matrices(model), []
     orthogonal = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in matrices}
-    for group in parameter_groups(model, weight_decay):
+    for group in given:
         for flag in (True, False):
             members = [p for p in group["params"] if (id(p) in orthogonal) == flag]
-            groups.append(group | {"params": members, ORTHOGONAL: flag})
+            groups.append({**group, "params": members, ORTHOGONAL: flag})
     return [group for group in groups if group["params"]]
 
 
@@ -172,13 +172,14 @@ class Muon(AdamW):
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, dtype: torch.dtype
+        self, model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float], eps: float,
+        dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """`dtype`: of the Newton-Schulz products, and of the exchange between ranks."""
+        """`groups`: of all the model's parameters; `dtype`: of the Newton-Schulz products, and of the exchange between ranks."""
         self._matrices, self._dtype = find_matrices(model), dtype
         self._whole: dict[Tensor, tuple[FlatSegment, ...]] = {}
         self._whole |= {p: (FlatSegment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
-        super().__init__(muon_groups(model, weight_decay), lr, betas, eps)
+        super().__init__(muon_groups(model, groups), lr, betas, eps)
 
     def attach(
         self,

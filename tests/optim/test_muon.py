@@ -22,6 +22,10 @@ BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
 STEPS = 20
 LAYERS_MATRICES = ("qkv.weight", "attention_output.weight", "feed_forward.weight", "feed_forward_output.weight")
 
+# factors of the rate in a model of two layers
+RATES = {"optimizer__embedding_lr": 0.25, "optimizer__layer_decay": 0.5}
+FACTORS = {"embeddings.": 0.25 * 0.5**2, "layers.0.": 0.5}
+
 
 def newton_schulz(g: Tensor) -> Tensor:
     """Five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X = G / |G|, in the type of `g`."""
@@ -38,16 +42,18 @@ class PlainOptimizer:
     """Muon, or LAMB as NVIDIA's recipe has it, a parameter at a time, with norms in fp64. In "split lamb" queries, keys and
     values are parameters of their own, as they are in that recipe's model."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, rated: bool = False) -> None:
+        self.rated = rated
         self.named, self.modern, self.name = dict(model.named_parameters()), model.cfg.modern, name
         self.m = {n: torch.zeros_like(p) for n, p in self.named.items()}
         self.v = {n: torch.zeros_like(p) for n, p in self.named.items()}
         self.t = 0
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, peak: float) -> None:
         self.t += 1
         for name, p in self.named.items():
+            lr = peak * next((factor for part, factor in FACTORS.items() if self.rated and name.startswith(part)), 1.0)
             assert p.grad is not None
             if self.name == "muon":
                 self.muon(lr, name, p)
@@ -105,7 +111,7 @@ def plain_run(name: str, steps: int = STEPS, phase_2: int = -1, **changes: Any) 
     which loads the first one's optimizer with the step of every parameter set to 0 (run_pretraining.py,
     prepare_model_and_optimizer)."""
     model = tiny.model(tiny.config(**changes))
-    optimizer = PlainOptimizer(model, name)
+    optimizer = PlainOptimizer(model, name, rated=RATES.items() <= changes.items())
     losses, norms = [], []
     for step in range(steps):
         if step == phase_2:

@@ -10,24 +10,31 @@ import torch
 from torch import nn
 
 from megabert.checkpoint import Checkpoints, start_engine
-from megabert.config import CheckpointConfig
+from megabert.config import CheckpointConfig, OptimizerConfig
 from megabert.optim.adamw import AdamW
+from megabert.optim.build import build_optimizer
 from megabert.optim.guarded import parameter_groups
 from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 from tests.checkpoint.test_store import state
 from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
-from tests.optim.test_muon import BETAS, DECAY, EPS, LR, check, clip, plain_run, train
+from tests.optim.test_muon import BETAS, DECAY, EPS, LR, RATES, check, clip, plain_run, train
 
 # ZeRO stages of two ranks by optimizer; the others are slow
 USUAL = {"lamb": [2], "muon": [1, 3], "stable_adamw": [2]}
 OTHERS = {"lamb": [0, 1, 3], "muon": [0, 2], "stable_adamw": [0, 1, 3]}
+# with rates by group
+RATED = {"lamb": [0, 2], "muon": [1, 3]}
 SPLIT: dict[str, Any] = {"name": "lamb", "steps": 6, "optimizer__split_qkv": True}
 
 
-def under_zero(world: Any, setups: dict[str, list[int]], split: tuple[int, ...] = ()) -> dict[Any, Any]:
+def under_zero(
+    world: Any, setups: dict[str, list[int]], split: tuple[int, ...] = (), rated: dict[str, list[int]] | None = None
+) -> dict[Any, Any]:
     found: dict[Any, Any] = {stage: train(world, zero__stage=stage, **SPLIT) for stage in split}
+    for name, stages in (rated or {}).items():
+        found |= {(name, stage, "rated"): train(world, name, 6, zero__stage=stage, **RATES) for stage in stages}
     for name in setups:
         for stage in setups[name]:
             found[name, stage] = train(world, name, zero__stage=stage)
@@ -36,7 +43,7 @@ def under_zero(world: Any, setups: dict[str, list[int]], split: tuple[int, ...] 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> dict[Any, Any]:
-    run = lambda: run_ranks(2, under_zero, USUAL, (1, 3), timeout=240)[0]  # noqa: E731
+    run = lambda: run_ranks(2, under_zero, USUAL, (1, 3), RATED, timeout=240)[0]  # noqa: E731
     return once.value(tmp_path_factory, "optimizers", run)
 
 
@@ -56,6 +63,30 @@ def test_queries_keys_and_values_have_own_trust_ratios(two_ranks):
     for stage in (1, 3):
         check(two_ranks[stage], recipe)
         assert tiny.distance(two_ranks[stage]["weights"], merged["weights"]) > 1e-3
+
+
+@pytest.mark.dist
+def test_rates_by_group_under_zero_equal_unsharded_ones(two_ranks):
+    for name, stages in RATED.items():
+        reference, level = plain_run(name, 6, **RATES), plain_run(name, 6)
+        for stage in stages:
+            check(two_ranks[name, stage, "rated"], reference)
+        assert tiny.distance(reference["weights"], level["weights"]) > 1e-3
+
+
+def test_rates_fall_from_layer_to_layer():
+    model = tiny.model(tiny.config(model__layers=3))
+    settings = OptimizerConfig(embedding_lr=0.5, layer_decay=0.9)
+    groups = build_optimizer(settings, model).param_groups
+    found = {id(p): (group["rate"], group["weight_decay"]) for group in groups for p in group["params"]}
+    rates = {name: found[id(p)][0] for name, p in model.named_parameters()}
+    assert rates["embeddings.word.weight"] == rates["embeddings.norm_bias"] == pytest.approx(0.5 * 0.9**3)
+    layers = [rates[f"layers.{i}.qkv.weight"] for i in range(3)]
+    assert layers == pytest.approx([0.81, 0.9, 1.0]) and rates["mlm.weight"] == rates["pooler.bias"] == 1.0
+    assert len(found) == sum(len(group["params"]) for group in groups) == len(rates)
+    assert all((found[id(p)][1] > 0) == (p.ndim >= 2) for p in model.parameters())
+    plain = build_optimizer(OptimizerConfig(), model).param_groups
+    assert [(group["rate"], group["weight_decay"]) for group in plain] == [(1.0, 0.01), (1.0, 0.0)]
 
 
 def test_phase_2_takes_over_the_moments(world, tmp_path):
@@ -121,7 +152,7 @@ def built(kind: type, layer: Any) -> Any:
     """An attached optimizer of a linear layer; its weight is one matrix."""
     layer.matrices = 1
     if kind is Muon:
-        optimizer: Any = Muon(layer, LR, BETAS, EPS, DECAY, torch.float32)
+        optimizer: Any = Muon(layer, parameter_groups(layer, DECAY), LR, BETAS, EPS, torch.float32)
     else:
         optimizer = kind(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
     optimizer.attach()
