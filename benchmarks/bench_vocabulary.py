@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ KEYS = {
 }
 BASE = KEYS | {"optimizer.lr": 3e-3, "objective.causal_share": 0.3}
 CONTINUED = KEYS | {"optimizer.lr": 1e-3, "warmup": 0.1}
+TEXTS = ("novels", "russian", "bytes")
 MANUALS = {"russian": ("manpages-ru", "manpages-ru-dev"), "bytes": ("manpages", "manpages-dev")}
 OPTIONS = {
     "base": ["--model-type", "wordpiece", "--lowercase"],
@@ -205,11 +206,11 @@ def main(argv: list[str] | None = None) -> int:
         "--tokens",
         type=int,
         nargs=2,
-        default=[3_000_000, 400_000],
+        default=[2_000_000, 200_000],
         metavar="N",
         help="of the base model, and of each run",
     )
-    add("--rows", type=int, default=384, help="held-out rows of a score")
+    add("--rows", type=int, default=256, help="held-out rows of a score")
     add("--bytes", type=int, default=TEXT, help="of each text")
     hardware.add_json(parser, required=True)
     args = parser.parse_args(argv)
@@ -226,18 +227,16 @@ def main(argv: list[str] | None = None) -> int:
     if "base" not in curves:
         recipe = RaceRecipe("base", "the model that is continued", keys=BASE)
         note("base", curve(recipe, args.tokens[0], prepare("base", args), base, 42, args.rows))
-    for name in ("novels", "russian", "bytes"):
-        data = prepare(name, args)
-        for seed, init in ((seed, init) for seed in range(42, 42 + args.seeds) for init in INITS):
-            if (key := f"{name} {init} {seed}") in curves:
-                continue
-            run = args.run / "runs" / key.replace(" ", "-")
-            start = started(init, seed, base, data, run.with_name("start"))
-            weights, state = checkpoint.load_weights(start)
-            at_0 = {"tokens": 0} | Scorer(data.held_out, args.rows, 1).score(weights, state["config"])
-            keys = CONTINUED | {"init_from": str(start)}
-            note(key, [at_0, *curve(RaceRecipe(name, init, keys=keys), args.tokens[1], data, run, seed, args.rows)])
-            shutil.rmtree(run)
+    for seed, name, init in product(range(42, 42 + args.seeds), TEXTS, INITS):
+        if (key := f"{name} {init} {seed}") in curves:
+            continue
+        data, run = prepare(name, args), args.run / "runs" / key.replace(" ", "-")
+        start = started(init, seed, base, data, run.with_name("start"))
+        weights, state = checkpoint.load_weights(start)
+        at_0 = {"tokens": 0} | Scorer(data.held_out, args.rows, 1).score(weights, state["config"])
+        keys = CONTINUED | {"init_from": str(start)}
+        note(key, [at_0, *curve(RaceRecipe(name, init, keys=keys), args.tokens[1], data, run, seed, args.rows)])
+        shutil.rmtree(run)
     print(table(curves))
     return 0
 
