@@ -107,12 +107,11 @@ def prepare(name: str, args: argparse.Namespace) -> RaceData:
     data = RaceData(folder / "train", folder / "held_out", "every 20th")
     if not (folder / "text").is_dir():
         with appearing(folder / "text", "train.jsonl") as new:
-            parts = [(new / "held_out.jsonl").open("w"), *[(new / "train.jsonl").open("w")] * 19]
-            for number, text in enumerate(documents(name, args)):
-                left -= parts[number % 20].write(json.dumps({"text": text}) + "\n")
-                if left < 0:
-                    break
-            parts[0].close(), parts[1].close()
+            with (new / "train.jsonl").open("w") as train, (new / "held_out.jsonl").open("w") as held_out:
+                for number, text in enumerate(documents(name, args)):
+                    left -= (train if number % 20 else held_out).write(json.dumps({"text": text}) + "\n")
+                    if left < 0:
+                        break
     made = ["--vocab-size", str(VOCABULARY), "--held-out", "0", *OPTIONS.get(name, [])]
     if name == "bytes":
         made = ["--tokenizer", str(byte_level(folder)), "--held-out", "0"]
@@ -247,7 +246,7 @@ def table(curves: dict[str, list[dict[str, Any]]]) -> str:
     for key, points in curves.items():
         if key != "base":
             groups.setdefault(key.rpartition(" ")[0], []).append(points)
-    lines = []
+    lines: list[str] = []
     for name, runs in groups.items():
         cells = [[points[i]["bits"] for points in runs] for i in range(len(runs[0]))]
         shown = [f"{statistics.mean(c):.3f} ± {statistics.stdev(c) if len(c) > 1 else 0:.3f}" for c in cells]

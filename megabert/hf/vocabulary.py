@@ -42,8 +42,8 @@ def with_vocabulary(model: Pretrained, tokenizer: Tokenizer, sources: Sequence[S
             weights[name] = F.pad(entries, [0, 0] * (entries.dim() - 1) + [0, new.padded_vocab - new.vocab_size])
     if first:
         weights[POSITIONS] = F.pad(weights[POSITIONS][old.first_position :], [0, 0, first, 0])
-    strategy = "causal" if model.config.data.masking.causal else "token"
-    cfg = Config(model=new, data=DataConfig(masking=MaskingConfig(strategy=strategy)))
+    masking = MaskingConfig(strategy="causal" if model.config.data.masking.causal else "token")
+    cfg = Config(model=new, data=DataConfig(masking=masking))
     return replace(
         model, weights=weights, state=start_state(model.run_dir, cfg, tokenizer), config=cfg, tokenizer=tokenizer
     )
