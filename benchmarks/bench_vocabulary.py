@@ -106,12 +106,15 @@ def prepare(name: str, args: argparse.Namespace) -> RaceData:
     folder, left = args.run / name, args.bytes
     data = RaceData(folder / "train", folder / "held_out", "every 20th")
     if not (folder / "text").is_dir():
-        with appearing(folder / "text", "train.jsonl") as new:
-            with (new / "train.jsonl").open("w") as train, (new / "held_out.jsonl").open("w") as held_out:
-                for number, text in enumerate(documents(name, args)):
-                    left -= (train if number % 20 else held_out).write(json.dumps({"text": text}) + "\n")
-                    if left < 0:
-                        break
+        with (
+            appearing(folder / "text", "train.jsonl") as new,
+            (new / "train.jsonl").open("w") as train,
+            (new / "held_out.jsonl").open("w") as held_out,
+        ):
+            for number, text in enumerate(documents(name, args)):
+                left -= (train if number % 20 else held_out).write(json.dumps({"text": text}) + "\n")
+                if left < 0:
+                    break
     made = ["--vocab-size", str(VOCABULARY), "--held-out", "0", *OPTIONS.get(name, [])]
     if name == "bytes":
         made = ["--tokenizer", str(byte_level(folder)), "--held-out", "0"]
