@@ -51,7 +51,11 @@ DATASHEET_TFLOPS = {
     r"\bH100 NVL\b": 835.5,  # H100 datasheet, 2024
     r"\b(H100|H200|GH200)\b": 989.0,  # H100 SXM, H200 and GH200 datasheets
     r"\bA100\b": 312.0,  # A100 datasheet, SXM and PCIe
+    r"\bA30\b": 165.0,  # A30 datasheet
+    r"\bRTX A5000\b": 111.1,  # RTX A5000 datasheet
     r"\bL40S\b": 362.0,  # L40S datasheet
+    r"\bL40\b": 181.0,  # L40 datasheet
+    r"\bL4\b": 121.0,  # L4 datasheet
     r"\bRTX 4090\b": 165.2,  # NVIDIA Ada GPU architecture, appendix A
     r"\bV100-PCIE\b": 112.0,  # V100 datasheet
     r"\bV100\b": 125.0,  # V100 datasheet, SXM2

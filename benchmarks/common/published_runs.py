@@ -14,7 +14,7 @@ from megabert.commands.plan.step_time import Device, MicroBatch, Software
 from megabert.config import ModelConfig
 
 # TPU v3, a chip: Jouppi et al. 2020 (CACM 63, 7): 123 TFLOP/s bf16, 900 GB/s; links of 656 Gbit/s, two a ring. Fitted here.
-DEVICES = KNOWN | {"tpu-v3": Device("tpu v3", 123e12, 0.3614, 900e9, 164e9, 0, domain=1_024)}
+DEVICES = KNOWN | {"tpu-v3": Device("tpu v3", 123e12, 0.3614, 900e9, 164e9, 0, 450, domain=1_024)}
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 
 # FusedLayerNorm and bias + GELU only: half way (assumed)

@@ -25,12 +25,11 @@ MICROSECOND = 1e-6
 # Share of the datasheet's peak that matrix products in whole waves of tiles reach: the one constant a generation that was
 # fitted, each on its smallest published system, by benchmarks/bench_planner.py. Of FP8 runs it is what is left after
 # `Constants.fp8`.
-ACHIEVED = {"volta": 0.5482, "ampere": 0.5779, "hopper": 0.4549, "blackwell": 0.2815}
-
+ACHIEVED = {"volta": 0.5482, "ampere": 0.5779, "ada": 0.5779, "hopper": 0.4549, "blackwell": 0.2815}
 
 # Gbit/s of network adapters a GPU in NVIDIA's own nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
-# 8 x 200, DGX H100 and DGX B200 8 x 400
-ADAPTERS = {"volta": 50.0, "ampere": 200.0, "hopper": 400.0, "blackwell": 400.0}
+# 8 x 200, DGX H100 and DGX B200 8 x 400; of Ada there is none, 200 assumed
+ADAPTERS = {"volta": 50.0, "ampere": 200.0, "ada": 200.0, "hopper": 400.0, "blackwell": 400.0}
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ class Device:
     link: float
     # streaming multiprocessors, over which a product's tiles are dealt out; 0: not modelled
     processors: int
+    # W that it may draw
+    power: float
     # 0: a node's
     domain: int = 0
 
@@ -52,24 +53,40 @@ class Device:
         """Gbit/s of the network adapter that a GPU has, unless another is named."""
         return ADAPTERS[self.generation]
 
+    @property
+    def relative_power(self) -> float:
+        """W for a FLOP/s of the peak, over that of the generation's first GPU in the table."""
+        first = next(device for device in DEVICES.values() if device.generation == self.generation)
+        return self.power / self.peak * first.peak / first.power
 
-def _device(sold_as: str, generation: str, memory: float, link: float, processors: int, domain: int = 0) -> Device:
+
+def _device(
+    sold_as: str, generation: str, memory: float, link: float, processors: int, power: float, domain: int = 0
+) -> Device:
     peak = datasheet_tflops(sold_as)
     assert peak is not None, sold_as
-    return Device(generation, peak * 1e12, ACHIEVED[generation], memory * GB, link * GB, processors, domain)
+    return Device(generation, peak * 1e12, ACHIEVED[generation], memory * GB, link * GB, processors, power, domain)
 
 
-# memory and link GB/s, multiprocessors: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
-# directions, PCIe 4.0 x16 is 32 GB/s a direction. GB200: 72 GPUs in one NVLink domain.
+# memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
+# directions, PCIe 4.0 x16 is 32 GB/s a direction, 5.0 64. V100-SXM3 is DGX-2H's. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
-    "v100": _device("V100", "volta", memory=900, link=150, processors=80),
-    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108),
-    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108),
-    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108),
-    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132),
-    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132),
-    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148),
-    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, domain=72),
+    "v100": _device("V100", "volta", memory=900, link=150, processors=80, power=300),
+    "v100-sxm3": _device("V100", "volta", memory=900, link=150, processors=80, power=450),
+    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108, power=400),
+    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108, power=400),
+    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108, power=300),
+    "a100-pcie-40": _device("A100", "ampere", memory=1_555, link=32, processors=108, power=250),
+    "a30": _device("A30", "ampere", memory=933, link=32, processors=56, power=165),
+    "a5000": _device("RTX A5000", "ampere", memory=768, link=32, processors=64, power=230),
+    "l40s": _device("L40S", "ada", memory=864, link=32, processors=142, power=350),
+    "l40": _device("L40", "ada", memory=864, link=32, processors=142, power=300),
+    "l4": _device("L4", "ada", memory=300, link=32, processors=58, power=72),
+    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132, power=700),
+    "h100-pcie": _device("H100 PCIe", "hopper", memory=2_000, link=64, processors=114, power=350),
+    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132, power=700),
+    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148, power=1_000),
+    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, power=1_200, domain=72),
 }
 
 
