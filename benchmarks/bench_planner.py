@@ -1,10 +1,10 @@
-"""The planner's step-time model against published BERT-LARGE runs: one constant a generation fitted, all else predicted.
+"""The planner against MLPerf's published BERT-LARGE runs: a third of the rows calibrate, the rest are predicted.
 
-    python benchmarks/bench_planner.py --json FILE
+    python benchmarks/bench_planner.py --fit
+    python benchmarks/bench_planner.py --json FILE --plot FILE
 
-Fitted is the share of the peak that matrix products reach, on the smallest published system of each generation; every
-other row is predicted. The one global constant that was chosen on these rows, the network's share, is also chosen
-without each generation in turn and tried on that generation's rows. Nothing is run: it takes a few seconds anywhere.
+The first finds the constants and reads the calibrating rows alone; the second predicts every row with the committed ones.
+Nothing is run: they take a minute and a second anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,191 +22,194 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.common.published_runs import DEVICES, LARGE, REAL_SAMPLE, RUNS, Part, Run
-from megabert.commands.plan.step_time import (
-    Constants,
-    Device,
-    Fabric,
-    GpuShare,
-    StepTime,
-    System,
-    pass_seconds,
-    step_seconds,
-)
+from benchmarks.common.mlperf import FROZEN, OWN_SOFTWARE, Fit, blind, calibration, error, run_seconds, terms
+from megabert.commands.plan.published import PublishedRun, published_runs
+from megabert.commands.plan.quality import SUBMISSIONS, target_samples
+from megabert.commands.plan.step_time import DEVICES
 
 Result = dict[str, Any]
-NETWORK_SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8)
-# samples of an MLPerf evaluation
-EVALUATED = 10_000
+# of the constants that are fitted: those that are shares, and may not be above 1
+SHARES = ("link", "network", "power")
+# an error of this size or less is as good as none
+ENOUGH = 0.03
 
 
-def system_of(run: Run, devices: Mapping[str, Device], constants: Constants) -> System:
-    cluster = run.cluster
-    return System(devices[cluster.device], Fabric.of(cluster.node, cluster.network), run.software, constants)
+# ---- the fit
 
 
-def update(run: Run, part: Part, system: System) -> StepTime:
-    share = part.batch / run.gpus
-    steps = math.ceil(share / (part.micro or share))
-    return step_seconds(LARGE, GpuShare(part.sample.times(share / steps), steps), run.gpus, system)
-
-
-def evaluations(run: Run, part: Part, system: System) -> float:
-    """Seconds of MLPerf's evaluations an update: 10,000 samples forward, as often as its rules say for the batch.
-
-    Every 0.05 (230.23 batch + 3,000,000) samples, rounded down to 25,000 (mlcommons/training_policies).
-    """
-    if not run.evaluated:
-        return 0.0
-    samples = 0.05 * (230.23 * part.batch + 3_000_000) // 25_000 * 25_000
-    a_gpu = REAL_SAMPLE.times(math.ceil(EVALUATED / run.gpus))
-    return pass_seconds(LARGE, a_gpu, system).seconds / 3 * part.batch / samples
-
-
-def rate(run: Run, devices: Mapping[str, Device], constants: Constants) -> float:
-    """Predicted, as `Run.rate` is published."""
-    system = system_of(run, devices, constants)
-    seconds = (
-        part.samples / part.batch * (update(run, part, system).seconds + evaluations(run, part, system))
-        for part in run.parts
+def loss(fit: Fit) -> float:
+    """Mean error of the calibrating rows: a row that is off by half counts once, not squared."""
+    return statistics.fmean(
+        math.hypot(ENOUGH, math.log1p(error(run, fit))) for run in calibration() if run.submitter != OWN_SOFTWARE
     )
-    return 1 / sum(seconds)
 
 
-def fit(constants: Constants) -> dict[str, Device]:
-    """The devices with what their generation's fitted run says of `achieved`: time is linear in its reciprocal."""
-    devices = dict(DEVICES)
-    for run in (run for run in RUNS if run.fitted):
-        name, generation = run.cluster.device, DEVICES[run.cluster.device].generation
-        at_1, at_half = (
-            1 / rate(run, {name: replace(DEVICES[name], achieved=share)}, constants) for share in (1.0, 0.5)
-        )
-        achieved = round(1 / (1 + (1 / run.rate - at_1) / (at_half - at_1)), 4)
-        devices |= {
-            name: replace(device, achieved=achieved)
-            for name, device in DEVICES.items()
-            if device.generation == generation
-        }
-    return devices
+def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
+    """For each constant the function that multiplies it by a factor."""
+
+    def achieved(name: str) -> Callable[[Fit, float], Fit]:
+        return lambda fit, factor: replace(fit, achieved={**fit.achieved, name: min(1.0, fit.achieved[name] * factor)})
+
+    def constant(name: str) -> Callable[[Fit, float], Fit]:
+        def move(fit: Fit, factor: float) -> Fit:
+            value = getattr(fit.constants, name) * factor
+            return replace(fit, constants=replace(fit.constants, **{name: min(1.0, value)}))
+
+        return move
+
+    def software(name: str) -> Callable[[Fit, float], Fit]:
+        return lambda fit, factor: replace(fit, rounds={**fit.rounds, name: fit.rounds[name] * factor})
+
+    found = [achieved(name) for name in fit.achieved if name != "volta"] + [
+        constant(name) for name in (*SHARES, "straggling")
+    ]
+    return [*found, *map(software, fit.rounds)]
 
 
-def errors(devices: Mapping[str, Device], constants: Constants) -> dict[str, float]:
-    """Predicted over published rate, less 1, of every row that was not fitted."""
-    return {run.name: rate(run, devices, constants) / run.rate - 1 for run in RUNS if not run.fitted}
+def fitted(fit: Fit) -> Fit:
+    """The least loss along one constant at a time, in steps from a third down to a thousandth."""
+    least, step, changes = loss(fit), 1 / 3, moves(fit)
+    while step > 1e-3:
+        before = least
+        for change in changes:
+            for factor in (1 + step, 1 / (1 + step)):
+                moved = change(fit, factor)
+                if (value := loss(moved)) < least:
+                    fit, least = moved, value
+        if before - least < 1e-5:
+            step /= 2
+    return fit
 
 
-def rms(values: Iterable[float]) -> float:
-    """Of logarithms of the ratios, so that twice and half are as wrong."""
-    return math.sqrt(statistics.fmean(math.log1p(value) ** 2 for value in values))
+def submissions() -> dict[int, float]:
+    """Samples that the calibrating rows of a year took, over the reference's of the same batch: the median."""
+    ratios = defaultdict(list)
+    for run in calibration():
+        if run.samples:
+            reference = target_samples(run.batch, run.year) / SUBMISSIONS[run.year]
+            ratios[run.year].append(run.samples / reference)
+    return {year: round(statistics.median(values), 3) for year, values in ratios.items()}
 
 
-def summary(values: Iterable[float]) -> Result:
-    sizes = sorted(abs(value) for value in values)
-    return {"rows": len(sizes), "median": round(statistics.median(sizes), 4), "worst": round(sizes[-1], 4)}
+def report_fit() -> str:
+    """The constants that were found, rounded, as lines for the sources."""
+    fit = fitted(FROZEN)
+    shared = {name: float(f"{getattr(fit.constants, name):.4g}") for name in (*SHARES, "straggling")}
+    parts: dict[str, Mapping[Any, float]] = {
+        "ACHIEVED": fit.achieved,
+        "rounds": fit.rounds,
+        "SUBMISSIONS": submissions(),
+    }
+    lines = [f"loss {loss(FROZEN):.4f} as committed, {loss(fit):.4f} fitted", f"Constants {shared}"]
+    lines += [f"{name} { {key: round(value, 4) for key, value in values.items()} }" for name, values in parts.items()]
+    return "\n".join([*lines, "", *(f"{error(run, fit):+7.1%}  {run.name}" for run in calibration())])
 
 
-def cross_validation() -> Result:
-    """The network's share by all generations but one, and the errors of that one's rows with it; and its sensitivity."""
-    by_share = {}
-    for share in NETWORK_SHARES:
-        constants = replace(Constants(), network=share)
-        by_share[share] = errors(fit(constants), constants)
-    generation = {run.name: DEVICES[run.cluster.device].generation for run in RUNS}
-    left_out = {}
-    for left in dict.fromkeys(generation.values()):
-        chosen = min(
-            NETWORK_SHARES, key=lambda share: rms(e for name, e in by_share[share].items() if generation[name] != left)
-        )
-        own = [error for name, error in by_share[chosen].items() if generation[name] == left]
-        left_out[left] = {"network": chosen, **summary(own)}
-    return {
-        "shares": {
-            str(share): {"rms": round(rms(found.values()), 4), **summary(found.values())}
-            for share, found in by_share.items()
-        },
-        "left_out": left_out,
+# ---- the score
+
+
+def summary(sizes: Iterable[float]) -> Result:
+    """Of errors' sizes; the 90th percentile is the least size that nine tenths of them do not exceed."""
+    sizes = sorted(map(abs, sizes))
+    nine_tenths = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    found = {"rows": len(sizes), "median": statistics.median(sizes), "p90": nine_tenths, "worst": sizes[-1]}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def row(run: PublishedRun, side: str) -> Result:
+    """Measured and predicted; `samples_error` and `minutes_error` where the log says how many samples it took."""
+    samples = target_samples(run.batch, run.year)
+    wrong = error(run, FROZEN)
+    found: Result = {"run": run.name, "side": side, "gpu": run.gpu, "gpus": run.gpus, "nodes": run.nodes}
+    found |= {
+        "batch": run.batch,
+        "rate": run.rate,
+        "predicted": round(run.rate / (1 + wrong), 1),
+        "error": round(wrong, 4),
+    }
+    if run.samples:
+        minutes = run_seconds(run, samples, FROZEN) * run.rate / run.samples - 1
+        found |= {"samples_error": round(samples / run.samples - 1, 4), "minutes_error": round(minutes, 4)}
+    return found | {
+        "milliseconds": {name: round(1e3 * value, 2) for name, value in terms(run, FROZEN).items() if value}
     }
 
 
-def sensitivity() -> Result:
-    """Errors with each global constant a quarter smaller and larger, fitted again."""
-    found = {}
-    for name, value in vars(Constants()).items():
-        for factor in (0.75, 1.25):
-            constants = replace(Constants(), **{name: min(1.0, factor * value) if value < 1 else factor * value})
-            found[f"{name} x {factor}"] = summary(errors(fit(constants), constants).values())
-    return found
-
-
-def groups(found: Mapping[str, float]) -> Result:
-    """Errors of the rows by who published them; MLPerf's have many systems, the tables few."""
-    sources = {"MLPerf": [run for run in RUNS if run.evaluated]}
-    for name in ("DeepLearningExamples", "DeepSpeed", "LAMB paper"):
-        sources[name] = [run for run in RUNS if name in run.name]
-    return {name: summary(found[run.name] for run in runs if not run.fitted) for name, runs in sources.items()}
-
-
-def row(run: Run, devices: Mapping[str, Device], constants: Constants) -> Result:
-    predicted, system = rate(run, devices, constants), system_of(run, devices, constants)
-    part = run.parts[0]
-    terms = {name: round(1_000 * value, 2) for name, value in vars(update(run, part, system)).items() if value}
-    if run.evaluated:
-        terms["evaluations"] = round(1_000 * evaluations(run, part, system), 2)
-    hours = len(run.parts) > 1
-    missing = 1_000 * part.batch * (1 / run.rate - 1 / predicted)
+def score() -> Result:
+    sides = {"calibration": calibration(), "blind": blind()}
+    rows = [row(run, side) for side, runs in sides.items() for run in runs]
+    judged = [found for found in rows if found["side"] == "blind"]
+    kinds = dict.fromkeys(found["gpu"] for found in judged)
+    groups = {kind: [found for found in judged if found["gpu"] == kind] for kind in kinds}
+    groups |= {"one node": [found for found in judged if found["nodes"] == 1]}
+    groups |= {"several nodes": [found for found in judged if found["nodes"] > 1], "all": judged}
+    fit = {"achieved": FROZEN.achieved, "constants": vars(FROZEN.constants), "rounds": FROZEN.rounds}
     return {
-        "name": run.name,
-        "how": run.how,
-        "batch": part.batch,
-        "unit": "hours" if hours else "samples/s",
-        "published": round(1 / run.rate / 3_600, 3) if hours else run.rate,
-        "predicted": round(1 / predicted / 3_600, 3) if hours else round(predicted, 1),
-        "error": None if run.fitted else round(predicted / run.rate - 1, 4),
-        "milliseconds": terms,
-        "missing_milliseconds": None if hours or run.fitted else round(missing, 2),
-    }
-
-
-def report() -> Result:
-    constants = Constants()
-    devices = fit(constants)
-    found = errors(devices, constants)
-    return {
-        "fitted": {device.generation: device.achieved for device in devices.values()},
-        "constants": vars(constants),
-        "summary": summary(found.values()),
-        "groups": groups(found),
-        "cross_validation": cross_validation(),
-        "sensitivity": sensitivity(),
-        "rows": [row(run, devices, constants) for run in RUNS],
+        "constants": fit | {"submissions": SUBMISSIONS},
+        "blind": {name: summary(found["error"] for found in group) for name, group in groups.items()},
+        "calibration": summary(found["error"] for found in rows if found["side"] == "calibration"),
+        "samples": summary(found["samples_error"] for found in judged if "samples_error" in found),
+        "minutes": summary(found["minutes_error"] for found in judged if "minutes_error" in found),
+        "rows": rows,
+        "left_out": {run.name: run.left_out for run in published_runs() if run.left_out},
     }
 
 
 def table(result: Result) -> str:
-    """The rows as a table of Markdown; error: predicted over published speed."""
-    lines = ["| run | how | published | predicted | error |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        hours = row["unit"] == "hours"
-        published, predicted = (f"{row[s]:,.2f} h" if hours else f"{row[s]:,.0f}" for s in ("published", "predicted"))
-        error = "fitted" if row["error"] is None else f"{100 * row['error']:+.1f}%"
-        lines.append(f"| {row['name']} | {row['how']} | {published} | {predicted} | {error} |")
+    """The blind rows' errors by kind of GPU, as Markdown."""
+    lines = ["| blind rows | rows | median error | 90th percentile | worst |", "|---|---|---|---|---|"]
+    for name, group in result["blind"].items():
+        cells = (f"{group[size]:.1%}" for size in ("median", "p90", "worst"))
+        lines.append(f"| {name} | {group['rows']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def plot(result: Result, path: Path) -> None:
+    """Predicted against measured samples a second of every row: full marks are blind, hollow ones calibrate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planner"}
+    import matplotlib.pyplot as plt
+
+    kinds = [name for name in DEVICES if any(found["gpu"] == name for found in result["rows"])]
+    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
+    ends = [min(found["rate"] for found in result["rows"]) / 1.5, max(found["rate"] for found in result["rows"]) * 1.5]
+    for band in (1.0, 0.8, 1.2):
+        axes.plot(ends, [band * end for end in ends], color="0.6", linewidth=0.8, linestyle="-" if band == 1 else ":")
+    for number, kind in enumerate(kinds):
+        look: Result = {"color": f"C{number % 10}", "marker": "os"[number // 10], "linestyle": "", "markersize": 5}
+        axes.plot([], [], label=kind, **look)
+        for side, fill in (("calibration", "none"), ("blind", "full")):
+            rows = [found for found in result["rows"] if (found["gpu"], found["side"]) == (kind, side)]
+            axes.plot([found["rate"] for found in rows], [found["predicted"] for found in rows], fillstyle=fill, **look)
+    axes.set(xscale="log", yscale="log", xlabel="measured samples/s", ylabel="predicted samples/s")
+    axes.set_title(
+        "BERT-LARGE, MLPerf 0.7 to 5.0: full marks blind, hollow ones calibrate; dotted: 20% off", fontsize=9
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hardware.add_json(parser)
+    parser.add_argument(
+        "--fit", action="store_true", help="find the constants on the calibrating rows, and nothing else"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured, .svg or .png")
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
-    result = report()
+    if args.fit:
+        print(report_fit())
+        return 0
+    result = score()
     print(table(result))
-    found = result["summary"]
-    print(
-        f"\n{found['rows']} rows predicted: median error {found['median']:.1%}, worst {found['worst']:.1%}; "
-        f"fitted, one a generation: {result['fitted']}"
-    )
-    for name, group in result["groups"].items():
-        print(f"{name}: {group['rows']} rows, median {group['median']:.1%}, worst {group['worst']:.1%}")
+    for name in ("calibration", "samples", "minutes"):
+        print(f"{name}: {result[name]}")
+    if args.plot:
+        plot(result, args.plot)
     if args.json:
         hardware.write_json(args.json, result)
     return 0

@@ -1,12 +1,29 @@
-"""MLPerf's published BERT-LARGE runs for the planner's blind test: which rows calibrate and which judge."""
+"""MLPerf's published BERT-LARGE runs for the planner's blind test: which rows calibrate and which judge, and how they compute."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
 from megabert.commands.plan.published import PublishedRun, published_runs
-from megabert.commands.plan.step_time import DEVICES
+from megabert.commands.plan.quality import SAMPLE_TOKENS, target_samples
+from megabert.commands.plan.step_time import (
+    ACHIEVED,
+    DEVICES,
+    Constants,
+    Fabric,
+    GpuShare,
+    MicroBatch,
+    Software,
+    System,
+    pass_seconds,
+    step_seconds,
+)
+from megabert.config import ModelConfig
 
 
 def calibration() -> tuple[PublishedRun, ...]:
@@ -33,3 +50,92 @@ def blind() -> tuple[PublishedRun, ...]:
     """The rows that no constant was fitted on."""
     calibrating = set(calibration())
     return tuple(run for run in published_runs() if not run.left_out and run not in calibrating)
+
+
+LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
+# mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
+SQUARES = 1.35
+PREDICTED = 0.15
+# samples of an evaluation
+EVALUATED = 10_000
+# samples a GPU up to which a submission computes shapes that never change: in 0.7, and later for CUDA graphs of whole iterations
+STATIC = {2020: 20}
+STATIC_LATER = 8
+# FusedLayerNorm and bias + GELU only: half way (assumed)
+PARTLY = (TORCH[0] + NATIVE[0]) / 2
+# seconds before the first update (assumed: MLPerf's clock starts when the model is initialised and warm)
+START = 1.0
+# 4.0 and 4.1 name the containers of 3.1 (23.09); of 5.0 one row that calibrates is of a generation that others have too
+SAME_SOFTWARE = {"4.0": "3.1", "4.1": "3.1", "5.0": "3.1"}
+# calibrating rows of another code than NVIDIA's (FusedAdam, lengths balanced over 8 GPUs): not fitted to
+OWN_SOFTWARE = "Samsung"
+
+REAL_SAMPLE = MicroBatch(SAMPLE_TOKENS, SQUARES * SAMPLE_TOKENS**2, PREDICTED * SAMPLE_TOKENS, 1.0)
+# the vocabulary's product is of all positions
+PACKED_SAMPLE = replace(REAL_SAMPLE, predictions=SAMPLE_TOKENS)
+PADDED_SAMPLE = MicroBatch(512, 512**2, 512, 1.0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the calibrating rows decide."""
+
+    # share of the peak that products reach, a generation
+    achieved: Mapping[str, float]
+    constants: Constants
+    # speed of a round's software over that of 2.0
+    rounds: Mapping[str, float]
+
+
+def submission(run: PublishedRun) -> tuple[Software, MicroBatch]:
+    """How a round's submissions compute, and what a sample is to them, by NVIDIA's configurations of the round
+    (mlcommons/training_results_v*, `config_*.sh`), which the other submitters on GPUs took.
+
+    Static shapes are padded to 512 in 0.7 and 1.x, packed since 2.0, and send gradients during the backward pass since 3.0; the
+    heads then are of all positions. Others leave padding out. 0.7 writes scores out; FP8 since Hopper, but not in static shapes
+    of a few samples.
+    """
+    year = run.year
+    static = run.batch <= STATIC.get(year, STATIC_LATER) * run.gpus
+    if year <= 2021:
+        software = Software(PARTLY, attention=SCORES["fused_softmax"] if year == 2020 else 0.0, kernels=40)
+        unpadded = PACKED_SAMPLE if year == 2020 else REAL_SAMPLE
+        return software, PADDED_SAMPLE if static else unpadded
+    fp8 = DEVICES[run.gpu].generation not in ("volta", "ampere") and not static
+    software = Software(NATIVE[0], attention=0.0, kernels=NATIVE[1], fp8=fp8, overlap=static and year >= 2023)
+    return software, PACKED_SAMPLE if static else REAL_SAMPLE
+
+
+def terms(run: PublishedRun, fit: Fit) -> dict[str, float]:
+    """Seconds of an update by term, with its part of the evaluations.
+
+    Evaluations: 10,000 samples forward every 0.05 (230.23 batch + 3,000,000) samples, rounded down to 25,000
+    (mlcommons/training_policies).
+    """
+    software, sample = submission(run)
+    known, factor = DEVICES[run.gpu], fit.rounds.get(SAME_SOFTWARE.get(run.round, run.round), 1.0)
+    device = replace(known, achieved=fit.achieved[known.generation] * factor, memory=known.memory * factor)
+    system = System(device, Fabric.of(run.gpus // run.nodes, run.network), software, fit.constants)
+    step = step_seconds(LARGE, GpuShare(sample.times(run.batch / run.gpus)), run.gpus, system)
+    every = max(1.0, 0.05 * (230.23 * run.batch + 3_000_000) // 25_000) * 25_000
+    forward = pass_seconds(LARGE, REAL_SAMPLE.times(math.ceil(EVALUATED / run.gpus)), system).seconds / 3
+    return vars(step) | {"evaluations": forward * run.batch / every}
+
+
+def run_seconds(run: PublishedRun, samples: float, fit: Fit) -> float:
+    """Predicted, of a whole run over so many samples."""
+    return samples / run.batch * math.fsum(terms(run, fit).values()) + START
+
+
+def error(run: PublishedRun, fit: Fit) -> float:
+    """Predicted over measured time of the run's own samples, less 1."""
+    samples = run.samples or target_samples(run.batch, run.year)
+    return run_seconds(run, samples, fit) * run.rate / samples - 1
+
+
+# what `python benchmarks/bench_planner.py --fit` found
+FROZEN = Fit(
+    ACHIEVED,
+    Constants(),
+    rounds={"0.7": 0.4917, "1.0": 0.8702, "1.1": 0.9921, "2.1": 1.0007, "3.0": 0.9543, "3.1": 0.9336},
+)

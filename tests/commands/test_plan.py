@@ -269,7 +269,9 @@ def test_ranks_share_links_and_adapters() -> None:
 MODEL = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 BATCH = MicroBatch(tokens=16_384, pairs=32 * 512**2, predictions=2_464, sequences=32)
 PLAIN = Software(elementwise=166, attention=0, kernels=60, accumulate=27, optimizer=67)
-FREE = Constants(memory=1, link=1, network=1, kernel=0, base_latency=0, link_latency=0, network_latency=0)
+FREE = Constants(
+    memory=1, link=1, network=1, power=0, kernel=0, base_latency=0, link_latency=0, network_latency=0, straggling=0
+)
 
 
 def system(software: Software = PLAIN, constants: Constants | None = None, gpu: str = "h100") -> System:
@@ -354,7 +356,11 @@ def test_overlap_hides_at_most_half_the_backward_pass() -> None:
     bare, found = step(512), step(512, software)
     one = pass_seconds(MODEL, BATCH, system())
     assert 0 < bare.seconds - found.seconds <= 0.5 * 2 / 3 * one.seconds
-    assert found.network == 0.0 and found.inside >= traffic(MODEL, 1, 512, system()).after[0]
+    # what is left of the network is the wait for the slowest of 64 nodes
+    assert (
+        found.network == pytest.approx(6 * Constants().straggling)
+        and found.inside >= traffic(MODEL, 1, 512, system()).after[0]
+    )
     assert step(512, software, constants=Constants(overlap=0.0)) == bare
 
 
@@ -478,7 +484,7 @@ def test_the_command(capsys) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([*COMMAND, "--gpus", "k80"], "--gpus k80: not in the device table; choose one of v100, a100"),
+        ([*COMMAND, "--gpus", "k80"], "--gpus k80: not in the device table; choose one of v100, v100-sxm3"),
         ([*COMMAND, "--network", "fast"], "--network fast: write ADAPTERSxGBITS"),
         ([*COMMAND, "--nodes-of", "0"], "--nodes-of 0: a node has at least 1 GPU"),
         ([*COMMAND, "--over", "0"], "--over 0: give numbers of GPUs from 1 on"),

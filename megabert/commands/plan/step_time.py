@@ -22,10 +22,10 @@ from megabert.optim.muon import Matrix
 GB = 1e9
 MICROSECOND = 1e-6
 
-# Share of the datasheet's peak that matrix products in whole waves of tiles reach: the one constant a generation that was
-# fitted, each on its smallest published system, by benchmarks/bench_planner.py. Of FP8 runs it is what is left after
-# `Constants.fp8`.
-ACHIEVED = {"volta": 0.5482, "ampere": 0.5779, "ada": 0.5779, "hopper": 0.4549, "blackwell": 0.2815}
+# Share of the datasheet's peak that matrix products in whole waves of tiles reach on a generation's first GPU, fitted on a
+# third of MLPerf's published runs by benchmarks/bench_planner.py (Volta's on DeepLearningExamples' 1 GPU, length 128). Of FP8
+# runs it is what is left after `Constants.fp8`.
+ACHIEVED = {"volta": 0.5482, "ampere": 0.59, "ada": 0.1931, "hopper": 0.4755, "blackwell": 0.3074}
 
 # Gbit/s of network adapters a GPU in NVIDIA's own nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
 # 8 x 200, DGX H100 and DGX B200 8 x 400; of Ada there is none, 200 assumed
@@ -92,14 +92,16 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Constants:
-    """What holds for every system, stated once and never by row. `network` alone was chosen on the published runs."""
+    """What holds for every system, stated once and never by row. `link`, `network`, `power` and `straggling` are fitted as ACHIEVED is."""
 
     # share of the memory bandwidth that streaming kernels reach
     memory: float = 0.85
     # share of NVLink or PCIe that collectives reach inside a node
-    link: float = 0.8
+    link: float = 0.6539
     # share of the adapters' line rate that collectives reach between nodes
-    network: float = 0.35
+    network: float = 1.0
+    # exponent of a GPU's relative power in its achieved rate; 0: power limits nothing, 1: nothing else does
+    power: float = 1.0
     # to fill and drain the device, a kernel
     kernel: float = 3 * MICROSECOND
     # share of the backward pass that hides gradients, where software overlaps them at all
@@ -112,6 +114,8 @@ class Constants:
     link_latency: float = 3.4 * MICROSECOND
     # a hop between nodes
     network_latency: float = 14 * MICROSECOND
+    # by which the slowest node is later, an update and a doubling of the nodes
+    straggling: float = 0.5934e-3
 
 
 @dataclass(frozen=True)
@@ -270,10 +274,14 @@ class System:
         """Bytes a second that kernels get."""
         return self.device.memory * self.constants.memory
 
+    def straggling(self, size: int) -> float:
+        """Seconds an update of `size` GPUs waits for the slowest node; what shares a node or an NVLink domain counts as one."""
+        return self.constants.straggling * math.log2(max(1.0, size / max(self.device.domain, self.fabric.node)))
+
     @property
     def rate(self) -> float:
-        """FLOP/s of matrix products in 16 bits, in whole waves."""
-        return self.device.peak * self.device.achieved
+        """FLOP/s of matrix products in 16 bits, in whole waves: less where a card of the generation may draw less."""
+        return self.device.peak * self.device.achieved * self.device.relative_power**self.constants.power
 
 
 @dataclass(frozen=True)
@@ -337,6 +345,12 @@ def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, flo
                 yield from ((m, n, k, count), (m, k, n, count), (n, k, m, count))
 
 
+@functools.cache
+def wave_operations(model: ModelConfig, batch: MicroBatch, processors: int) -> float:
+    """FLOPs of a pass's matrix products, and those that its last waves leave undone."""
+    return sum(count * 2 * m * n * k / wave_share(m, n, k, processors) for m, n, k, count in products(model, batch))
+
+
 def launch_seconds(model: ModelConfig, software: Software) -> float:
     """Of the host, to launch the kernels of a forward and a backward pass."""
     return model.layers * software.kernels * software.launch * (4 / 3 if software.recompute else 1)
@@ -345,9 +359,7 @@ def launch_seconds(model: ModelConfig, software: Software) -> float:
 def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepTime:
     """Forward and backward of one micro-batch on one GPU, without what belongs to the update."""
     device, software, constants = system.device, system.software, system.constants
-    operations = sum(
-        count * 2 * m * n * k / wave_share(m, n, k, device.processors) for m, n, k, count in products(model, batch)
-    )
+    operations = wave_operations(model, batch, device.processors)
     # in 16 bits, also where the other products are in 8
     scores = 12 * model.layers * model.hidden * batch.pairs / system.rate
     scores += software.attention * model.layers * model.heads * batch.pairs / system.memory
@@ -425,7 +437,7 @@ def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System)
     terms = {name: steps * value for name, value in vars(one).items()} | {
         "optimizer": parameters(model) * bytes_each / system.memory + owned / system.rate,
         "inside": inside + moved.after[0],
-        "network": network + moved.after[1],
+        "network": network + moved.after[1] + system.straggling(size),
         "host": software.host,
     }
     waits = max(0.0, share.rows_seconds - math.fsum(terms.values()))
