@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.race.dataset import default_text
 from megabert import hf, minimal_pairs
 from megabert.commands import export, pairs
 from megabert.minimal_pairs import Pair, PairsWhileTraining, SentenceScorer, read_pairs, score_sentences, table_of
@@ -25,15 +26,13 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "causal"), [("uncased", False), ("uncased", True)])
-def test_scores_are_those_of_a_plain_loop(kind: str, causal: bool, tmp_path: Path) -> None:
-    run = runs.make(tmp_path / "run", kind, causal=causal)
-    export.export(run, tmp_path / "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float]:
+    """By transformers alone, one masked copy after another."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     kind_of_model = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
-    peer = kind_of_model.from_pretrained(tmp_path / "hf").eval()
-    want = []
-    for sentence in SENTENCES:
+    peer = kind_of_model.from_pretrained(folder).eval()
+    found = []
+    for sentence in sentences:
         ids = tokenizer(sentence, return_tensors="pt")["input_ids"]
         total = 0.0
         for i in range(1, ids.shape[1] - 1):
@@ -42,11 +41,39 @@ def test_scores_are_those_of_a_plain_loop(kind: str, causal: bool, tmp_path: Pat
             with torch.no_grad():
                 logits = peer(ids).logits[0, i - 1] if causal else peer(seen).logits[0, i]
             total += logits.log_softmax(-1)[ids[0, i]].item()
-        want.append(total)
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_are_those_of_a_plain_loop(causal: bool, tmp_path: Path) -> None:
+    run = runs.make(tmp_path / "run", "uncased", causal=causal)
+    export.export(run, tmp_path / "hf")
     pretrained = hf.load(run)
+    want = plain_scores(tmp_path / "hf", SENTENCES, causal)
     np.testing.assert_allclose(score_sentences(pretrained, SENTENCES), want, rtol=1e-5)
     with pytest.raises(ValueError, match="'' has 0 tokens; the model scores 1 to"):
         score_sentences(pretrained, ["the", ""])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: Path) -> None:
+    """Four pairs of each paradigm of BLiMP and Zorro, on the exported folder: equal to a tenth of a point."""
+    published = default_text() / "minimal_pairs"
+    if not published.is_dir():
+        pytest.skip(f"{published} is not there")
+    run = runs.make(tmp_path / "run", str(default_text() / "bert-base-uncased-vocab.txt"), causal=causal)
+    export.export(run, tmp_path / "hf")
+    out = tmp_path / "table.json"
+    options = ["--pairs", str(published), "--each", "4", "--json", str(out)]
+    assert pairs.main(["--model", str(tmp_path / "hf"), *options]) == 0
+    found, each = json.loads(out.read_text()), read_pairs(published, each=4)
+    sentences = minimal_pairs.sentences_of(each)
+    want = table_of(each, dict(zip(sentences, plain_scores(tmp_path / "hf", sentences, causal), strict=True)))
+    assert found["pairs"] > 200 and found["ties"] < 4
+    for name, values in want["paradigms"].items():
+        assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
 
 
 def test_fields_are_means_and_ties_count_half() -> None:
@@ -87,6 +114,7 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
     shown = capsys.readouterr().out
+    assert "2 sentences in " in shown and " a minute" in shown
     assert (
         f"{100 * written['accuracy']:.2f}  mean of 1 paradigms (3 pairs" in shown and "npi-question (3 pairs)" in shown
     )

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import statistics
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,22 @@ class Records:
                 )
             if _known_by(entry) == known:
                 return entry
-        size = recipe.vocabulary
-        vocabulary = f"{size:,} tokens" if isinstance(size, int) else Path(size).name
-        entry = {"track": track.name, "recipe": recipe.name, "digest": recipe.digest}
-        entry |= {"about": recipe.about, "change": recipe.change, "system": recipe.system}
-        entry |= {
-            "preset": recipe.preset,
-            "vocabulary": vocabulary,
-            "keys": dict(recipe.keys),
-            "data": data,
-            "seeds": {},
-        }
+        described = {"track": track.name, "recipe": recipe.name, "digest": recipe.digest} | asdict(recipe)
+        entry = {name: value for name, value in described.items() if name != "name"} | {"data": data, "seeds": {}}
         self.entries.append(entry)
         return entry
+
+    def find(self, name: str) -> tuple[Entry, RaceRecipe]:
+        """The entry TRACK/RECIPE, the newest of several, and the recipe that its description gives. Raises ValueError."""
+        found = [entry for entry in self.entries if f"{entry['track']}/{entry['recipe']}" == name and entry["seeds"]]
+        if not found:
+            raise ValueError(f"{name}: no record of {self.path}; write TRACK/RECIPE")
+        entry = max(found, key=lambda one: max(seed["date"] for seed in one["seeds"].values()))
+        fields = ("about", "change", "system", "preset", "vocabulary", "keys")
+        recipe = RaceRecipe(entry["recipe"], **{field: entry[field] for field in fields})
+        if recipe.digest != entry["digest"]:
+            raise ValueError(f"{self.path}: {name} does not describe what was trained: its digest is another")
+        return entry, recipe
 
     def of(self, track: str) -> list[Entry]:
         """Entries of a track with a result, the best first."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
+from megabert.common.logs import log
 
 PRECISION = "of the model: bf16 is faster where the processor has it, and makes ties"
 
@@ -56,11 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.commands.extraction import PRECISIONS
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
-    from megabert.minimal_pairs import read_pairs, score_pairs
+    from megabert.minimal_pairs import read_pairs, score_pairs, sentences_of
 
     keep_freed_memory()
     pairs = read_pairs(args.pairs, args.each)
-    table = score_pairs(hf.load(folder, args.tokenizer), pairs, PRECISIONS[args.precision])
+    model, started = hf.load(folder, args.tokenizer), time.perf_counter()
+    table = score_pairs(model, pairs, PRECISIONS[args.precision])
+    seconds, sentences = time.perf_counter() - started, len(sentences_of(pairs))
+    log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:
         text = json.dumps({"model": args.model} | table, indent=1) + "\n"
         write_whole(Path(args.json), text.encode())

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # of figures that follow from the clock
 TIMES = ("perf/", "time/")
-# relative differences of figures, by the end of their names, and of weights, over how far they moved in the interval
-ROUNDING, WEIGHTS_ROUNDING = {"loss": 0.01, "grad_norm": 0.25, "lr": 1e-9}, 0.1
 # of an entry of the chain
 WEIGHTS = "weights"
+# relative differences of figures, by the end of their names, and of weights, over how far they moved in the interval
+ROUNDING = {"loss": 0.01, "grad_norm": 0.25, "lr": 1e-9, WEIGHTS: 0.1}
 
 
 class Interval(NamedTuple):
@@ -85,7 +85,7 @@ def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
     return from_dict(tree)
 
 
-def train_again(of: Interval, folder: Path, deepspeed_config: str, ranks: Session) -> int:
+def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     """Repeats the updates in the `folder` of rank 0; the exit code."""
     import torch
 
@@ -102,8 +102,7 @@ def train_again(of: Interval, folder: Path, deepspeed_config: str, ranks: Sessio
     on_main(ranks.world, lambda: copy_start(of, folder))
     config = configuration.fit_micro_size(of.config, ranks.world.size)
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
-    extra = configuration.read_deepspeed(deepspeed_config)
-    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, deepspeed_extra=extra)
+    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end)
     ranks.apart = True
     try:
         if not trainer.train():
@@ -153,29 +152,24 @@ def compare(of: Interval, folder: Path) -> str:
     if not unequal:
         return f"{what} bit for bit"
     reasons = differences_of_place(of, folder)
-    for step, name, was, found in unequal:
-        if not reasons or not near(name, was, found):
-            how = (
-                f"to rounding: not as then are {reasons}"
-                if reasons
-                else "bit for bit: machine, versions and code are as then"
-            )
-            raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {found}, compared {how}")
+    how = f"to rounding, as not as then are {reasons}" if reasons else "bit for bit, as machine and code are as then"
     distance = distance_of_weights(of, folder, both[-1][0])
-    if distance > WEIGHTS_ROUNDING:
-        raise ValueError(
-            f"{of.run}: weights of step {both[-1][0]} differ by {distance:.2g} of how far they moved, where not as then are {reasons}"
-        )
-    allowed = ", ".join(f"{name} {share:g}" for name, share in (ROUNDING | {WEIGHTS: WEIGHTS_ROUNDING}).items())
-    return f"{what} to rounding ({allowed}; weights differ by {distance:.2g} of how far they moved), not bit for bit: not as then are {reasons}"
+    for step, name, was, found in unequal:
+        far = distance > ROUNDING[WEIGHTS] if name == WEIGHTS else not near(name, was, found)
+        if far or not reasons:
+            raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {found}, compared {how}")
+    allowed = ", ".join(f"{name} {share:g}" for name, share in ROUNDING.items())
+    return f"{what} {how} ({allowed}); weights differ by {distance:.2g} of how far they moved"
 
 
 def near(name: str, was: Any, found: Any) -> bool:
     """Whether a value is the same but for rounding; what is neither of the data nor in ROUNDING is not judged."""
-    within = [share for end, share in ROUNDING.items() if name.endswith(end)]
-    return not name.startswith("data/") and all(
-        abs(float(was) - float(found)) <= share * abs(float(was)) for share in within
-    )
+    far = [
+        abs(float(was) - float(found)) > share * abs(float(was))
+        for end, share in ROUNDING.items()
+        if name.endswith(end)
+    ]
+    return not any(far) and not name.startswith("data/")
 
 
 def differences_of_place(of: Interval, folder: Path) -> str:
@@ -195,14 +189,14 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
     """|found - was| / |was - before| of all weights at a step; NaN where the run does not keep them there or at the start."""
     from megabert.checkpoint import load_weights
 
-    places = [
-        run / "checkpoints" / f"step-{at:08d}" for run, at in ((folder, step), (of.run, step), (of.run, of.begin))
-    ]
+    of_runs = (folder, step), (of.run, step), (of.run, of.begin)
+    places = [run / "checkpoints" / f"step-{at:08d}" for run, at in of_runs]
     if not all(place.exists() for place in places):
         return math.nan
     found, was, before = (load_weights(place)[0] for place in places)
-    squares = [(float((found[n] - w).square().sum()), float((w - before[n]).square().sum())) for n, w in was.items()]
-    differ, moved = map(sum, zip(*squares, strict=True))
+    differ, moved = (
+        sum(float((w - other[name]).square().sum()) for name, w in was.items()) for other in (found, before)
+    )
     return math.sqrt(differ / moved)
 
 
@@ -210,16 +204,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.replay"), description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, in which nothing is written")
-    add(
-        "--from",
-        type=int,
-        metavar="A",
-        dest="begin",
-        help="step of a checkpoint it keeps, or 0; else the newest before B",
-    )
+    add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; else the newest before B")
     add("--to", type=int, metavar="B", dest="end", help="step to end at; else that of the newest checkpoint")
     add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
-    add("--deepspeed_config", default="", metavar="FILE", help="what the run was started with, if it was")
     return repeat(parser.parse_args(argv))
 
 
@@ -230,7 +217,7 @@ def repeat(args: Any) -> int:
     from megabert.distributed import ranks, session
 
     with tempfile.TemporaryDirectory(prefix="megabert-replay-", ignore_cleanup_errors=True) as folder:
-        code = session.run(lambda opened: train_again(of, Path(folder), args.deepspeed_config, opened))
+        code = session.run(lambda opened: train_again(of, Path(folder), opened))
         if code == OK and ranks.discover().is_main:
             print(compare(of, Path(folder)))
     return code

@@ -86,12 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder")
     add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
-    add(
-        "--head",
-        default="",
-        metavar="DIGEST",
-        help="head that was published; of a run that was trained on, an earlier one",
-    )
+    add("--head", default="", metavar="DIGEST", help="head that was published, or that of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_of(args.run)
     from megabert.checkpoint import chain
@@ -106,18 +101,13 @@ def main(argv: list[str] | None = None) -> int:
     steps, state = check_checkpoints(run, entries)
     check_config(run, state)
     print(
-        f"chain        {len(entries)} entries, steps {entries[0]['step']:,} to {last['step']:,}, each follows the one before it"
+        f"chain        {len(entries)} entries of steps {entries[0]['step']:,} to {last['step']:,}, as they were written"
     )
-    print(
-        "logs         as they were written"
-        + f"; {uncovered} lines after the newest checkpoint are in no entry" * bool(uncovered)
-    )
+    print(f"logs         as they were written; {uncovered} lines after the newest checkpoint are in no entry")
     print(f"checkpoints  of steps {', '.join(map(str, sorted(steps)))}: every file as it was saved")
     print(f"data         {check_data(state, args.data)}: every byte as it was written")
-    same = "that of this installation" if last["source"] == environment.source() else "another than this installation's"
-    print(f"code         revision {last['revision']}, {same}; {len({entry['source'] for entry in entries})} in all")
-    if published:
-        print(f"head         as published, at step {published[0]:,}")
+    print(f"code         revision {last['revision']}, source {last['source'][:12]}; here {environment.source()[:12]}")
+    print(*[f"head         as published, at step {step:,}" for step in published], sep="\n")
     print(f"head         {last['sha256']}")
     return OK
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,14 @@ def sentencepiece_model(**changes: Any) -> bytes:
 
 
 def tokenizer(folder: Path, kind: str = "unigram") -> Tokenizer:
-    """A tokenizer file in `folder`, under the name it has in a run folder."""
+    """A tokenizer file in `folder`, under the name it has in a run folder; `kind` may be a vocabulary's file."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind in ("unigram", "bpe", *OTHERS):
         path = folder / "tokenizer.model"
         path.write_bytes(sentencepiece_model(**OTHERS.get(kind, {"model_type": kind})))
         return Tokenizer.load(path)
+    if Path(kind).is_file():
+        return Tokenizer.load(shutil.copy(kind, folder / "vocab.txt"))
     return Tokenizer.load(wordpiece.write(folder / "vocab.txt", cased=kind == "cased"))
 
 

@@ -73,3 +73,13 @@ def test_a_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path
     written = (tmp_path / "r.json").read_bytes()
     again = command(*race, *both, "--track", "10k-tokens", timeout=900)
     assert again.stdout == more.stdout and (tmp_path / "r.json").read_bytes() == written
+
+    described = ["benchmarks/reproduce.py", "10k-tokens/small", "--records", tmp_path / "r.json"]
+    described += ["--run", tmp_path / "again"]
+    done = command(*described, "--text", text, timeout=900)
+    assert done.returncode == 0 and "inside the 50% band" in done.stdout, done.stdout + done.stderr
+    assert "note: the shards" not in done.stdout
+    done = command(*described, "--text", text, "--share", 0.2, timeout=900)
+    assert done.returncode == 0 and done.stdout.endswith("a trial: not compared\n"), done.stderr
+    done = command(*described, "--text", tmp_path, timeout=900)
+    assert done.returncode == 2 and "held-out documents are not those of the record" in done.stderr
