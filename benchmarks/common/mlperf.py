@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
-from megabert.commands.plan.published import PublishedRun, published_runs
+from megabert.commands.plan.published import LARGE, PREDICTED, SQUARES, PublishedRun, published_runs
 from megabert.commands.plan.quality import SAMPLE_TOKENS, target_samples
 from megabert.commands.plan.step_time import (
     ACHIEVED,
@@ -23,7 +23,6 @@ from megabert.commands.plan.step_time import (
     pass_seconds,
     step_seconds,
 )
-from megabert.config import ModelConfig
 
 
 def calibration() -> tuple[PublishedRun, ...]:
@@ -52,10 +51,6 @@ def blind() -> tuple[PublishedRun, ...]:
     return tuple(run for run in published_runs() if not run.left_out and run not in calibrating)
 
 
-LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
-# mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
-SQUARES = 1.35
-PREDICTED = 0.15
 # samples of an evaluation
 EVALUATED = 10_000
 # samples a GPU up to which a submission computes shapes that never change: in 0.7, and later for CUDA graphs of whole iterations

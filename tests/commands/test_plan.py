@@ -6,15 +6,20 @@ import json
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megabert import config as configuration
 from megabert.commands.plan import __main__ as plan
 from megabert.commands.plan import forecast as planner
 from megabert.commands.plan import workload
 from megabert.commands.plan.forecast import forecast
+from megabert.commands.plan.published import nearest
+from megabert.commands.plan.quality import target_samples
 from megabert.commands.plan.step_time import (
     DEVICES,
     Constants,
@@ -33,7 +38,7 @@ from megabert.commands.plan.step_time import (
     traffic,
     wave_share,
 )
-from megabert.config import Config, ModelConfig
+from megabert.config import Config, ModelConfig, accumulation
 from megabert.data.masking import masking_at
 from megabert.distributed.ranks import World
 from megabert.engine.gradients import LEAST
@@ -326,7 +331,7 @@ def test_traffic_of_the_zero_stages() -> None:
     unit = parameters(MODEL) * 511 / 512 / 400e9
     # stage, each share to its rank, traffic of gradients and weights: all-reduced once an update, in every one of four
     # micro-steps at stage 2, layer by layer at stage 3
-    cases = ((0, False, 2, 0), (1, False, 2, 1), (1, True, 1, 1), (2, False, 8, 1), (3, False, 4, 8))
+    cases = ((0, False, 2, 0), (1, False, 2, 1), (1, True, 1, 1), (2, False, 8, 1), (3, False, 4, 4))
     for stage, own, gradients, weights in cases:
         for gradient_bytes in (2, 4):
             least = parameters(MODEL) // 512 if own else math.inf
@@ -349,6 +354,44 @@ def test_traffic_is_that_of_the_engine() -> None:
     for ranks, times in ((256, 1), (512, 2)):
         found = traffic(MODEL, 1, ranks, moved).during[1]
         assert found == pytest.approx(times * 4 * size * (ranks - 1) / ranks / 400e9)
+
+
+class CountedBytes(TorchDispatchMode):
+    """Bytes of a rank's collectives in units of a reduce-scatter: an all-reduce is two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.size += (2 if "allreduce" in name else 1) * max((tensor.nbytes for tensor in tensors), default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(world: World) -> list[tuple[Config, int]]:
+    """Each stage's configuration, and what its second update sends."""
+    found = []
+    for stage in range(4):
+        fields = {"precision": "bf16", "zero__stage": stage, "model__hidden": 128}
+        engine = tiny.engine(tiny.config(**fields, batch__global_size=4 * world.size), world)
+        tiny.train(engine, range(1))
+        with CountedBytes() as counted:
+            tiny.train(engine, range(1, 2))
+        found.append((engine.config, counted.size))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_traffic_is_what_two_ranks_send() -> None:
+    for config, counted in run_ranks(2, count_bytes)[0]:
+        moved = traffic(config.model, accumulation(config, 2), 2, system(planner.software_of(config), FREE))
+        # of a reduce-scatter over two ranks half travels
+        planned = 2 * H100.link * (moved.during[0] + moved.after[0])
+        assert counted == pytest.approx(planned, rel=0.02), config.zero.stage
 
 
 def test_overlap_hides_at_most_half_the_backward_pass() -> None:
@@ -481,6 +524,36 @@ def test_the_command(capsys) -> None:
     assert "64 rows = 16 x 4 ranks x 1 micro-steps" in capsys.readouterr().out
 
 
+TARGET = ["--config", "large_phase2", "--gpus", "h100", "model.vocab_size=30000", "model.max_positions=512"]
+
+
+def test_the_target_of_mlperfs_task(capsys) -> None:
+    assert target_samples(1_536) == pytest.approx(0.917 * 2_778_000)
+    assert target_samples(256, 2022) == pytest.approx(1.08 * 2_553_000) == target_samples(64, 2022)
+    assert 2_625_000 < target_samples(900) / 0.917 < 2_778_000
+    assert plan.main([*TARGET, "batch.global_size=2304", "--price", "2.5", "--over", "8", "--compare"]) == 0
+    text = capsys.readouterr().out
+    # 2,304 rows of 512 tokens are 4,635 samples of 254.5
+    target = text[text.index("to MLPerf's target") :].splitlines()
+    assert "batch of 4,635 of its samples" in target[0]
+    cells = dict(zip(target[2].split(), target[3].split(), strict=True))
+    whole = planner.job_of(configuration.load("large_phase2", [*TARGET[4:], "batch.global_size=2304"]))
+    (point,) = forecast(whole, [8], H100, Fabric(8))
+    hours = target_samples(whole.update.tokens / 254.5) * 254.5 / whole.update.tokens * point.step.seconds / 3_600
+    assert float(cells["minutes"]) == pytest.approx(60 * hours, abs=0.05)
+    assert float(cells["kWh"]) == pytest.approx(8 * hours * 0.7, abs=0.05)
+    assert float(cells["cost"]) == pytest.approx(8 * hours * 2.5, abs=0.005)
+    assert text.count("MLPerf 4.0") == 3 and "this forecast" in text
+    assert plan.main(TARGET) == 0
+    assert "published are 256 to 14,336, set batch.global_size" in capsys.readouterr().out
+
+
+def test_the_nearest_published_runs() -> None:
+    assert {(run.gpu, run.gpus) for run in nearest("h100", 512, 2)} == {("h100", 512), ("h100", 768)}
+    # of a GPU with few rows its generation's follow
+    assert [run.gpu for run in nearest("b200", 64)] == ["b200", "gb200", "gb200"]
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -492,6 +565,8 @@ def test_the_command(capsys) -> None:
         ([*COMMAND, "--over", "16", "--network="], "16 GPUs in nodes of 8 need a network: give --network"),
         ([*COMMAND, "precision=fp32"], "precision=fp32: --gpus forecasts 16-bit training alone"),
         ([*TINY, "--over", "8"], "--over belongs to a forecast"),
+        ([*TINY, "--compare"], "--compare belongs to a forecast"),
+        ([*COMMAND, "--price", "0"], "--price 0: give a number above 0"),
         ([*TINY, "--world-size", "0"], "--world-size 0: give a number above 0"),
         ([*TINY, "--data", "nowhere"], "nowhere"),
         ([*TINY, "--deepspeed_config", "none.json"], "none.json: No such file"),

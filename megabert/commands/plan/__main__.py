@@ -33,18 +33,25 @@ def main(argv: list[str] | None = None) -> int:
         metavar="AxG",
         help="network a node: A adapters of G Gbit/s (default: an adapter a GPU, of v100 50, a100 200, later 400)",
     )
+    add(
+        "--compare",
+        action="store_true",
+        default=None,
+        help="show the nearest published runs of BERT-LARGE beside the forecast",
+    )
+    add("--price", type=float, metavar="X", help="of a GPU-hour, for the cost of MLPerf's target (large_phase2's task)")
     args = parser.parse_intermixed_args(argv)
-    for name in ("over", "network"):
+    for name in ("over", "network", "compare", "price"):
         if not args.gpus and getattr(args, name) is not None:
             raise ValueError(f"--{name} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
-    for name in ("world_size", "memory_gib"):
+    for name in ("world_size", "memory_gib", "price"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     from megabert import config as configuration
 
     config = configuration.from_arguments(args)
-    from megabert.commands.plan import forecast, step_time, workload
+    from megabert.commands.plan import forecast, published, quality, step_time, workload
 
     if not args.gpus:
         extra = configuration.read_deepspeed(args.deepspeed_config)
@@ -64,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}\n"
     )
     print(forecast.table(job, points, device))
+    if quality.applies(job):
+        print(f"\n{quality.table(job, points, device, args.price)}")
+    if args.compare:
+        print(f"\n{published.comparison(job, points, args.gpus)}")
     return OK
 
 

@@ -155,7 +155,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
         lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
-    return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}{host_bound(job, points)}"
+    return f"{aligned(lines)}\n\nmilliseconds of an update\n{aligned(terms)}{host_bound(job, points)}"
 
 
 def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
@@ -173,6 +173,7 @@ def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
     return ""
 
 
-def _aligned(lines: list[list[str]]) -> str:
+def aligned(lines: list[list[str]]) -> str:
+    """Columns of cells, each as wide as its widest."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+
+from megabert.commands.plan.forecast import ForecastJob, ForecastPoint, aligned
+from megabert.commands.plan.quality import SAMPLE_TOKENS
+from megabert.commands.plan.step_time import DEVICES
+from megabert.config import ModelConfig
+from megabert.metrics import training_flops
 
 
 @dataclass(frozen=True)
@@ -76,3 +84,40 @@ def published_runs() -> tuple[PublishedRun, ...]:
         )
         for row in csv.DictReader(text.splitlines())
     )
+
+
+# what every row trained
+LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
+# mean of squared lengths over their mean's square (assumed; attention is 5% of the operations), share of tokens predicted
+SQUARES, PREDICTED = 1.35, 0.15
+
+
+def nearest(gpu: str, size: int, count: int = 3) -> list[PublishedRun]:
+    """The runs on this GPU, then on others of its generation, and of those on the most nearly equal number."""
+
+    def distance(run: PublishedRun) -> tuple[bool, bool, float, float]:
+        other = DEVICES[run.gpu].generation != DEVICES[gpu].generation
+        return other, run.gpu != gpu, abs(math.log2(run.gpus / size)), -float(run.round)
+
+    return sorted((run for run in published_runs() if not run.left_out), key=distance)[:count]
+
+
+def comparison(job: ForecastJob, points: Sequence[ForecastPoint], gpu: str) -> str:
+    """Each forecast, and below it the published runs nearest to it: real tokens a second and useful TFLOP/s, a GPU."""
+    tokens = SAMPLE_TOKENS
+    sample = (
+        training_flops(LARGE, *map(round, (1e3 * tokens, 1e3 * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)))
+        / 1e3
+    )
+    lines = [["GPUs", "tokens/s/GPU", "TFLOP/s/GPU", "run"]]
+    for point in points:
+        seconds = point.step.seconds * point.size
+        cells = [f"{job.update.tokens / seconds:,.0f}", f"{job.operations / seconds / 1e12:,.0f}"]
+        lines.append([f"{point.size:,}", *cells, "this forecast"])
+        for run in nearest(gpu, point.size):
+            rate = run.rate / run.gpus
+            cells = [f"{rate * tokens:,.0f}", f"{rate * sample / 1e12:,.0f}"]
+            lines.append(
+                [f"{run.gpus:,}", *cells, f"{run.submitter} {run.gpu}, MLPerf {run.round}, batch {run.batch:,}"]
+            )
+    return f"published runs of BERT-LARGE nearest to it\n{aligned(lines)}"

@@ -6,6 +6,10 @@ The task is phase 2 of BERT-LARGE: rows of 512 places, LAMB, from the checkpoint
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from megabert.commands.plan.forecast import ForecastJob, ForecastPoint, aligned
+from megabert.commands.plan.step_time import Device
 
 # real tokens of a sample of MLPerf's data set
 SAMPLE_TOKENS = 254.5
@@ -28,6 +32,9 @@ REFERENCE = {
 # year: what submissions take over the reference, the median of the calibrating rows (benchmarks/common/mlperf.py)
 SUBMISSIONS = {2020: 1.48, 2021: 1.206, 2022: 1.08, 2023: 0.964, 2024: 0.917}
 
+# 90th percentile of the sizes of the blind test's errors in minutes (docs/planner.md)
+BAND = 0.28
+
 
 def target_samples(batch: float, year: int = 2024) -> float:
     """Samples to the target: between the reference's batches by a power of the batch, beyond its first and last as at them."""
@@ -38,3 +45,37 @@ def target_samples(batch: float, year: int = 2024) -> float:
     power = math.log(inside / lower) / math.log(upper / lower)
     reference = REFERENCE[lower] * (REFERENCE[upper] / REFERENCE[lower]) ** power
     return reference * SUBMISSIONS[min(year, max(SUBMISSIONS))]
+
+
+def applies(job: ForecastJob) -> bool:
+    """Whether the run is MLPerf's task: BERT-LARGE with LAMB over rows of 512."""
+    model = job.config.model
+    shape = model.layers, model.hidden, job.update.seq_len, job.config.optimizer.name
+    return shape == (24, 1_024, 512, "lamb")
+
+
+def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, price: float | None) -> str:
+    """Minutes, energy at the GPUs' power limit and, at a `price` a GPU-hour, cost until the target, a line a number of GPUs.
+
+    A batch outside the reference's has no figure: nobody has published one.
+    """
+    batch = job.update.tokens / SAMPLE_TOKENS
+    head = (
+        f"to MLPerf's target, 0.72 masked-LM accuracy from its phase-1 checkpoint: batch of {batch:,.0f} of its samples"
+    )
+    if not min(REFERENCE) <= batch <= max(REFERENCE):
+        return f"{head}; published are {min(REFERENCE):,} to {max(REFERENCE):,}, set batch.global_size"
+    samples = target_samples(batch)
+    lines = [["GPUs", "minutes", "low", "high", "GPU-hours", "kWh", *(["cost"] if price else [])]]
+    for point in points:
+        minutes = samples / batch * point.step.seconds / 60
+        hours = point.size * minutes / 60
+        cells = [
+            f"{point.size:,}",
+            *(f"{minutes * factor:,.1f}" for factor in (1, 1 / (1 + BAND), 1 / (1 - BAND))),
+            f"{hours:,.1f}",
+        ]
+        cells.append(f"{hours * device.power / 1_000:,.1f}")
+        lines.append([*cells, f"{hours * price:,.2f}"] if price else cells)
+    reached = f"{samples / 1e6:.2f} M samples, {samples / batch:,.0f} updates; low and high as nine of ten published runs lay about their prediction"
+    return f"{head}\n{reached}\n{aligned(lines)}"

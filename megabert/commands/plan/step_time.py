@@ -206,6 +206,9 @@ TILE = 128
 SPLIT_DEPTH = 512
 # of a weight that travels
 WEIGHT_BYTES = 2
+# parameters of a model up to which stage 3 keeps what the forward pass gathered for the backward pass; DeepSpeed's default
+# stage3_max_reuse_distance
+KEPT = 1_000_000_000
 
 
 parameters = functools.cache(parameter_count)
@@ -402,7 +405,8 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
         return Traffic(during=(within, between), after=(inside.reduce_scatter(weights), 0.0))
     if software.zero == 3:
         layer_by_layer = whole.reduce_scatter(gradients, model.layers)
-        layer_by_layer += 2 * whole.reduce_scatter(weights, model.layers)
+        gathers = 1 if parameters(model) <= KEPT else 2
+        layer_by_layer += gathers * whole.reduce_scatter(weights, model.layers)
         during, after = micro_steps * layer_by_layer, 0.0
     elif software.zero == 1 and parameters(model) / size >= software.least_share:
         during, after = whole.reduce_scatter(gradients), whole.reduce_scatter(weights)
