@@ -504,7 +504,8 @@ class TensorBoard(Sink):
             self._writer.add_text("samples", as_markdown(shown.samples), step)
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        self._writer.add_hparams(flat(self._config.model_dump()), _final(results), run_name="hparams")
+        settings = flat(self._config.model_dump()) | {"phases": str(self._config.phases)}
+        self._writer.add_hparams(settings, _final(results), run_name="hparams")
 
     def close(self) -> None:
         self._writer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,12 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config
+from megabert.config import Config, DataConfig, phases_of
 from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, fitted_to, token_counts
+from megabert.data.mixture import AnyDataset, continue_data, fitted_to, token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -69,16 +69,16 @@ def open_run(
     `extend`: a finished run may continue under another schedule. `profile`: the first and the last update to profile on this
     rank. A collective. Raises ValueError naming what does not fit.
     """
-    dataset, tokenizer = open_data(config, world)
+    datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
-    config, origin = complete_config(config, dataset, tokenizer, run_dir, world)
+    config, origin = complete_config(config, datasets, run_dir, world)
     watchdog.progress()
-    engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra, watchdog.progress)
+    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra, watchdog.progress)
     watchdog.progress()
-    provenance, saved, cursor = resume(engine, config, dataset, tokenizer, origin, world, extend)
+    provenance, saved, cursor = resume(engine, config, datasets, tokenizer, origin, world, extend)
     watchdog.progress()
     record(origin, provenance, tokenizer, saved, world)
-    workload = Pretraining(config, world, engine, dataset, tokenizer)
+    workload = Pretraining(config, world, engine, datasets, tokenizer)
     return Trainer(
         config=config,
         world=world,
@@ -99,16 +99,29 @@ def open_run(
 # -- 1. data ---------------------------------------------------------------------------------------------------------
 
 
-def open_data(config: Config, world: World) -> tuple[AnyDataset, Tokenizer]:
-    """The run's dataset, or its mixture, and the tokenizer that it was built with. A collective."""
-    dataset = open_dataset(config, world)
-    return dataset, on_every_rank(world, lambda: Tokenizer.load(dataset.tokenizer_path))
+def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer]:
+    """The dataset, or the mixture, of each phase of the run, the same object where it is the same data, and the tokenizer that
+    they were built with. A collective. Raises ValueError naming a dataset with another one."""
+    opened: dict[str, AnyDataset] = {}
+    datasets = []
+    for phase in phases_of(config):
+        data = phase.config.data
+        name = f"{data.path} {data.mix}"
+        if name not in opened:
+            opened[name] = open_dataset(data, world)
+        datasets.append(opened[name])
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.manifest.tokenizer["sha256"] != first.manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{dataset.folder}: its tokenizer is not that of {first.folder}; build it with --tokenizer"
+            )
+    return datasets, on_every_rank(world, lambda: Tokenizer.load(first.tokenizer_path))
 
 
-def open_dataset(config: Config, world: World) -> AnyDataset:
+def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     """The first rank of each node reads the manifests and checks that its node has all shards; rank 0 broadcasts them to the
     others. A collective. Raises RankRefused where a rank cannot open the dataset, or opens another one."""
-    data = config.data
     dataset: AnyDataset | None = None
     problem, code = "", errors.OK
     if world.local_rank == 0:
@@ -132,10 +145,12 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
 
 
 def complete_config(
-    config: Config, dataset: AnyDataset, tokenizer: Tokenizer, run_dir: Path, world: World
+    config: Config, datasets: Sequence[AnyDataset], run_dir: Path, world: World
 ) -> tuple[Config, Origin]:
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
-    config = fitted_to(config, dataset.manifest)
+    for dataset in datasets:
+        config = fitted_to(config, dataset.manifest)
+    dataset = datasets[0]
     if world.is_main and dataset.manifest.options.get("nsp") and not config.model.nsp:
         log.warning(
             f"{config.data.path}: its rows are sentence pairs, of which half have a random second part, and model.nsp=false learns "
@@ -154,18 +169,21 @@ def complete_config(
 
 def build_engine(
     config: Config,
-    dataset: AnyDataset,
+    datasets: Sequence[AnyDataset],
     tokenizer: Tokenizer,
     origin: Origin,
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
     progress: Callable[[], None],
 ) -> Engine:
-    """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
-    config = choose_backends(config, dataset, world, origin.run_dir, progress)
-    counts = None
+    """The engine on a new model, its weights drawn from the seed or taken from a teacher. Backends are measured on the longest
+    phase. A collective."""
+    phase, dataset = max(zip(phases_of(config), datasets, strict=True), key=lambda pair: pair[0].end - pair[0].begin)
+    measured = config.model_copy(update={"batch": phase.config.batch})
+    chosen = choose_backends(measured, dataset, world, origin.run_dir, progress)
+    config, counts = config.model_copy(update={"ops": chosen.ops}), None
     if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
-        counts = token_frequencies(config, dataset, tokenizer, world)
+        counts = token_frequencies(config, datasets[0], tokenizer, world)
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
@@ -206,7 +224,7 @@ def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer,
 def resume(
     engine: Engine,
     config: Config,
-    dataset: AnyDataset,
+    datasets: Sequence[AnyDataset],
     tokenizer: Tokenizer,
     origin: Origin,
     world: World,
@@ -216,7 +234,7 @@ def resume(
     update of the data a run starts. A collective. Raises ValueError naming the field in which the checkpoint is of another
     run."""
     state = origin.state
-    provenance = describe(config, dataset, tokenizer, engine)
+    provenance = describe(config, datasets, tokenizer, engine)
     if origin.path is not None:
         check_compatible(state, provenance)
         note_changes(state, config, extend)
@@ -228,27 +246,28 @@ def resume(
     first = start_engine(engine, config.init_from, world, config.init_moments)
     if first["tokenizer"] != tokenizer.sha256:
         raise ValueError(
-            f"init_from={config.init_from} was trained with another tokenizer than {dataset.folder} has; build the data with "
-            f"its own, or `megabert convert --model {config.init_from} --vocab {dataset.folder} --run START`"
+            f"init_from={config.init_from} was trained with another tokenizer than {datasets[0].folder} has; build the data with "
+            f"its own, or `megabert convert --model {config.init_from} --vocab {datasets[0].folder} --run START`"
         )
     taken = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {taken} of {config.init_from} at step {first['step']}")
-    return provenance, None, cursor_after(first, config, dataset)
+    return provenance, None, cursor_after(first, config, datasets[0])
 
 
 def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
     """At which update of the data a run starts that continues another run, of state `first`: after all rows of that run, where
-    both have the same dataset and seed, and so the same order and masks; otherwise at 0."""
+    both have the same dataset and seed, and so the same order and masks; otherwise, and where that one had phases, at 0."""
     same = all(first.get(name) == value for name, value in dataset.identity.items())
-    if not same or first["config"]["seed"] != config.seed:
+    if not same or first["config"]["seed"] != config.seed or first["config"]["phases"]:
         return 0
-    cursor = -(-first.get("cursor", 0) * first["config"]["batch"]["global_size"] // config.batch.global_size)
+    size = phases_of(config)[0].config.batch.global_size
+    cursor = -(-first.get("cursor", 0) * first["config"]["batch"]["global_size"] // size)
     if cursor:
         log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
     return cursor
 
 
-def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
+def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
     """Config and its hash, data and tokenizer fingerprints, the backends that run, machine, versions, revision, command: the
     head of each checkpoint."""
     module: Any = engine.module
@@ -257,7 +276,8 @@ def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: 
     return {
         "config": config.model_dump(),
         "config_sha256": config.digest(),
-        **dataset.identity,
+        **datasets[0].identity,
+        "phase_datasets": [dataset.manifest.fingerprint for dataset in datasets],
         "tokenizer": tokenizer.sha256,
         "backends": backends | {"optimizer": engine.optimizer_kernels},
         "machine": torch.cuda.get_device_name(engine.world.device) if cuda else environment.processor(),
@@ -300,11 +320,14 @@ def record(
 
 
 class Pretraining:
-    """Rows of a dataset in their order, metered in tokens and FLOPs, and its held-out split."""
+    """Rows of the phases' datasets in their order, metered in tokens and FLOPs, and the first dataset's held-out split."""
 
-    def __init__(self, config: Config, world: World, engine: Engine, dataset: AnyDataset, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
+    ) -> None:
         self.config, self.world, self.engine = config, world, engine
-        self.dataset, self.tokenizer = dataset, tokenizer
+        self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
+        self.phases = [phase.config for phase in phases_of(config)]
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
         self.meter = PretrainingMeter(world, config.model, engine.terms, peak)
         self.shown = Shown()
@@ -312,9 +335,13 @@ class Pretraining:
         self._samples: HeldOutSamples | None = None
         log.info(f"{engine.describe()}; matrix-product ceiling {peak:.2f} TFLOP/s a device")
 
-    def updates(self, first: int, share_used: Callable[[int], float]) -> Loader:
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:
+        number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]
+        config, position = self.phases[number], continue_data(self.datasets, sizes, phase_starts)
+        self.engine.enter_phase(config)
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
-        return Loader.from_config(self.config, self.dataset, self.tokenizer, share_used=share_used, **place)
+        place["origin"] = position - phase_starts[-1] * sizes[number]
+        return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
 
     def evaluation_due(self, step: int) -> bool:
         interval = self.config.eval.interval
@@ -372,6 +399,8 @@ class Pretraining:
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         objective = values.get("train/objective", self.config.data.masking.objective)
+        if "train/phase" in values:
+            objective = f"phase {values['train/phase']} of {len(self.phases)}  {objective}"
         return progress_line(values, self.config.schedule, objective, eta_seconds)
 
     def state(self) -> dict[str, Any]:

@@ -177,17 +177,17 @@ def make_debuggable() -> None:
 
 def check(args: argparse.Namespace, config: Config) -> None:
     """Raises ValueError naming the argument that is missing, out of range, or no dataset's folder."""
-    from megabert.config import read_deepspeed
+    from megabert.config import phases_of, read_deepspeed
     from megabert.data.shards import MANIFEST
     from megabert.distributed.signals import end_of_time
 
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
-    if not Path(config.data.path, MANIFEST).is_file():
-        build = "megabert prep build" + " --no-nsp" * (not config.model.nsp)
-        raise ValueError(
-            f"--data {config.data.path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model"
-        )
+    for phase in phases_of(config):
+        path, build = phase.config.data.path, "megabert prep build" + " --no-nsp" * (not config.model.nsp)
+        if not Path(path, MANIFEST).is_file():
+            named = "--data" if path == config.data.path else "data.path of a phase:"
+            raise ValueError(f"{named} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
     read_deepspeed(args.deepspeed_config)
     end_of_time(args.max_time, os.environ, time.time())

@@ -8,9 +8,9 @@ reduced over them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
@@ -19,7 +19,7 @@ from megabert.checkpoint.rate_record import RateRecord
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
-from megabert.config import Config
+from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.signals import Stop
@@ -27,7 +27,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.metrics import Meter, RankFigures, Shown, Sinks, as_json, figures
-from megabert.optim.schedule import finished, learning_rate, share_used
+from megabert.optim.schedule import finished, phase_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
 # updates that the host may be ahead of what it has read of the device
@@ -40,8 +40,8 @@ class Workload(Protocol):
     """What is trained on and judged by. All methods are called on every rank at the same moment.
 
     An update has `step` (its number in the data, from 0), `epoch`, `batches` for the engine, `row_ids` and `epochs` (int64
-    [n]) of the rows they hold, `tokens` (real ones of this rank), `objective` (losses of different ones are not compared),
-    and `problem` with its `problem_code`, as `megabert.data.batch.Update` says.
+    [n]) of the rows they hold, `tokens` (real ones of this rank), `objective`, and `problem` with its `problem_code`, as
+    `megabert.data.batch.Update` says.
     """
 
     shown: Shown
@@ -50,9 +50,9 @@ class Workload(Protocol):
     def meter(self) -> Meter:
         """Figures of the updates between two log lines."""
 
-    def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[Any]:
-        """This rank's updates from number `first` of the data on, without end; `close` ends its workers. `share_used(number)`:
-        how much of the run's budget is used before an update, exactly for the next one, as far as is known for later ones."""
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[Any]:
+        """This rank's updates from number `first` of the data on, without end; `close` ends its workers. `phase_starts`: the
+        number of the first update of each phase so far; the updates are those of the last one."""
 
     def evaluation_due(self, step: int) -> bool:
         """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""
@@ -169,8 +169,8 @@ class TrainState:
     spiked: int = 0
     # real ones of all ranks
     tokens: int = 0
-    # what the newest update trained; "" before the first one
-    objective: str = ""
+    # the cursor at the beginning of each phase so far
+    phase_starts: list[int] = field(default_factory=lambda: [0])
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
@@ -260,6 +260,7 @@ class Trainer:
         """`provenance` goes into every checkpoint. `cursor`: the update of the data to start at where nothing was `saved`.
         `stop_after`: the step to end at, within the schedule. `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
+        self.phases = phases_of(config)
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         engine.progress = checkpoints.progress = watchdog.progress
@@ -287,7 +288,7 @@ class Trainer:
         if config.schedule.unit == "minutes":
             self.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
         self.sinks = self.open_sinks()
-        self.updates: Any = workload.updates(self.state.cursor, self.share_used)
+        self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class Trainer:
         state = self.state
         if self.rates is not None and self.rates.known(state.step, state.cursor):
             return False
-        return finished(self.config.schedule, state.step, state.seconds / 60, state.tokens)
+        return finished(self.config.schedule, *self.used)
 
     @property
     def over(self) -> bool:
@@ -352,35 +353,50 @@ class Trainer:
         self.profiler.update(self.state.step + 1)
         lr = self.rate()
         update = self.ranks.take(self.updates)
-        if update.objective != self.state.objective:
-            self.change_objective(update.objective)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
 
     def rate(self) -> float:
-        """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
-        state, schedule = self.state, self.config.schedule
-        if self.rates is not None and (known := self.rates.known(state.step, state.cursor)):
-            state.seconds, lr = known
-            return lr
-        lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60, state.tokens)
+        """The next update's learning rate, in its phase; where both follow the clock, as the first time the update was done."""
+        state = self.state
+        known = self.rates.known(state.step, state.cursor) if self.rates is not None else None
+        if known:
+            state.seconds = known[0]
+        self.enter_phase(phase_at(self.phases, share_used(self.config.schedule, *self.used)))
+        if known:
+            return known[1]
+        lr = phase_rate(self.phase, self.config.schedule, *self.used)
         if self.rates is not None:
             self.rates.add(state.step, state.cursor, state.seconds, lr)
         return lr
 
-    def share_used(self, cursor: int) -> float:
-        """How much of the run's budget is used before update `cursor` of the data, from 0 to 1: exactly for the next update;
-        for later ones only under schedule.by=steps, otherwise as much as now."""
-        state = self.state
-        step = state.step + cursor - state.cursor
-        return share_used(self.config.schedule, step, state.seconds / 60, state.tokens)
+    @property
+    def used(self) -> tuple[int, float, int]:
+        """Updates, minutes and tokens before the next update."""
+        return self.state.step, self.state.seconds / 60, self.state.tokens
 
-    def change_objective(self, objective: str) -> None:
-        """The next update trains something else: its loss is not compared with those before it."""
-        if self.state.objective:
-            self.judge()
-            self.spike_policy.resume([], self.state.bad)
-            log.info(f"step {self.state.step + 1}: the objective is {objective} from here on")
-        self.state.objective = objective
+    @property
+    def phase(self) -> Phase:
+        """That of the newest update."""
+        return self.phases[len(self.state.phase_starts) - 1]
+
+    def enter_phase(self, number: int) -> None:
+        """Take updates from phase `number` (from 0) on; losses are not compared with those before it."""
+        state, later = self.state, number + 1 - len(self.state.phase_starts)
+        if later <= 0:
+            return
+        self.agree()
+        self.judge()
+        if self.spike is not None:
+            # a rollback follows
+            return
+        self.spike_policy.resume([], state.bad)
+        state.phase_starts = [*state.phase_starts, *[state.cursor] * later]
+        log.info(f"step {state.step + 1}: phase {number + 1} of {len(self.phases)}: {self.phase.changes}")
+        self.updates.close()
+        self.updates = self.workload.updates(state.cursor, state.phase_starts)
+        if self.config.spikes.policy == "rollback":
+            # a checkpoint to roll back to, in the same phase
+            self.save()
 
     # -- after an update ---------------------------------------------------------------------------------------------
 
@@ -467,8 +483,9 @@ class Trainer:
         values |= {"data/row_digest": f"{self.row_digest:016x}"}
         if self.config.schedule.unit == "tokens":
             values["data/tokens"] = state.tokens
-        if self.config.objective.causal_share:
-            values["train/objective"] = state.objective
+        if len(self.phases) > 1:
+            values["train/phase"] = len(state.phase_starts)
+            values["train/objective"] = self.phase.config.data.masking.objective
         values |= self.ranks.drain(self.known.ranks)
         self.sinks.write(values)
         if "train/loss" in values:
@@ -549,7 +566,7 @@ class Trainer:
         self.resume(self.checkpoints.load(self.engine, path))
         self.state.cursor = spike.cursor + 1
         self.sinks = self.open_sinks()
-        self.updates = self.workload.updates(self.state.cursor, self.share_used)
+        self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is left out")
 
     # -- saving and resuming -----------------------------------------------------------------------------------------

@@ -91,15 +91,15 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
     main, first, other = Rank(0), Rank(8), Rank(9)
-    want = open_dataset(cfg, main)  # type: ignore[arg-type]
+    want = open_dataset(cfg.data, main)  # type: ignore[arg-type]
     assert len([name for name in reads if not name.startswith("shard-")]) == (2 if mixed else 1)
     first.sent = other.sent = main.sent
     looked_at = [*reads]
     reads.clear()
-    found = [open_dataset(cfg, first)]  # type: ignore[arg-type]
+    found = [open_dataset(cfg.data, first)]  # type: ignore[arg-type]
     assert reads == looked_at, "another node has a look of its own"
     reads.clear()
-    found.append(open_dataset(cfg, other))  # type: ignore[arg-type]
+    found.append(open_dataset(cfg.data, other))  # type: ignore[arg-type]
     assert not reads, "the others of a node read and ask for nothing"
     positions = np.arange(700)
     for its in found:
@@ -108,10 +108,10 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
         assert its.identity == want.identity
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
-        open_dataset(cfg, first)  # type: ignore[arg-type]
+        open_dataset(cfg.data, first)  # type: ignore[arg-type]
     (tmp_path / "a" / "shard-000001.tar").unlink()
     with pytest.raises(RankRefused, match=r"rank 8: .*shard-000001\.tar: is missing"):
-        open_dataset(cfg, first)  # type: ignore[arg-type]
+        open_dataset(cfg.data, first)  # type: ignore[arg-type]
 
 
 def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
@@ -119,7 +119,7 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     main, alone, other = Rank(0), Rank(8), Rank(1)
     make_dataset(tmp_path, 20)
     cfg = config(tmp_path)
-    open_dataset(cfg, main)  # type: ignore[arg-type]
+    open_dataset(cfg.data, main)  # type: ignore[arg-type]
     alone.sent = main.sent
     with pytest.raises(RankRefused, match=r"rank 8: .*tokenizer\.model") as found:
         open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
     engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
     world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
-    workload = Pretraining(cfg, world, engine, Dataset(tmp_path), tokenizer)
+    workload = Pretraining(cfg, world, engine, [Dataset(tmp_path)], tokenizer)
     reads.clear()
     first = workload.evaluate(0, lambda: None)
     assert str(inner) in reads and rows == list(range(90))

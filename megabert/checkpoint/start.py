@@ -13,16 +13,18 @@ from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
 from megabert.common import errors
 from megabert.common.logs import log
-from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat
+from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat, phase_at, phases_of
 from megabert.distributed.ranks import RankRefused, World, discover
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
-from megabert.optim.schedule import finished
+from megabert.optim.schedule import finished, share_used
 
 if TYPE_CHECKING:
     from megabert.engine import Engine
 
 # Fields of the config that decide what the weights and moments mean, and which rows an update holds.
 FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
+# Of a phase that a run has been in.
+FIXED_IN_PHASE = ("batch.global_size", "model.rope_theta", "model.local_rope_theta")
 # Of the model section, which is fixed otherwise.
 FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "frequency_bias")
 # May change during a run, but a causal model is another kind of model.
@@ -46,6 +48,28 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     strategies = _field(saved["config"], STRATEGY), _field(current["config"], STRATEGY)
     if "causal" in strategies:
         _check_equal(STRATEGY, *strategies)
+    _check_phases(saved, current)
+
+
+def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Of the phases that the run has been in, the data and the batch must be the same, and it must not be back in one of them."""
+    before, now = (Config.model_validate(of["config"]) for of in (saved, current))
+    starts = saved.get("phase_starts", [0])
+    if len(starts) > 1:
+        used = share_used(now.schedule, saved["step"], saved["seconds"] / 60, saved["tokens"])
+        number = phase_at(phases_of(now), used) + 1
+        if number < len(starts):
+            raise ValueError(
+                f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be in "
+                f"phase {number}; give phases whose first {len(starts) - 1} end where they did"
+            )
+    phases = list(zip(phases_of(before), phases_of(now), strict=False))[: len(starts)]
+    for number, (old, new) in enumerate(phases):
+        datasets = [of["phase_datasets"][number] for of in (saved, current)]
+        _check_equal(f"phases.{number + 1}: dataset fingerprint", *datasets)
+        for name in FIXED_IN_PHASE:
+            values = (_field(phase.config.model_dump(), name) for phase in (old, new))
+            _check_equal(f"phases.{number + 1}: {name}", *values)
 
 
 def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:

@@ -29,7 +29,7 @@ OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html
 MARKER = b"<!doctype html><!-- megabert report -->"
 MOST_EVENTS = 200
 # of events in the chart of the loss
-SIGNS = {"restart": "↻", "objective": "◆", "spike": "▲", "non-finite": "▲"}
+SIGNS = {"restart": "↻", "phase": "◆", "spike": "▲", "non-finite": "▲"}
 # of a chart, in units of its SVG
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
 # stretches of a curve of which the first, lowest, highest and last point are drawn
@@ -137,9 +137,10 @@ def texts(line: dict[str, Any]) -> list[list[str]]:
 def read_metrics(run: ReportedRun) -> None:
     for line in json_lines(run.folder / METRICS):
         step = line["step"]
-        before, now = run.last.get("train/objective"), line.get("train/objective")
+        before, now = run.last.get("train/phase"), line.get("train/phase")
         if before and now and before != now:
-            run.events.append(ReportEvent(step, "objective", f"{before} before, {now} by this log line"))
+            after, objective = line.get("train/objective"), run.last.get("train/objective")
+            run.events.append(ReportEvent(step, "phase", f"{now} by this log line, {after}; {objective} before"))
         run.last |= line
         for name in DRAWN & line.keys():
             # values that JSON has no number for are strings ("nan")

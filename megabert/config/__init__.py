@@ -8,6 +8,7 @@ from megabert.config.deepspeed import (
     shares,
     to_deepspeed,
 )
+from megabert.config.phases import Phase, config_at, phase_at, phases_of
 from megabert.config.schema import (
     CheckpointConfig,
     Config,
@@ -20,5 +21,6 @@ from megabert.config.schema import (
     ScheduleConfig,
     SpikesConfig,
     WatchdogConfig,
+    flat,
 )
-from megabert.config.sources import changed, flat, from_arguments, from_dict, load, overrides_of, value_sources
+from megabert.config.sources import changed, from_arguments, from_dict, load, overrides_of, value_sources

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from megabert.config.schema import Config
-from megabert.config.sources import by_leaf, flat, nearest
+from megabert.config.schema import Config, flat
+from megabert.config.sources import by_leaf, nearest
 
 # bounds of a number as pydantic keeps them
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
@@ -61,7 +61,7 @@ def values_of(field: Any) -> str:
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
-    name = "table" if get_origin(kind) is dict else kind.__name__
+    name = {dict: "table", list: "list of tables"}.get(get_origin(kind)) or kind.__name__
     bounds = [(getattr(rule, bound, None), word) for rule in field.metadata for bound, word in BOUNDS.items()]
     return " ".join([name, *(f"{word} {limit:g}" for limit, word in bounds if limit is not None)])
 
@@ -121,6 +121,8 @@ def toml_value(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{toml_value(name)} = {toml_value(share)}" for name, share in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 FP8_MULTIPLE = 16  # of both sizes of a weight that is multiplied in FP8
 # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
@@ -178,8 +178,8 @@ class ScheduleConfig(Section):
     `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear.
     """
 
-    name: Literal["linear", "polynomial", "cosine", "constant", "wsd", "budget"] = Field(
-        "linear", description="decay shape; budget: linear by minutes"
+    name: Literal["linear", "polynomial", "cosine", "sqrt", "constant", "wsd", "budget"] = Field(
+        "linear", description="decay shape; sqrt: 1 - sqrt(progress); budget: linear by minutes"
     )
     by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; budget counts minutes")
     total_steps: int = Field(100_000, gt=0, description="updates in the run; by tokens or minutes an upper limit")
@@ -301,6 +301,11 @@ class Config(Section):
     init_moments: bool = Field(False, description="also load init_from's moments (as NVIDIA's phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
+    phases: list[dict[str, Any]] = Field(
+        [],
+        description="phases of the run in their order: each a table of its share of the budget and the keys that it changes, "
+        '{share = 0.1, data.path = "data/seq8192", batch.global_size = 64, model.rope_theta = 160_000} (docs/recipes.md)',
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -319,11 +324,31 @@ class Config(Section):
     @property
     def causal_updates(self) -> bool:
         """Whether any update is causal."""
-        return self.data.masking.causal or self.objective.causal_share > 0
+        maskings = [phase.get("data", {}).get("masking", {}) for phase in self.phases]
+        of_phases = any(masking.get("strategy") == "causal" for masking in maskings)
+        return self.data.masking.causal or self.objective.causal_share > 0 or of_phases
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+def validated(tree: Mapping[str, Any], prefix: str = "") -> Config:
+    """The config of nested dicts. Raises ValueError naming `prefix` and the first field that is wrong."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = prefix + ".".join(map(str, first["loc"]))
+        raise ValueError(f"{name}: {first['msg']} (got {first['input']!r})") from error
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`section.key` -> value."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
 
 
 def check(config: Config) -> None:
@@ -336,7 +361,7 @@ def check(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     """Whether fields contradict each other, and how."""
     model, masking, schedule, attention = config.model, config.data.masking, config.schedule, config.ops.attention
-    causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
+    causal = "objective.causal_share above 0" if config.objective.causal_share else "data.masking.strategy=causal"
     width = f"model.hidden / model.heads = {model.hidden // model.heads}"
     yield model.hidden % model.heads > 0, f"model.heads={model.heads} does not divide model.hidden={model.hidden}"
     groups = f"model.kv_heads={model.key_heads} does not divide model.heads={model.heads}"

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from megabert.common.arguments import PRESETS
-from megabert.config.schema import Config, check
+from megabert.config.phases import check_phases
+from megabert.config.schema import Config, check, flat, validated
 
 
 def load(source: str = "", overrides: list[str] | None = None) -> Config:
@@ -53,12 +55,11 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 def from_dict(tree: dict[str, Any]) -> Config:
     """Validated config from nested dicts."""
     refuse_unknown(Config, tree)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
+    config = validated(tree)
+    for number, phase in enumerate(config.phases, 1):
+        refuse_unknown(Config, {key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
     check(config)
+    check_phases(config)
     return config
 
 
@@ -88,6 +89,12 @@ def set_override(model: type[BaseModel], tree: dict[str, Any], override: str) ->
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ValueError(f"override {override!r}: write section.key=value")
+    phase = re.fullmatch(r"phases\.(\d+)\.(.+)", key)
+    if phase:
+        number, phases = int(phase[1]), tree.get("phases", [])
+        if not 0 < number <= len(phases):
+            raise ValueError(f"override {override!r}: there are {len(phases)} phases, from phases.1 on")
+        tree, key = phases[number - 1], phase[2]
     *parents, leaf = key.split(".")
     node = tree
     for part in parents:
@@ -116,16 +123,16 @@ def parse_value(text: str, kind: Any = None) -> Any:
         return text
 
 
-def refuse_unknown(model: Any, tree: dict[str, Any]) -> None:
-    """Raises ValueError for the first key of `tree` that `model` does not have, with the nearest name there is: of its section,
-    else of any, which catches a key set in the wrong section."""
+def refuse_unknown(model: Any, tree: dict[str, Any], where: str = "") -> None:
+    """Raises ValueError for the first key of `tree`, which lies at `where`, that `model` does not have, with the nearest name there
+    is: of its section, else of any, which catches a key set in the wrong section."""
     names = list(_field_names(model))
 
     def check_section(section: dict[str, Any], prefix: str) -> None:
         siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
         for key, value in section.items():
             if key not in siblings:
-                raise ValueError(f"unknown config key {prefix}{key}{nearest(key, siblings, by_leaf(names))}")
+                raise ValueError(f"unknown config key {where}{prefix}{key}{nearest(key, siblings, by_leaf(names))}")
             if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in siblings):
                 check_section(value, f"{prefix}{key}.")
 
@@ -149,14 +156,6 @@ def _field_names(model: Any, prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _field_names(field.annotation, f"{prefix}{name}.")
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`section.key` -> value."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return values
 
 
 def changed(tree: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows.
+"""Loader of the updates of a phase, whose cursor is one integer: updates are cut from one fixed order of rows.
 
-Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`) has at
-P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and the update's objective. Ranks,
+Update `step` takes global positions [step * G, (step + 1) * G), counted from `origin`. Position P is the row that the dataset's
+order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id). Ranks,
 workers, accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows
-under the same masks whatever they are. Every array has a static shape, which changes only where a run's objective does. Where
-m W does not divide G, the last micro-steps of some ranks have seats without a row.
+under the same masks whatever they are. Every array has a static shape. Where m W does not divide G, the last micro-steps of some
+ranks have seats without a row.
 
 Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update,
 T row length, S sequences a row, K prediction slots a row.
@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
 from megabert.config import Config, MaskingConfig, accumulation
 from megabert.data.batch import Batch, BatchLayout, Update, collate
-from megabert.data.masking import MaskingVocabulary, mask, masking_at
+from megabert.data.masking import MaskingVocabulary, mask
 from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -47,9 +47,16 @@ class _Source:
     vocabulary: MaskingVocabulary
     seed: int
     micro_batch: int
+    masking: MaskingConfig
 
     @staticmethod
-    def of(dataset: AnyDataset, tokenizer: Tokenizer | MaskingVocabulary, seed: int, micro_batch: int) -> _Source:
+    def of(
+        dataset: AnyDataset,
+        tokenizer: Tokenizer | MaskingVocabulary,
+        seed: int,
+        micro_batch: int,
+        masking: MaskingConfig | None,
+    ) -> _Source:
         manifest = dataset.manifest
         if isinstance(tokenizer, MaskingVocabulary):
             vocabulary = tokenizer
@@ -63,16 +70,15 @@ class _Source:
             raise ValueError(f"{dataset.folder}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
         if micro_batch < 1:
             raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-        return _Source(dataset, vocabulary, seed, micro_batch)
+        return _Source(dataset, vocabulary, seed, micro_batch, masking or MaskingConfig())
 
-    def layout(self, rows: int, masking: MaskingConfig) -> BatchLayout:
+    def layout(self, rows: int) -> BatchLayout:
         m = self.dataset.manifest
-        return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len), masking.causal)
+        return BatchLayout(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len), self.masking.causal)
 
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig) -> tuple[np.ndarray, np.ndarray]:
-        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]). Raises as
-        `Dataset.read` does."""
-        layout = self.layout(len(row_ids), masking)
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]). Raises as `Dataset.read` does."""
+        layout = self.layout(len(row_ids))
         buffers = layout.empty()
         out = layout.views(*buffers)
         chunk = max(1, CHUNK_TOKENS // layout.seq_len)
@@ -88,11 +94,11 @@ class _Source:
                 seed=self.seed,
                 epoch=epochs[part],
                 vocabulary=self.vocabulary,
-                masking=masking,
+                masking=self.masking,
             )
             out["epochs"][part, 0] = epochs[part]
             views = {name: view[part] for name, view in out.items()}
-            collate(rows, masked, ids, row_start[part], views, masking.causal)
+            collate(rows, masked, ids, row_start[part], views, self.masking.causal)
         return buffers
 
     def _rows(self, row_ids: np.ndarray) -> Rows:
@@ -112,9 +118,8 @@ class _Source:
 
 
 class _Made(NamedTuple):
-    """An update as it travels from a worker: its masking, its buffers, and why it has no rows ("": it has)."""
+    """An update as it travels from a worker: its buffers, and why it has no rows ("": it has)."""
 
-    masking: MaskingConfig
     narrow: torch.Tensor
     wide: torch.Tensor
     problem: str
@@ -122,16 +127,21 @@ class _Made(NamedTuple):
 
 
 class _Updates(torch.utils.data.Dataset):
-    """(Step, masking) -> `_Made` of one rank.
+    """Step -> `_Made` of one rank.
 
     A rank whose rows cannot be read gets fillers, the reason and its exit code: it still takes part in collectives.
     """
 
-    def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
+    def __init__(self, source: _Source, global_batch: int, rank: int, world: int, origin: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
+        self.origin = origin
         self.micro_steps = -(-global_batch // (source.micro_batch * world))
         # the update that is being read ahead: its step, row ids and epochs
         self.ahead: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def first(self, step: int) -> int:
+        """Global position of the update's first row."""
+        return self.origin + step * self.global_batch
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""
@@ -139,7 +149,7 @@ class _Updates(torch.utils.data.Dataset):
         micro_steps = np.arange(self.micro_steps)[:, None]
         seats = ((micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
         vacant = seats >= self.global_batch
-        return step * self.global_batch + np.where(vacant, 0, seats), vacant
+        return self.first(step) + np.where(vacant, 0, seats), vacant
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Row ids (-1 where a seat has no row) and epochs of this rank's rows, both int64 [n]."""
@@ -148,27 +158,23 @@ class _Updates(torch.utils.data.Dataset):
         row_ids[vacant] = -1
         return row_ids, epochs
 
-    def __getitem__(self, request: tuple[int, MaskingConfig]) -> _Made:
+    def __getitem__(self, step: int) -> _Made:
         """An update of a process that makes each of its updates in turn: the next one is read while this one is made."""
-        step, masking = request
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = step, *self.rows(step)
         _, row_ids, epochs = self.ahead
         worker = torch.utils.data.get_worker_info()
         following = step + (worker.num_workers if worker else 1)
         self.ahead = following, *self.rows(following)
-        return self.make(row_ids, epochs, masking, self.ahead[1])
-
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig, ahead: np.ndarray) -> _Made:
-        """The update of these rows; reading of those of `ahead` is started."""
+        ahead = self.ahead[1]
         problem, code = "", errors.OK
         try:
             self.source.dataset.read_ahead(ahead[ahead >= 0])
-            narrow, wide = self.source.make(row_ids, epochs, masking)
+            narrow, wide = self.source.make(row_ids, epochs)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
-            narrow, wide = self.source.make(np.full_like(row_ids, -1), epochs, masking)
-        return _Made(masking, torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
+            narrow, wide = self.source.make(np.full_like(row_ids, -1), epochs)
+        return _Made(torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
 
 
 def _start_worker(_: int) -> None:
@@ -195,10 +201,7 @@ class Loader:
 
     `workers` processes each keep `prefetch` updates ready (0: made on request, in this process). They ignore the signals that
     ask a run to stop: the run needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
-    `close` ends the workers.
-
-    `masking_of(step)` gives an update's masking (without it `masking` holds for all). Its answer when the update is taken
-    counts: an update that a worker made for another answer is made again, in this process.
+    `close` ends the workers. `origin`: the position of update 0, below 0 where an earlier phase took more rows an update.
     """
 
     def __init__(
@@ -210,33 +213,30 @@ class Loader:
         micro_batch: int,
         seed: int,
         masking: MaskingConfig | None = None,
-        masking_of: Callable[[int], MaskingConfig] | None = None,
         rank: int = 0,
         world: int = 1,
         workers: int = 0,
         prefetch: int = 2,
         start_step: int = 0,
+        origin: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.source = _Source.of(dataset, tokenizer, seed, micro_batch)
-        fixed = masking or MaskingConfig()
-        self._masking_of = masking_of = masking_of or (lambda step: fixed)
+        self.source = _Source.of(dataset, tokenizer, seed, micro_batch, masking)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
-        self._updates = _Updates(self.source, global_batch, rank, world)
+        self._updates = _Updates(self.source, global_batch, rank, world, origin)
         # seats of this rank's update
         self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
-        # each step with its masking, as far as that is known at the time of the request
-        requests = ((step, masking_of(step)) for step in itertools.count(start_step))
-        self._items: Any = map(self._updates.__getitem__, requests)
+        steps = itertools.count(start_step)
+        self._items: Any = map(self._updates.__getitem__, steps)
         self._workers: list[Any] = []
         if workers:
-            self._start_workers(requests, workers, prefetch)
+            self._start_workers(steps, workers, prefetch)
         # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
 
-    def _start_workers(self, requests: Iterable[tuple[int, MaskingConfig]], workers: int, prefetch: int) -> None:
+    def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
         """Fork the workers: that takes milliseconds, and they start with the signals below blocked.
 
         The threads that a run has by then (gloo, watchdog, OpenMP) do a worker no harm: it computes with numpy and one torch
@@ -245,7 +245,7 @@ class Loader:
         loader = torch.utils.data.DataLoader(
             self._updates,
             batch_size=None,
-            sampler=requests,
+            sampler=steps,
             num_workers=workers,
             prefetch_factor=prefetch,
             multiprocessing_context="fork",
@@ -266,28 +266,25 @@ class Loader:
         dataset: AnyDataset,
         tokenizer: Tokenizer | MaskingVocabulary,
         *,
-        share_used: Callable[[int], float] = lambda step: 0.0,
         rank: int = 0,
         world: int = 1,
         start_step: int = 0,
+        origin: int = 0,
     ) -> Loader:
-        """The loader of a configuration; memory is pinned where there is a CUDA device.
-
-        `share_used(step)`: the share of the run's budget that is used before update `step` of the data, from 0 to 1; without it
-        all updates have the objective of the first.
-        """
+        """The loader of a phase's configuration; memory is pinned where there is a CUDA device."""
         return Loader(
             dataset,
             tokenizer,
             global_batch=config.batch.global_size,
             micro_batch=config.batch.micro_size,
             seed=config.seed,
-            masking_of=lambda step: masking_at(config, share_used(step)),
+            masking=config.data.masking,
             rank=rank,
             world=world,
             workers=config.data.workers,
             prefetch=-(-config.data.prefetch // accumulation(config, world)),
             start_step=start_step,
+            origin=origin,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -298,16 +295,12 @@ class Loader:
         if self._items is None:
             raise StopIteration
         made: _Made = next(self._items)
-        masking = self._masking_of(self.step)
-        if made.masking != masking:
-            row_ids, epochs = self._updates.rows(self.step)
-            made = self._updates.make(row_ids, epochs, masking, ahead=row_ids)
         narrow, wide = made.narrow, made.wide
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        batches = self.source.layout(self.rows, masking).micro_batches(narrow, wide, self.source.micro_batch)
-        epoch = self.source.dataset.epoch(self.step * self.global_batch)
-        update = Update(self.step, epoch, batches, made.problem, made.code, masking.objective)
+        batches = self.source.layout(self.rows).micro_batches(narrow, wide, self.source.micro_batch)
+        epoch = self.source.dataset.epoch(self._updates.first(self.step))
+        update = Update(self.step, epoch, batches, made.problem, made.code, self.source.masking.objective)
         self.step += 1
         return update
 
@@ -333,11 +326,11 @@ def eval_batches(
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
     (row id -1), which count for nothing. Raises DamagedRow.
     """
-    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), masking or MaskingConfig()
+    source = _Source.of(dataset, tokenizer, seed, micro_batch, masking)
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
-        narrow, wide = source.make(row_ids, np.zeros_like(row_ids), masked)
-        layout = source.layout(micro_batch, masked)
+        narrow, wide = source.make(row_ids, np.zeros_like(row_ids))
+        layout = source.layout(micro_batch)
         yield from layout.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

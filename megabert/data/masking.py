@@ -7,7 +7,7 @@ every other special id are neither predicted nor drawn as a replacement. The str
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
-bias, and at least 1. A run may change its strategy: `masking_at`.
+bias, and at least 1.
 
 Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions in all rows.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megabert.common.random_numbers import stream_keys
-from megabert.config import Config, MaskingConfig
+from megabert.config import Config, MaskingConfig, phases_of
 
 # label of a position without prediction: torch's `ignore_index`, and `kIgnore` of csrc
 IGNORE = -100
@@ -31,21 +31,14 @@ LAST = np.uint32(0xFFFFFFFF)
 CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
 
 
-def masking_at(config: Config, share: float) -> MaskingConfig:
-    """The masking of an update before which `share` of the run's budget was used (0 to 1): a run may begin causal
-    (`objective.causal_share`)."""
-    options = config.data.masking
-    return options.model_copy(update={"strategy": "causal"}) if share < config.objective.causal_share else options
-
-
 def largest_capacity(config: Config, seq_len: int) -> int:
     """The most prediction slots a row of any update."""
     return seq_len if config.causal_updates else config.data.masking.capacity(seq_len)
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
-    """The masking of held-out rows: never causal, unless the whole run is."""
-    options = config.data.masking
+    """The masking of held-out rows in every phase: that of the last one, at the rate of evaluation."""
+    options = phases_of(config)[-1].config.data.masking
     return options.model_copy(update={"rate": config.eval.rate or options.rate})
 
 

@@ -1,7 +1,7 @@
-"""Mixtures: several datasets as one, each with a share of all rows.
+"""Mixtures: several datasets as one, each with a share of all rows; and the data of a run's phases, one after the other.
 
 The row at a position stays a function of the seed, the manifests and the shares. Row ids count through the parts in their order,
-so that no two rows share one, nor a mask.
+so that no two rows share one, nor a mask. What an earlier phase took of a dataset, a later one leaves out.
 
 Legend: n positions or rows, T row length, S sequences a row, V vocabulary size.
 """
@@ -9,8 +9,10 @@ Legend: n positions or rows, T row length, S sequences a row, V vocabulary size.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -180,22 +182,48 @@ def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True) -> 
     return _mixture([Dataset(path, None if shards else Manifest.load(path)) for path in (folder, *mix)], mix)
 
 
-def _mixture(members: Sequence[Dataset], mix: Mapping[str, float]) -> AnyDataset:
-    return Mixture(members, [1 - sum(mix.values()), *mix.values()]) if mix else members[0]
+def _mixture(parts: Sequence[Dataset], mix: Mapping[str, float]) -> AnyDataset:
+    return Mixture(parts, [1 - sum(mix.values()), *mix.values()]) if mix else parts[0]
 
 
-def _members(dataset: AnyDataset) -> tuple[Dataset, ...]:
+def members(dataset: AnyDataset) -> tuple[Dataset, ...]:
+    """The datasets of a mixture; a dataset alone is its only one."""
     return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
 
 
 def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:
     """Folder and manifest of each dataset of a mixture, as JSON values from which `from_json` opens it."""
-    return [(str(part.folder), part.manifest.model_dump(by_alias=True)) for part in _members(dataset)]
+    return [(str(part.folder), part.manifest.model_dump(by_alias=True)) for part in members(dataset)]
 
 
 def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float]) -> AnyDataset:
     """The dataset or mixture of another process, which has compared its files; nothing is read."""
     return _mixture([Dataset(folder, Manifest.model_validate(manifest)) for folder, manifest in tree], mix)
+
+
+def continue_data(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: Sequence[int]) -> int:
+    """Let the data of a run's newest phase continue behind the rows of the phases before it; the position of its first update.
+
+    `datasets` and `sizes` (rows of an update) are those of all phases, `starts` the numbers of the first updates of the phases so
+    far. Phases that follow each other on the same data have one order; of a mixture otherwise whole windows count as taken.
+    """
+    taken: Counter[str] = Counter()
+    position = 0
+    for number, (start, end) in enumerate(pairwise(starts)):
+        position += (end - start) * sizes[number]
+        if datasets[number] is not datasets[number + 1]:
+            taken.update(_rows_taken(datasets[number], position))
+            position = 0
+    for part in members(datasets[len(starts) - 1]):
+        part.taken = taken[part.manifest.fingerprint]
+    return position
+
+
+def _rows_taken(dataset: AnyDataset, positions: int) -> dict[str, int]:
+    """How many rows of each dataset, by fingerprint, the first `positions` hold; of a mixture those of whole windows."""
+    windows = -(-positions // WINDOW)
+    rows = [windows * count for count in dataset.counts] if isinstance(dataset, Mixture) else [positions]
+    return {part.manifest.fingerprint: count for part, count in zip(members(dataset), rows, strict=True)}
 
 
 def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:

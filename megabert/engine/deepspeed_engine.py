@@ -88,6 +88,15 @@ class Engine:
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    def enter_phase(self, config: Config) -> None:
+        """Take over batch sizes and rotary bases of a phase of the run, between two updates."""
+        self.config = self.config.model_copy(update={"batch": config.batch, "model": config.model})
+        self.accumulation = accumulation(config, self.world.size)
+        self.module.cfg = config.model  # type: ignore[assignment]
+        self._deepspeed.set_train_micro_batch_size(config.batch.micro_size)
+        self._deepspeed.set_train_batch_size(config.batch.micro_size * self.accumulation * self.world.size)
+        self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
+
     def train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None = None) -> UpdateResult:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
 

@@ -267,7 +267,7 @@ class FineTuning:
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
-    def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[TaskUpdate]:
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[TaskUpdate]:
         """This rank's updates from number `first` on, without end."""
         return updates(
             items=self.data.items["train"],

@@ -112,7 +112,8 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
             if newest == before:
                 raise
     try:
-        cfg, sha256 = config.from_dict(state["config"]), str(state["tokenizer"])
+        cfg = config.config_at(config.from_dict(state["config"]), state)
+        sha256 = str(state["tokenizer"])
     except (KeyError, TypeError):
         raise ValueError(f"{source}: its checkpoint has no model config or tokenizer") from None
     loaded_tokenizer = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megabert.config import ScheduleConfig
+from megabert.config import Phase, ScheduleConfig
 
 
 def share_used(schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
@@ -27,14 +27,21 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, minutes: flo
     """
     assert step >= 0 and minutes >= 0 and tokens >= 0
     if schedule.unit != "steps":
-        used, warmup = share_used(schedule, step, minutes, tokens), schedule.budget_warmup
-        if used < warmup:
-            return peak * max(used / warmup, 1e-3)
-        return peak * _decay(schedule, (used - warmup) / (1 - warmup))
+        return peak * _by_share(schedule, share_used(schedule, step, minutes, tokens))
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     span = max(schedule.total_steps - schedule.warmup_steps, 1)
-    return peak * _decay(schedule, (step - schedule.warmup_steps) / span)
+    return peak * _decay(schedule, (step - schedule.warmup_steps) / span, schedule.warmup_share)
+
+
+def phase_rate(phase: Phase, schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
+    """Learning rate of an update of a phase, arguments as of `learning_rate`: the run's `schedule` with the phase's peak, or the
+    phase's own schedule over its share of the budget."""
+    peak = phase.config.optimizer.lr
+    if not phase.own_schedule:
+        return learning_rate(schedule, peak, step, minutes, tokens)
+    used = share_used(schedule, step, minutes, tokens) - phase.begin
+    return peak * _by_share(phase.config.schedule, used / (phase.end - phase.begin))
 
 
 def finished(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> bool:
@@ -42,15 +49,25 @@ def finished(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 
     return step >= schedule.total_steps or share_used(schedule, step, minutes, tokens) >= 1
 
 
-def _decay(schedule: ScheduleConfig, progress: float) -> float:
-    """Learning rate over its peak after `progress` (0 to 1) of what follows warm-up."""
+def _by_share(schedule: ScheduleConfig, used: float) -> float:
+    """Learning rate over its peak when a share of the budget (0 to 1) is used."""
+    warmup = schedule.budget_warmup
+    if used < warmup:
+        return max(used / warmup, 1e-3)
+    return _decay(schedule, (used - warmup) / (1 - warmup), warmup)
+
+
+def _decay(schedule: ScheduleConfig, progress: float, warmup: float) -> float:
+    """Learning rate over its peak after `progress` (0 to 1) of what follows a `warmup` of that share."""
     left = 1.0 - min(max(progress, 0.0), 1.0)
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
+    elif schedule.name == "sqrt":
+        left = 1.0 - math.sqrt(1.0 - left)
     elif schedule.name == "polynomial":
         left = left**schedule.power
     elif schedule.name == "wsd":
-        left = min(left * (1.0 - schedule.warmup_share) / schedule.decay_share, 1.0)
+        left = min(left * (1.0 - warmup) / schedule.decay_share, 1.0)
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left

@@ -32,7 +32,8 @@ WEIGHTS_FILE, MOMENTS_FILE = (f"{group}-00000-of-00001.safetensors" for group in
 
 
 def state(step: int, cfg: Any, **more: Any) -> dict[str, Any]:
-    return {"step": step, "seconds": 1.5, "config": cfg.model_dump(), "dataset": "d" * 64, "tokenizer": "t" * 64} | more
+    data = {"dataset": "d" * 64, "phase_datasets": ["d" * 64], "tokenizer": "t" * 64}
+    return {"step": step, "seconds": 1.5, "config": cfg.model_dump()} | data | more
 
 
 def settings(keep: int = 3, asynchronous: bool = False, **more: Any) -> CheckpointConfig:

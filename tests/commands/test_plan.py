@@ -39,7 +39,6 @@ from megabert.commands.plan.step_time import (
     wave_share,
 )
 from megabert.config import Config, ModelConfig, accumulation
-from megabert.data.masking import masking_at
 from megabert.distributed.ranks import World
 from megabert.engine.gradients import LEAST
 from megabert.metrics import training_flops
@@ -90,7 +89,7 @@ def test_states_take_what_the_formula_says() -> None:
 
 def full_rows(config: Config, length: int) -> dict[str, torch.Tensor]:
     """`batch.micro_size` full rows of random ids, with as many predictions as a row of `length` has room for."""
-    rows, capacity = config.batch.micro_size, masking_at(config, 0.0).capacity(length)
+    rows, capacity = config.batch.micro_size, config.data.masking.capacity(length)
     places = torch.arange(rows * length, dtype=torch.int32).view(rows, length)
     full = torch.full_like(places, length)
     ids = torch.randint(5, config.model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -145,12 +144,31 @@ def test_the_work_of_an_update_by_hand() -> None:
     assert (update.tokens, update.predictions, update.pairs) == (131_072, 131_072 - 256, 256 * (512 * 513 / 2))
     logits = 32 * 512 * 2 * causal.model.padded_vocab * 2
     assert workload.activations(causal, 512) - workload.activations(base(), 512) > 0.8 * logits
-    both = base("model.nsp=false", "objective.causal_share=0.25", "data.masking.rate=0.25")
-    update = workload.work(both, None)
-    assert update.pairs == pytest.approx(256 * (0.25 * 512 * 513 / 2 + 0.75 * 512**2))
-    assert update.predictions == pytest.approx(0.25 * (131_072 - 256) + 0.75 * 131_072 * 0.25)
-    # of its largest updates
-    assert workload.activations(both, 512) == workload.activations(causal, 512)
+
+
+def test_a_plan_goes_through_the_phases(capsys) -> None:
+    overrides = [
+        "model.nsp=false",
+        "objective.causal_share=0.25",
+        "schedule.total_steps=1000",
+        "schedule.warmup_steps=9",
+    ]
+    text = workload.report(base(*overrides), 8)
+    first, second = text.partition("\n\n")[0].split("phase ")[1:]
+    assert first.startswith("1 of 2: data.masking.strategy=causal\n") and second.startswith(
+        "2 of 2: the run's own settings"
+    )
+    assert "run      250 updates" in first and "131,072 tokens, 256 sequences, 130,816 predictions" in first
+    assert "run      750 updates" in second and "19,661 predictions" in second
+    # memory is that of the causal phase
+    causal = base(*overrides[:1], "data.masking.strategy=causal", *overrides[2:])
+    assert text.partition("memory")[2] == workload.report(causal, 8).partition("memory")[2]
+    command = ["--config", "base", "--gpus", "h100", "--over", "8", "--", "precision=bf16", *overrides]
+    assert plan.main(command) == 0
+    shown = capsys.readouterr().out
+    days = [float(line.split()[-2]) for line in shown.splitlines() if line.lstrip().startswith("8 ") and " x " in line]
+    assert "phase 2 of 2" in shown and len(days) == 2
+    assert float(shown.partition("all phases: ")[2].split()[0]) == pytest.approx(sum(days), rel=0.01)
 
 
 def test_the_plan_counts_all_the_data(tmp_path) -> None:

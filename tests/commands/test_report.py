@@ -83,8 +83,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
     run = make(folder / "mini")
     spike = {"step": 20, "cursor": 19, "kind": "spike", "action": "skip", "train/loss": 99.0}
     write_lines(run / "trouble.jsonl", [spike, spike, spike | {"step": 30, "kind": "non-finite"}])
-    more = [logged(110, train__objective="causal")]
-    more.append(logged(120, train__objective="masked", train__grad_norm="nan"))
+    more = [logged(110, train__phase=1, train__objective="causal")]
+    more.append(logged(120, train__phase=2, train__objective="masked", train__grad_norm="nan"))
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in more)
     return page_of(run, folder / "report.html")
@@ -123,12 +123,12 @@ def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) ->
         ["20", "spike", "loss 99.0, gradient norm None; skip"],
         ["30", "non-finite", "loss 99.0, gradient norm None; skip"],
         ["50", "restart", "2026-01-02T04:04:05Z, ranks: 2, on AMD EPYC"],
-        ["120", "objective", "causal before, masked by this log line"],
+        ["120", "phase", "2 by this log line, masked; causal before"],
     ):
         assert rows.count(row) == 1, row
     # a default
     assert ["zero.stage", "1"] not in rows
-    # in the chart of the loss: two updates that went wrong, the restart, the objective
+    # in the chart of the loss: two updates that went wrong, the restart, the phase
     assert source.count('class="event"') == 4
     # samples at the start and the end
     assert ["hidden", "update 0", "update 100"] in rows

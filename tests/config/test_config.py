@@ -8,7 +8,8 @@ from megabert.common.arguments import presets
 
 def test_every_preset_loads() -> None:
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
-    names = ["base", "base_modern", "large_24h", "large_modern", *large, "mini", "mini_modern", "small", "tiny"]
+    names = ["base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]
+    names += ["mini", "mini_modern", "small", "tiny", "tiny_phases"]
     assert presets() == names
     for name in names:
         assert c.accumulation(c.load(name), 1) >= 1
@@ -17,6 +18,12 @@ def test_every_preset_loads() -> None:
     assert (phase1.layers, phase1.hidden, phase1.heads, phase1.ffn) == (24, 1024, 16, 4096)
 
 
+def phases(second: str, *overrides: str) -> list[str]:
+    """Overrides of a run in two halves, of which the second changes what is given."""
+    return [f"phases=[{{share=0.5}},{{share=0.5{', ' * bool(second)}{second}}}]", *overrides]
+
+
+CAUSAL_LAST = 'data.masking.strategy="causal"'
 FP8 = ["precision=fp8"]
 CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
 
@@ -53,6 +60,40 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         ([*FP8, "model.hidden=776", "model.heads=8"], "precision=fp8 needs multiples of 16: model.hidden is 776"),
         ([*FP8, "model.intermediate=3000"], "precision=fp8 needs multiples of 16: model.intermediate is 3000"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
+        (["phases=3"], "phases: Input should be a valid list (got 3)"),
+        (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),
+        (["phases=[{}]"], "phases.1.share: give a number above 0"),
+        (
+            ["phases=[{share=1.0},{share=0.5}]"],
+            "phases: their shares sum to 1.5; make it 1, or the run's budget, 100000",
+        ),
+        (
+            phases('optimizer.name="lamb"'),
+            "phases.2.optimizer.name: stays the same during a run; a phase changes data.path, ",
+        ),
+        (
+            phases("data.masking.rat=0.2"),
+            "unknown config key phases.2.data.masking.rat; did you mean data.masking.rate?",
+        ),
+        (phases('batch.global_size="x"'), "phases.2.batch.global_size: Input should be a valid integer (got 'x')"),
+        (phases("data.masking.mask=0.95"), "phases.2: data.masking.mask + data.masking.random exceed 1"),
+        (phases("model.rope_theta=1e5"), "phases.2: rotary positions need model.kind=modern"),
+        (phases('schedule.name="budget"'), "phases.2: schedule.name=budget needs schedule.budget_minutes"),
+        (
+            phases('schedule={name="wsd", budget_warmup=0.9}'),
+            "phases.2: schedule.budget_warmup + schedule.decay_share exceed",
+        ),
+        (phases("", "objective.causal_share=0.4", "model.nsp=false"), "objective.causal_share is a phase: set it to 0"),
+        (phases(CAUSAL_LAST, "model.nsp=false"), "phases.2: data.masking.strategy=causal, but the run's own"),
+        (phases(CAUSAL_LAST), "data.masking.strategy=causal: [CLS] attends only to itself"),
+        (
+            [
+                'phases=[{share=0.5, data.masking.strategy="causal"},{share=0.5}]',
+                "model.nsp=false",
+                "distill.teacher=x",
+            ],
+            "phases.1: distill.teacher needs one objective throughout",
+        ),
     ],
 )
 def test_mistakes_are_named(overrides: list[str], message: str) -> None:

@@ -273,33 +273,14 @@ def test_from_config_refuses_another_tokenizer(dataset, tmp_path):
         Loader.from_config(config, dataset, Tokenizer.load(wordpiece.write(tmp_path / "other.txt")))
 
 
-# -- updates whose masking depends on when they are taken ----------------------------------------------------------------
-
-KINDS = (MaskingConfig(strategy="causal"), *(MaskingConfig(rate=rate, max_predictions=11) for rate in (0.3, 0.15)))
-
-
-def kind_of(step):
-    return KINDS[0] if step < 3 else KINDS[1] if step < 6 else KINDS[2]
-
-
-@pytest.mark.parametrize(
-    ("known", "start", "workers"), [("before", 2, 2), ("when it is taken", 0, 0), ("when it is taken", 2, 2)]
-)
-def test_an_update_has_the_masking_of_its_time(dataset, known, workers, start):
-    """Workers are several updates ahead by then, and may have had another answer."""
-    taken = [start]
-
-    def masking_of(step):
-        return kind_of(step if known == "before" else taken[0])
-
-    loader = loader_of(dataset, masking_of=masking_of, workers=workers, start_step=start)
-    plain = {kind: loader_of(dataset, masking=kind, start_step=start) for kind in KINDS}
-    for step in range(start, 9):
-        taken[0] = step
-        update, expected = next(loader), {kind: next(other) for kind, other in plain.items()}
-        assert update.step == step and update.objective == ("causal" if step < 3 else "masked")
-        same_batches(update, expected[kind_of(step)])
-    loader.close()
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_counts_positions_from_its_origin(dataset, workers):
+    """A phase whose updates are smaller or larger than those before it: update 7 begins at row 56."""
+    plain = loader_of(dataset, global_batch=8, micro_batch=4, start_step=7)
+    later = loader_of(dataset, global_batch=4, micro_batch=4, start_step=7, origin=28, workers=workers)
+    expected = [row for _ in range(3) for row in next(plain).row_ids]
+    assert [row for _ in range(6) for row in next(later).row_ids] == expected
+    later.close()
 
 
 def test_a_failed_read_is_retried_and_then_class_4(tmp_path, monkeypatch):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import nextafter
-
 import numpy as np
 import pytest
 
 from megabert import config as configuration
 from megabert.config import Config, MaskingConfig
-from megabert.data.masking import held_out_masking, largest_capacity, mask, masking_at
+from megabert.data.masking import held_out_masking, largest_capacity, mask
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
 
 ROWS, LENGTH = 8200, 128  # 1,049,600 tokens
@@ -127,22 +125,19 @@ def test_causal_predicts_every_next_id():
     assert masked((ids[:0], bounds[:0], row_ids[:0]), "causal").labels.shape == (0, 48)
 
 
-# -- by the share of the budget used ---------------------------------------------------------------------------------
+# -- in the phases of a run -------------------------------------------------------------------------------------------
 
 
 def config(*overrides: str) -> Config:
     return configuration.load("", ["model.nsp=false", *overrides])
 
 
-def test_only_the_first_share_of_the_budget_is_causal() -> None:
+def test_held_out_rows_are_masked_as_in_the_last_phase() -> None:
     cfg = config("data.masking.rate=0.2")
-    assert {masking_at(cfg, share) for share in (0.0, 0.4, 1.0)} == {held_out_masking(cfg)} == {cfg.data.masking}
-    assert largest_capacity(cfg, 128) == 27
+    assert held_out_masking(cfg) == cfg.data.masking and largest_capacity(cfg, 128) == 27
     whole = config("data.masking.strategy=causal")
-    assert masking_at(whole, 0.0) == held_out_masking(whole) == MaskingConfig(strategy="causal")
-    assert largest_capacity(whole, 128) == 128
+    assert held_out_masking(whole) == MaskingConfig(strategy="causal") and largest_capacity(whole, 128) == 128
     cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
-    found = [masking_at(cfg, share) for share in (0.0, 0.2, nextafter(0.4, 0), 0.4, 1.0)]
-    assert found == [MaskingConfig(strategy="causal")] * 3 + [MaskingConfig()] * 2
-    assert [masking.objective for masking in found] == ["causal"] * 3 + ["masked"] * 2
     assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
+    cfg = config("phases=[{share=0.5, data.masking.rate=0.4},{share=0.5, data.masking.rate=0.3}]")
+    assert held_out_masking(cfg) == MaskingConfig(rate=0.3)

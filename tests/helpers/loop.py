@@ -56,7 +56,7 @@ class Workload:
         self.saved_at = saved_at
         self.meter = PretrainingMeter(world, cfg.model, engine.terms, 1.0)
 
-    def updates(self, first: int, share_used: Any) -> Iterator[Update]:
+    def updates(self, first: int, phase_starts: Any) -> Iterator[Update]:
         yield from self.made[first:]
         raise Killed
 

@@ -59,22 +59,27 @@ def main(argv: list[str] | None = None) -> int:
         return OK
     if args.gpus not in step_time.DEVICES:
         raise ValueError(f"--gpus {args.gpus}: not in the device table; choose one of {', '.join(step_time.DEVICES)}")
-    job, device = forecast.job_of(config), step_time.DEVICES[args.gpus]
+    device = step_time.DEVICES[args.gpus]
     sizes, network, assumed = args.over or [args.nodes_of], args.network, ""
     if network is None and max(sizes) > args.nodes_of:
         network = f"{args.nodes_of}x{device.adapter:g}"
         assumed = " (assumed, as NVIDIA sells this GPU in nodes; --network names another)"
     fabric = step_time.Fabric.of(args.nodes_of, network or "")
-    points = forecast.forecast(job, sizes, device, fabric)
-    print(
-        f"projection, not measured: {args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}: "
-        f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}\n"
-    )
-    print(forecast.table(job, points, device))
-    if quality.applies(job):
-        print(f"\n{quality.table(job, points, device, args.price)}")
-    if args.compare:
-        print(f"\n{published.comparison(job, points, args.gpus)}")
+    place = f"{args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}"
+    phases, days = configuration.phases_of(config), dict.fromkeys(sizes, 0.0)
+    for number, phase in enumerate(phases, 1):
+        job = forecast.job_of(phase.config, phase.end - phase.begin)
+        points = forecast.forecast(job, sizes, device, fabric)
+        work = f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}"
+        print(f"projection, not measured: {place}: {work}{f', phase {number} of {len(phases)}' * (len(phases) > 1)}\n")
+        print(forecast.table(job, points, device))
+        if quality.applies(job):
+            print(f"\n{quality.table(job, points, device, args.price)}")
+        if args.compare:
+            print(f"\n{published.comparison(job, points, args.gpus)}")
+        days = {point.size: days[point.size] + point.seconds / 86_400 for point in points}
+    if len(phases) > 1:
+        print("\nall phases: " + ", ".join(f"{total:.3g} days on {size:,} GPUs" for size, total in days.items()))
     return OK
 
 

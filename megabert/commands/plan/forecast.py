@@ -50,7 +50,9 @@ SCORES = {"fused_softmax": 22.0}
 class ForecastJob:
     """An update's work over all ranks: `counts` as computed, padding included; real tokens and operations as useful."""
 
+    # of a phase of the run, and its part of the budget
     config: Config
+    part: float
     counts: MicroBatch
     update: Work
     operations: float
@@ -65,18 +67,18 @@ class ForecastJob:
 
 @dataclass(frozen=True)
 class ForecastPoint:
-    """The run at one number of GPUs."""
+    """A phase of the run at one number of GPUs."""
 
     size: int
     micro_size: int
     micro_steps: int
     step: StepTime
-    # of the whole run
+    # of the phase
     seconds: float
 
 
-def job_of(config: Config) -> ForecastJob:
-    """What an update of the run works on, by the manifests of its data where it names any, computed with its padding.
+def job_of(config: Config, part: float = 1.0) -> ForecastJob:
+    """What an update of a phase works on, by the manifests of its data where it names any, computed with its padding.
 
     `sdpa` and `fused_softmax` compute a row's every pair.
     """
@@ -86,7 +88,7 @@ def job_of(config: Config) -> ForecastJob:
     every_pair = config.ops.attention in ("sdpa", "fused_softmax")
     pairs = float(update.rows * update.seq_len**2) if every_pair else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    return ForecastJob(config, counts, update, update.flops(config))
+    return ForecastJob(config, part, counts, update, update.flops(config))
 
 
 def software_of(config: Config) -> Software:
@@ -125,11 +127,11 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
         share = job.share(size)
         step = step_seconds(job.config.model, share, size, system)
         schedule = job.config.schedule
-        seconds = schedule.budget_minutes * 60
+        seconds = job.part * schedule.budget_minutes * 60
         if schedule.unit == "tokens":
-            seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.update.tokens)
+            seconds = step.seconds * min(schedule.total_steps, job.part * schedule.budget_tokens / job.update.tokens)
         elif schedule.unit == "steps":
-            seconds = step.seconds * schedule.total_steps
+            seconds = step.seconds * job.part * schedule.total_steps
         micro_size = fit_micro_size(job.config, size).batch.micro_size
         points.append(ForecastPoint(size, micro_size, share.micro_steps, step, seconds))
     return points

@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megabert.config import Config, ModelConfig, accumulation, fit_micro_size, merge_deepspeed, shares, to_deepspeed
+from megabert.config import (
+    Config,
+    ModelConfig,
+    accumulation,
+    fit_micro_size,
+    merge_deepspeed,
+    phases_of,
+    shares,
+    to_deepspeed,
+)
 from megabert.data.masking import largest_capacity
 from megabert.data.mixture import fitted_to, open_mixture, with_vocabulary_size
 from megabert.data.shards import Manifest
@@ -54,18 +63,15 @@ class Work:
 def work(config: Config, manifest: Manifest | None) -> Work:
     """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
 
-    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little. Where the
-    objective changes in the run, the work is that of its average update.
+    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
     """
     rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
     tokens, sequences = float(rows * length), float(rows)
     if manifest is not None:
         share, length = rows / manifest.rows, manifest.seq_len
         tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
-    causal = 1.0 if masking.causal else config.objective.causal_share
-    both = [attending_pairs(tokens**2 / sequences, tokens, kind) for kind in (True, False)]
-    pairs = causal * both[0] + (1 - causal) * both[1]
-    predictions = causal * (tokens - sequences) + (1 - causal) * tokens * masking.rate
+    pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
+    predictions = tokens - sequences if masking.causal else tokens * masking.rate
     return Work(rows, length, tokens, pairs, predictions, sequences)
 
 
@@ -130,14 +136,31 @@ def activations(config: Config, seq_len: int) -> float:
 def report(
     config: Config, world_size: int, memory_gib: float | None = None, deepspeed_extra: Mapping[str, Any] | None = None
 ) -> str:
-    """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another."""
-    manifest = manifest_of(config)
-    config = with_vocabulary(fit_micro_size(config, world_size), manifest)
-    update = work(config, manifest)
+    """The plan as text, phase by phase, and the memory of the one that needs most; with `memory_gib` also the micro-batch that
+    fills it. Raises ValueError naming the value that contradicts another."""
+    phases, lines, largest = phases_of(config), [], (0.0, config, 0)
+    for number, phase in enumerate(phases, 1):
+        manifest = manifest_of(phase.config)
+        config = with_vocabulary(fit_micro_size(phase.config, world_size), manifest)
+        update = work(config, manifest)
+        lines += [f"phase {number} of {len(phases)}: {phase.changes}"] if len(phases) > 1 else []
+        lines += _work_lines(config, manifest, update, phase.end - phase.begin, world_size)
+        largest = max(
+            largest, (needed(config, update.seq_len, world_size), config, update.seq_len), key=lambda of: of[0]
+        )
+    _, config, seq_len = largest
+    planned = config.model_copy(update={"precision": planned_precision(config)})
+    merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
+    lines += ["", *_memory(config, seq_len, world_size, memory_gib)]
+    return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
+
+
+def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: float, world_size: int) -> list[str]:
+    """Batch, updates and work of a phase of so large a share of the budget."""
     flops, schedule = update.flops(config), config.schedule
-    steps = schedule.total_steps
+    steps = round(share * schedule.total_steps)
     if schedule.unit == "tokens":
-        steps = min(steps, math.ceil(schedule.budget_tokens / update.tokens))
+        steps = min(steps, math.ceil(share * schedule.budget_tokens / update.tokens))
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
     run = (
         f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
@@ -147,20 +170,16 @@ def report(
     if schedule.unit == "minutes":
         # a number of updates would be the machine's
         run = (
-            f"{schedule.budget_minutes:g} minutes of training, in as many updates as fit; --gpus NAME predicts how many",
+            f"{share * schedule.budget_minutes:g} minutes of training, in as many updates as fit; --gpus NAME predicts how many",
             "",
         )
-    lines = [
+    return [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions",
         f"run      {run[0]}",
         f"work     {flops:.4g} FLOPs an update{run[1]}",
     ]
-    planned = config.model_copy(update={"precision": planned_precision(config)})
-    merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
-    lines += ["", *_memory(config, update.seq_len, world_size, memory_gib)]
-    return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
 
 
 def padded_parameters(model: ModelConfig) -> int:

@@ -110,6 +110,8 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self.most_open = OPEN_SHARDS
+        # rows of its order that earlier phases of a run took: its positions count from there
+        self.taken = 0
         # blocks of the last call of `read_ahead`
         self._ahead: set[int] = set()
         # section -> its map and the views over it
@@ -160,11 +162,11 @@ class Dataset:
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
-        return self._order.by_epoch(seed, positions)
+        return self._order.by_epoch(seed, positions + self.taken)
 
     def epoch(self, position: int) -> int:
         """The epoch at a global position."""
-        return position // self.rows
+        return (position + self.taken) // self.rows
 
     def _check_size(self, shard: Shard) -> None:
         """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be looked at."""

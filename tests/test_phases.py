@@ -1,4 +1,4 @@
-"""Runs that change from causal to masked LM: interrupted anywhere, they are the same run."""
+"""Runs in phases: interrupted anywhere, they are the same run. A causal start is the phase that has a key of its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megabert import config as configuration
+from megabert import hf
 from megabert.checkpoint import load_weights, write_start
-from megabert.config import Config
+from megabert.config import Config, phase_at, phases_of
+from megabert.data.mixture import continue_data, open_mixture
+from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import evaluate_run
+from megabert.optim.schedule import phase_rate
 from megabert.pretraining import open_run
 from megabert.trainer import Trainer
 from tests.helpers.forked import Forked
 from tests.helpers.loop import StopAt
+from tests.helpers.rows import SPECIAL, VOCAB, make_dataset, make_rows
 
 DATA = Path(__file__).parent / "data" / "golden" / "dataset"
 STEPS = 10
@@ -172,7 +178,7 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: 
     assert trainer.train()
     before, after = trainer.spike_policy.spikes, trainer.state
     trainer.close()
-    assert len(before.state()) == 4 and after.objective == "masked"
+    assert len(before.state()) == 4 and after.phase_starts == [0, 36]
 
 
 @pytest.mark.slow
@@ -182,3 +188,99 @@ def test_a_start_from_frequencies_survives_a_resume(world: World, tmp_path: Path
     first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
     same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
+
+
+# -- three phases of different data, batch, masking, learning rate and rotary base ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two datasets of longer rows with the tokenizer of DATA."""
+    tokenizer = Dataset(DATA).manifest.tokenizer
+    made = {}
+    for seed, name in enumerate(("long", "best")):
+        ids, bounds, isnext = make_rows(96, seq_len=128, slots=4, seed=seed)
+        ordinary = ids > max(SPECIAL.values())
+        ids[ordinary] = ids[ordinary] % (tokenizer["vocab_size"] - len(SPECIAL)) + len(SPECIAL)
+        made[name] = make_dataset(
+            tmp_path_factory.mktemp(name), 96, seq_len=128, slots=4, arrays=(ids, bounds, isnext), tokenizer=tokenizer
+        )
+        shutil.copy(DATA / tokenizer["file"], made[name])
+    assert tokenizer["vocab_size"] < VOCAB
+    return made
+
+
+def three(folders: dict[str, Path]) -> tuple[str, ...]:
+    """4 updates of rows of 64, 3 of rows of 128 under a larger rotary base, then 3 of decay with other text mixed in."""
+    longer = f'data.path="{folders["long"]}", batch={{global_size=4, micro_size=2}}, model.rope_theta=5e4'
+    last = f'data.mix={{"{folders["best"]}"=0.5}}, data.masking.rate=0.2, schedule.name="sqrt", optimizer.lr=1e-3'
+    phases = f"phases=[{{share=4}},{{share=3,{longer}}},{{share=3,{longer},{last}}}]"
+    shape = ("model.kind=modern", "model.norm=pre", "model.window=32", "schedule.name=constant")
+    return (*shape, "objective.causal_share=0", phases)
+
+
+def test_phases_begin_where_their_shares_say() -> None:
+    cfg = config("objective.causal_share=0", "schedule.total_steps=300", "phases=[{share=100},{share=110},{share=90}]")
+    phases = phases_of(cfg)
+    assert [sum(phase_at(phases, step / 300) == number for step in range(300)) for number in range(3)] == [100, 110, 90]
+    tenths = phases_of(config("objective.causal_share=0", "phases=[{share=0.1},{share=0.2},{share=0.7}]"))
+    assert [phase_at(tenths, step / 10) for step in range(10)] == [0, 1, 1, *[2] * 7]
+
+
+def test_a_phase_has_its_peak_or_its_own_schedule() -> None:
+    own = 'optimizer.lr=2.0, schedule={name="linear", budget_warmup=0.5, final_ratio=0.2}'
+    parts = f"phases=[{{share=0.5}},{{share=0.3,optimizer.lr=1.0}},{{share=0.2,{own}}}]"
+    cfg = config(
+        "objective.causal_share=0", "schedule.total_steps=20", "schedule.name=constant", "optimizer.lr=4.0", parts
+    )
+    phases = phases_of(cfg)
+    rates = [phase_rate(phases[phase_at(phases, n / 20)], cfg.schedule, n) for n in range(20)]
+    assert rates == pytest.approx([2.0, *[4.0] * 9, *[1.0] * 6, 2e-3, 1.0, 2.0, 1.2])
+    short = configuration.load("", ["schedule.name=sqrt", "schedule.total_steps=4", "schedule.warmup_steps=0"])
+    assert [phase_rate(phases_of(short)[0], short.schedule, n) for n in range(3)] == pytest.approx(
+        [1e-4, 5e-5, 1e-4 * (1 - 0.5**0.5)]
+    )
+
+
+def test_later_phases_leave_out_rows_already_taken(folders: dict[str, Path]) -> None:
+    long, best = str(folders["long"]), str(folders["best"])
+    datasets = [
+        open_mixture(DATA, {}),
+        open_mixture(long, {}),
+        None,
+        open_mixture(long, {best: 0.5}),
+        open_mixture(best, {}),
+    ]
+    datasets[2] = datasets[1]
+    sizes, starts = [8, 4, 2, 4, 4], [0, 4, 7, 9, 11]
+    positions = [continue_data(datasets, sizes, starts[: n + 1]) for n in range(5)]
+    # the second phase of the same data continues its order; of a mixture a whole window is taken
+    assert positions == [0, 0, 12, 0, 0]
+    taken = [Dataset(long).order(3, np.arange(16))[0], *(datasets[3].order(3, np.arange(8)))]
+    of_long = taken[1][taken[1] < 96]
+    assert 0 < len(of_long) < 8 and not set(taken[0]) & set(of_long)
+    epochs = datasets[4].order(3, np.arange(1))[1]
+    assert epochs == [2048 // 96] == [datasets[4].epoch(0)]
+
+
+@pytest.mark.parametrize("stops", [(4, 8), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_run_of_three_phases_stopped_anywhere_is_the_same(
+    world: World, tmp_path: Path, folders: dict[str, Path], stops: Any
+) -> None:
+    recipe = three(folders)
+    straight = trained(world, tmp_path / "straight", *recipe)
+    lines = list(straight[0].values())
+    assert [line["train/phase"] for line in lines] == [1] * 4 + [2] * 3 + [3] * 3
+    lr = 3e-3
+    assert [line["train/lr"] for line in lines] == pytest.approx(
+        [lr / 2, *[lr] * 6, *(1e-3 * (1 - (n / 3) ** 0.5) for n in range(3))]
+    )
+    # a checkpoint has the rotary base that its weights were trained with
+    for stop in stops:
+        trained(world, tmp_path / "broken", *recipe, "data.workers=1", stops=(stop,))
+        assert hf.load(tmp_path / "broken").config.model.rope_theta == (1e4 if stop <= 4 else 5e4)
+    same(trained(world, tmp_path / "broken", *recipe), straight)
+    found = evaluate_run(str(tmp_path / "broken"), str(DATA))
+    lines = map(json.loads, (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines())
+    *_, end = (line["eval/mlm_loss"] for line in lines if "eval/mlm_loss" in line)
+    assert found["eval/mlm_loss"] == pytest.approx(end, rel=2e-3)

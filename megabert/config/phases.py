@@ -1,0 +1,133 @@
+"""Phases of a run: parts of its budget with another row length, batch, masking, learning rate or rotary base.
+
+A phase is a table of `phases`: its share of the budget, and the keys that it changes. The phase of an update is a function of
+the share of the budget that is used before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megabert.config.schema import Config, check, flat, validated
+
+# keys that a phase may change, and sections of which it may change any key
+CHANGEABLE = (
+    *("data.path", "data.mix", "data.masking", "batch", "optimizer.lr", "model.rope_theta", "model.local_rope_theta"),
+    *(f"schedule.{key}" for key in ("name", "power", "final_ratio", "decay_share", "budget_warmup")),
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What holds for updates before which a share from `begin` to below `end` of the run's budget is used."""
+
+    begin: float
+    end: float
+    # the run's with what the phase changes, and without phases
+    config: Config
+    # the learning rate follows the phase's own schedule, over its share of the budget
+    own_schedule: bool
+    # what it changes, as text
+    changes: str
+
+
+def phases_of(config: Config) -> list[Phase]:
+    """The phases of a run, one after the other; of a run without any the run as a whole. Raises ValueError naming phase and key."""
+    share = config.objective.causal_share
+    causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
+    tables = config.phases or ([causal, {"share": 1.0 - share}] if share else [{"share": 1.0}])
+    # exact, so that a change falls on the update that the shares name
+    parts = [Fraction(repr(_share(table, f"phases.{number}"))) for number, table in enumerate(tables, 1)]
+    ends = [float(sum(parts[: number + 1]) / sum(parts)) for number in range(len(parts))]
+    found = []
+    for number, (begin, end, table) in enumerate(zip([0.0, *ends], ends, tables, strict=False), 1):
+        changes = {name: value for name, value in table.items() if name != "share"}
+        text = ", ".join(f"{name}={value}" for name, value in flat(changes).items()) or "the run's own settings"
+        found.append(Phase(begin, end, _changed(config, changes, f"phases.{number}"), "schedule" in changes, text))
+    return found
+
+
+def phase_at(phases: Sequence[Phase], share: float) -> int:
+    """Index of the phase of an update before which `share` (0 to 1) of the run's budget is used."""
+    return sum(share >= phase.begin for phase in phases[1:])
+
+
+def config_at(config: Config, saved: Mapping[str, Any]) -> Config:
+    """A run's configuration with the model as it was when a checkpoint of this state was made."""
+    number = len(saved.get("phase_starts", [0])) - 1
+    return config.model_copy(update={"model": phases_of(config)[number].config.model})
+
+
+def check_phases(config: Config) -> None:
+    """Raises ValueError naming the phase and key that contradicts another, and what to do."""
+    phases, schedule = phases_of(config), config.schedule
+    if not config.phases:
+        return
+    if config.objective.causal_share:
+        raise ValueError(
+            "objective.causal_share is a phase: set it to 0, and data.masking.strategy=causal in one of phases"
+        )
+    total, whole = sum(table["share"] for table in config.phases), float(schedule.total_steps)
+    if schedule.unit != "steps":
+        whole = schedule.budget_minutes if schedule.unit == "minutes" else schedule.budget_tokens
+    if abs(total - 1) > 1e-6 and abs(total - whole) > 1e-6 * whole:
+        raise ValueError(
+            f"phases: their shares sum to {total:g}; make it 1, or the run's budget, {whole:g} {schedule.unit}"
+        )
+    for number, phase in enumerate(phases, 1):
+        own, where = phase.config, f"phases.{number}"
+        try:
+            check(own)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if own.schedule.unit != schedule.unit:
+            raise ValueError(
+                f"{where}: schedule.name={own.schedule.name} counts {own.schedule.unit}, the run {schedule.unit}; "
+                "set schedule.by=minutes instead of schedule.name=budget"
+            )
+        if own.model != config.model and not config.model.modern:
+            raise ValueError(f"{where}: rotary positions need model.kind=modern")
+        if own.distill.teacher and own.data.masking.strategy != config.data.masking.strategy:
+            raise ValueError(f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy")
+        if (
+            phase.own_schedule
+            and own.schedule.name == "wsd"
+            and own.schedule.budget_warmup + own.schedule.decay_share > 1
+        ):
+            raise ValueError(f"{where}: schedule.budget_warmup + schedule.decay_share exceed 1; lower one of them")
+    if own.data.masking.strategy != config.data.masking.strategy:
+        raise ValueError(
+            f"{where}: data.masking.strategy={own.data.masking.strategy}, but the run's own, which its last phase must have, "
+            f"is {config.data.masking.strategy}"
+        )
+
+
+def _share(table: Mapping[str, Any], where: str) -> float:
+    share = table.get("share")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not share > 0:
+        raise ValueError(f"{where}.share: give a number above 0, its share of the run's budget (got {share!r})")
+    return share
+
+
+def _changed(config: Config, changes: Mapping[str, Any], where: str) -> Config:
+    for name in flat(changes):
+        if not any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE):
+            raise ValueError(f"{where}.{name}: stays the same during a run; a phase changes {', '.join(CHANGEABLE)}")
+    tree = config.model_dump() | {"phases": [], "objective": {"causal_share": 0.0}}
+    if changes.get("data", {}).keys() & {"path", "mix"}:
+        tree["data"]["mix"] = {}
+    if "schedule" in changes:
+        tree["schedule"] |= {"warmup_steps": 0, "budget_warmup": 0.0}
+    _merge(tree, changes)
+    return validated(tree, f"{where}.")
+
+
+def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(name), dict):
+            _merge(tree[name], value)
+        else:
+            tree[name] = value
