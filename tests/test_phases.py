@@ -26,6 +26,7 @@ from megabert.optim.schedule import phase_rate
 from megabert.pretraining import open_run
 from megabert.trainer import Trainer
 from tests.helpers.forked import Forked
+from tests.helpers.job import Job
 from tests.helpers.loop import StopAt
 from tests.helpers.rows import SPECIAL, VOCAB, make_dataset, make_rows
 
@@ -284,3 +285,40 @@ def test_a_run_of_three_phases_stopped_anywhere_is_the_same(
     lines = map(json.loads, (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines())
     *_, end = (line["eval/mlm_loss"] for line in lines if "eval/mlm_loss" in line)
     assert found["eval/mlm_loss"] == pytest.approx(end, rel=2e-3)
+
+
+# ends every rank before its share of an update of the data is trained
+KILL = """
+import os
+from megabert.engine import Engine
+def update(self, update, *rest, do=Engine.train_update):
+    if update.step == AT:
+        os.kill(os.getpid(), 9)
+    return do(self, update, *rest)
+Engine.train_update = update
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_kills_in_and_between_phases_leave_no_trace(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """In each of three phases and at both changes, on two ranks; then on one rank, which reads the same rows."""
+    options = [*SMALL, *three(folders), "schedule.warmup_steps=2", "checkpoint.interval=2"]
+    kept = ("train/loss", "train/grad_norm", "train/lr", "train/phase", "data/row_digest")
+
+    def figures(run: Path) -> dict[int, list[Any]]:
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: [line[name] for name in kept] for line in lines if "train/loss" in line}
+
+    assert Job(DATA, tmp_path / "straight", *options).codes() == [0, 0]
+    for at in (1, 4, 5, 7, 9):
+        assert all(Job(DATA, tmp_path / "killed", *options, driver=f"AT = {at}\n{KILL}").codes())
+    last = Job(DATA, tmp_path / "killed", *options)
+    assert last.codes() == [0, 0], last.output
+    whole = figures(tmp_path / "straight")
+    assert list(whole) == list(range(1, STEPS + 1)) and figures(tmp_path / "killed") == whole
+    assert all(Job(DATA, tmp_path / "fewer", *options, driver=f"AT = 5\n{KILL}").codes())
+    alone = Job(DATA, tmp_path / "fewer", *options, ranks=1)
+    assert alone.codes() == [0], alone.output
+    for step, values in figures(tmp_path / "fewer").items():
+        assert values[2:] == whole[step][2:] and values[0] == pytest.approx(whole[step][0], rel=1e-3), step
