@@ -1,7 +1,7 @@
 # The commands of README.md. On a fresh machine they need Python 3.11 or newer and a C++ compiler, nothing else.
 #   VENV=dir     where the environment lives (.venv); VENV= uses the python on PATH as it is and installs nothing
 #   PYTHON=exe   the interpreter the environment is made from
-#   WORKERS=n    processes of the test suite; three keep two cores busy, since many tests wait for others' processes
+#   WORKERS=n    processes of the test suite; four keep two cores busy, since many tests wait for others' processes
 SHELL := bash
 VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")

@@ -206,6 +206,16 @@ class Checkpoints:
         """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old: in the background when
         `settings.asynchronous`. Rank 0 only."""
         assert self.settings is not None
+        with run_lock.owned(self.run_dir):
+            doomed = self._replace(temporary, step, manifest)
+        if self.settings.asynchronous:
+            BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))
+        else:
+            _remove(doomed)
+
+    def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
+        """The folders that the new checkpoint makes superfluous, by their names until they are removed."""
+        assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final, doomed = self.folder / f"step-{step:08d}", []
         run_lock.check(self.run_dir)
@@ -221,10 +231,7 @@ class Checkpoints:
         older = [other for other in steps if other <= step][self.settings.keep :]
         for dead in abandoned + [other for other in older if not every or other % every]:
             doomed += self._free(dead, f"{SAVING}old-{dead:08d}-{time.time_ns()}")
-        if self.settings.asynchronous:
-            BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))
-        else:
-            _remove(doomed)
+        return doomed
 
     def _free(self, step: int, name: str) -> list[Path]:
         """Rename a checkpoint to `name`, to be removed: the folder. A damaged one stays, as `damaged-…`, for who may need what

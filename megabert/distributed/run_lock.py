@@ -18,6 +18,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -120,6 +122,17 @@ def check(run_dir: str | Path) -> None:
     committed or removed."""
     if ownership := _owned.get(str(Path(run_dir).resolve())):
         ownership.check()
+
+
+@contextmanager
+def owned(run_dir: str | Path) -> Iterator[None]:
+    """`check` before the body, and where an OSError ends it: a later owner removes what this job was saving."""
+    check(run_dir)
+    try:
+        yield
+    except OSError:
+        check(run_dir)
+        raise
 
 
 def release() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints
-from megabert.common.errors import FAILED, USER_ERROR, describe, exit_code
+from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World
@@ -146,6 +146,24 @@ def test_a_suspended_owner_ends_before_it_harms(commits, tmp_path):
     assert first.code() == FAILED
     assert newer.exists() and os.listdir(run / "lock") == ["00000002"]
     second.signal(0)
+
+
+def test_a_commit_cut_by_the_next_owner_names_it(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run_lock.take(run, ALONE)
+    checkpoints = Checkpoints(run, ALONE, CheckpointConfig(asynchronous=False))
+    saving = checkpoints.folder / ".saving-00000001"
+    saving.mkdir(parents=True)
+
+    def taken_over_before(source: Path, target: Path) -> None:
+        shutil.rmtree(saving)
+        assert run_lock._create(run / "lock/00000002", run_lock.Owner("token", "n2", "elsewhere", 1, "1", ""))
+        os.replace(source, target)
+
+    monkeypatch.setattr(os, "rename", taken_over_before)
+    with pytest.raises(Failed, match="pid 1 on host n2 took the run over"):
+        checkpoints.commit(saving, 1, b"{}\n")
+    run_lock._owned.popitem()[1]._ending.set()  # before it ends this process
 
 
 def test_of_several_takers_one_wins(tmp_path):
