@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints
+from megabert.checkpoint.manifest import SEAL
 from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
@@ -43,6 +45,10 @@ def become(host: str) -> None:
         subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
 
 
+def manifest_of(step: int) -> bytes:
+    return json.dumps({"state": {"step": step}, "files": {}, SEAL: ""}).encode()
+
+
 def job(host: str, run: Path, outcome: Path, commits: int) -> None:
     """Takes the run and keeps it, committing a checkpoint of the next step each moment from step `commits` on, if any."""
     become(host)
@@ -57,7 +63,7 @@ def job(host: str, run: Path, outcome: Path, commits: int) -> None:
         while commits:
             folder = checkpoints.folder / f".saving-{commits:08d}-{host}"
             folder.mkdir(parents=True)
-            checkpoints.commit(folder, commits, b"{}\n")
+            checkpoints.commit(folder, commits, manifest_of(commits))
             commits += 1
             time.sleep(0.01)
         if host == "leaves":
@@ -162,7 +168,7 @@ def test_a_commit_cut_by_the_next_owner_names_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", taken_over_before)
     with pytest.raises(Failed, match="pid 1 on host n2 took the run over"):
-        checkpoints.commit(saving, 1, b"{}\n")
+        checkpoints.commit(saving, 1, manifest_of(1))
     run_lock._owned.popitem()[1]._ending.set()  # before it ends this process
 
 
