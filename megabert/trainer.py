@@ -24,9 +24,9 @@ from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine, UpdateResult
+from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
-from megabert.metrics import Meter, RankFigures, Shown, Sinks, as_json, figures
+from megabert.metrics import Meter, Shown, Sinks, as_json, figures
 from megabert.optim.schedule import finished, phase_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
@@ -280,7 +280,7 @@ class Trainer:
         # the update to roll back to before
         self.spike: Unjudged | None = None
         self.rows = RowDigest()
-        self.ranks = RankFigures(world, engine)
+        self.ranks = RankFigures(world, engine.own_time)
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)

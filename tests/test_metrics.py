@@ -19,7 +19,9 @@ from megabert import metrics
 from megabert.common.logs import duration, log
 from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
-from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, Stragglers, TensorBoard, training_flops
+from megabert.engine import rank_times
+from megabert.engine.rank_times import Stragglers
+from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, TensorBoard, training_flops
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
@@ -179,19 +181,19 @@ def test_of_two_real_ranks_the_slow_one_is_named(tmp_path: Path) -> None:
     assert not any("is slow:" in text for text in others)
 
 
-# -- sinks -----------------------------------------------------------------------------------------------------------
-
-
 def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
     now, short = [0.0], [0.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(metrics, "seconds_short_of_cores", lambda: short[0])
-    cores = metrics.SharedCores()
+    monkeypatch.setattr(rank_times.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rank_times, "seconds_short_of_cores", lambda: short[0])
+    cores = rank_times.SharedCores()
     for waited, warnings in (0.8, 0), (5.0, 1), (9.0, 1):  # of ten seconds each: alone, shared, shared
         now[0], short[0] = now[0] + 10.0, short[0] + waited
         cores.look()
         assert len(caplog.records) == warnings
     assert "waited for a core 50%" in caplog.text
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------------
 
 
 def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from megabert.config import Config, accumulation, shares
 from megabert.distributed.ranks import World
 from megabert.engine import steps
 from megabert.engine.precision import DTYPES, multiply_in_float8, repeat_bit_for_bit
-from megabert.engine.update_result import HostCopy, OwnTime, UpdateResult, doubles, loss_table, scaled_loss
+from megabert.engine.rank_times import OwnTime
+from megabert.engine.update_result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
 from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, check_shapes, find_layout
 from megabert.optim import apex
 from megabert.optim.build import build_optimizer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,41 +81,3 @@ def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """fp64 [k, 3]: loss sum, correct answers and items of each term, of a module's output for one batch."""
     values = doubles(output)
     return torch.stack([*values.view(2, -1), to_device(counts, values.device, values.dtype)], 1)
-
-
-class OwnTime:
-    """Seconds that this rank computes by itself, inside `with` blocks in which it waits for no other rank: of the device's
-    queue on CUDA, where nothing here waits for it, otherwise of the clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._start = self._mark()
-
-    def __exit__(self, *error: object) -> None:
-        if self._cuda:
-            self._queued.append((self._start, self._mark()))
-        else:
-            self._seconds += self._mark() - self._start
-
-    def seconds(self) -> float:
-        """The sum so far, of what the device has done."""
-        while self._queued and self._queued[0][1].query():
-            start, end = self._queued.pop(0)
-            self._seconds += start.elapsed_time(end) / 1e3
-        return self._seconds
-
-    def reset(self) -> None:
-        """Restart from 0."""
-        self.seconds()
-        self._seconds = 0.0
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
