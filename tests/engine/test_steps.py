@@ -14,7 +14,7 @@ import torch
 
 from megabert.engine import gradients, steps
 from megabert.engine.gradients import bucket_bounds
-from megabert.engine.update_result import OwnTime
+from megabert.engine.rank_times import OwnTime
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
