@@ -80,6 +80,15 @@ def test_offsets_are_characters_of_the_text(tokenizer):
         assert "".join(text[i] for i in sorted(covered)) == "".join(text.replace("\u200b", "").split())
 
 
+def test_bytes_of_tokens_are_those_of_the_text(tmp_path):
+    """Characters of several tokens included, which count their own bytes alone."""
+    tokenizer = Tokenizer.load(fast_tokenizers.write(tmp_path / "tokenizer.json"))
+    text = "the naïve sea, 你好 \x7f\xad"
+    ids = tokenizer.encode_batch([text])[0]
+    assert len(ids) > 10 and "\ufffd" in tokenizer.tokens[ids[-1]]
+    assert b"".join(tokenizer.token_bytes()[i] for i in ids) == text.encode()
+
+
 def test_padding_may_be_the_end_token(tmp_path):
     """As EuroBERT's is."""
     path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<s>", "</s>", "<mask>", "<unk>"])

@@ -90,6 +90,15 @@ def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
     assert compared > 40
 
 
+def test_punctuation_cut_off_has_both_forms(tmp_path):
+    """A mark of WordPiece stands for one with a space before it and one without."""
+    theirs, ours = tokenizer(tmp_path / "old", "bytes"), tokenizer(tmp_path / "new", "uncased")
+    found = sources_of(theirs, ours)
+    assert found[id_of(ours, " (")] == [id_of(theirs, " ("), id_of(theirs, "(")]
+    assert found[id_of(ours, " ;")] == [id_of(theirs, ";")]
+    assert sources_of(ours, theirs)[id_of(theirs, "(")] == [id_of(ours, " (")]
+
+
 def test_unknown_scripts_are_drawn_around_the_mean(tmp_path):
     old = runs.make(tmp_path / "old", "uncased")
     new = fast_tokenizers.write(tmp_path / "tokenizer.json", "unigram", texts=RUSSIAN * 20, size=60)
