@@ -208,11 +208,11 @@ def main(argv: list[str] | None = None) -> int:
         "--tokens",
         type=int,
         nargs=2,
-        default=[2_000_000, 200_000],
+        default=[2_000_000, 100_000],
         metavar="N",
         help="of the base model, and of each run",
     )
-    add("--rows", type=int, default=256, help="held-out rows of a score")
+    add("--rows", type=int, default=160, help="held-out rows of a score")
     add("--bytes", type=int, default=TEXT, help="of each text")
     hardware.add_json(parser, required=True)
     args = parser.parse_args(argv)

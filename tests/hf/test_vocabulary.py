@@ -63,6 +63,8 @@ def test_shared_tokens_keep_others_get_means(tmp_path, capsys):
     parts = [vectors(old, id_of(old.tokenizer, text)) for text in (" s", "h", "e", "l", "l", "s")]
     for found, *wanted in zip(vectors(new, id_of(new.tokenizer, " shells")), *parts, strict=True):
         torch.testing.assert_close(found, torch.stack(wanted).mean(0))
+    ells = sources_of(old.tokenizer, new.tokenizer)[id_of(new.tokenizer, "ells")]
+    assert ells == [id_of(old.tokenizer, letter) for letter in "ells"], "tokens inside a word"
     roles = zip(old.tokenizer.special_ids.items(), new.tokenizer.special_ids.items(), strict=True)
     for (role, i), (same, j) in roles:
         assert role == same and i != j
