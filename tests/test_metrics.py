@@ -69,7 +69,7 @@ def test_flops_of_local_layers_and_shared_heads() -> None:
         ("NVIDIA B200", 2250.0),
         ("Tesla V100-SXM2-16GB", 125.0),
         ("Tesla V100-PCIE-32GB", 112.0),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", 181.0),
     ],
 )
 def test_the_datasheets_peak_is_of_the_very_device(name: str, peak: float | None) -> None:

@@ -131,6 +131,7 @@ def test_held_out_figures_are_of_masked_lm_throughout(world: World, tmp_path: Pa
         opened(world, tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_a_start_with_another_tokenizer_is_refused(world: World, tmp_path: Path) -> None:
     """Also where it has as many tokens."""
     trainer = opened(world, tmp_path / "first", stop_after=1)
@@ -264,7 +265,8 @@ def test_later_phases_leave_out_rows_already_taken(folders: dict[str, Path]) -> 
     assert epochs == [2048 // 96] == [datasets[4].epoch(0)]
 
 
-@pytest.mark.parametrize("stops", [(4, 8), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [(4, 8), range(1, STEPS)], ids=["some", "all"])
 def test_a_run_of_three_phases_stopped_anywhere_is_the_same(
     world: World, tmp_path: Path, folders: dict[str, Path], stops: Any
 ) -> None:

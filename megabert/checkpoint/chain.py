@@ -22,7 +22,7 @@ FILE = "chain.jsonl"
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
 # what updates follow from besides data and configuration, and all of a checkpoint's state that is in its entry
 MACHINE = ("machine", "threads", "world_size", "backends", "versions", "source")
-CIRCUMSTANCES = ("dataset", "tokenizer", "teacher", "config_sha256", "revision", *MACHINE)
+CIRCUMSTANCES = ("dataset", "phase_datasets", "tokenizer", "teacher", "config_sha256", "revision", *MACHINE)
 
 
 def append(folder: Path, manifest: Mapping[str, Any]) -> None:

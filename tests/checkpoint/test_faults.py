@@ -65,7 +65,9 @@ def save_killed_at(folder: Path, call: int, step: int, asynchronous: bool) -> bo
     return child.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("step", "asynchronous"), [(20, True), (10, False)], ids=("next", "same"))
+@pytest.mark.parametrize(
+    ("step", "asynchronous"), [pytest.param(20, True, marks=pytest.mark.slow), (10, False)], ids=("next", "same")
+)
 def test_a_kill_during_a_save_leaves_a_whole_checkpoint(step, asynchronous, tmp_path):
     """The only other checkpoint is step 10; saving step 10 again replaces it."""
     kept, killed = set(), 0

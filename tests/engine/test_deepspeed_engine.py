@@ -172,7 +172,8 @@ def plain() -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "eval": [float(v) for v in sums]}
 
 
-@pytest.mark.parametrize("ranks", (pytest.param(1, marks=pytest.mark.slow), 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (1, 2))
 def test_20_updates_have_the_plain_losses(ranks, request, plain):
     found = request.getfixturevalue("two") if ranks == 2 else run_ranks(1, same_updates)
     for stage in STAGES:

@@ -113,6 +113,7 @@ def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_tasks_to_one_table(base, tmp_path, capsys) -> None:
     """Another command on the folder adds a task; a finished run is not repeated; other settings are refused."""
     out = tmp_path / "out"

@@ -28,7 +28,8 @@ def call(address: str, folder: Path, out: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("old", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True])
 def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     export.export(run, tmp_path / "hf")

@@ -44,6 +44,7 @@ def best(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "best" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_rates_and_seeds_then_predictions(base, tmp_path) -> None:
     output = tmp_path / "out"
     metrics = ("--metric", "accuracy", "--metric", "macro_f1", "--test", base / "test.tsv", "--epochs", 1)

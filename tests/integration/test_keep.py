@@ -67,11 +67,9 @@ def test_every_launcher_runs_the_same_run(dataset, tmp_path) -> None:
     assert losses["torchrun"] == losses["deepspeed"] == losses["mpirun"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "launcher",
-    ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("mpirun", marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
 def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None:
     needs(launcher)
     run = tmp_path / "run"

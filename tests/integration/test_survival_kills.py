@@ -25,6 +25,7 @@ ONE = Case("one", 1, 60, 5, ("checkpoint.asynchronous=false",))
 TWO = Case("two", 2, 40, 5, ("zero.stage=2",))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_nine_kills_leave_no_trace(dataset, tmp_path):
     server = Server()

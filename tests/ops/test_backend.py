@@ -138,10 +138,9 @@ def run(command: list[str], isa: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @needs_library
-@pytest.mark.parametrize(
-    "name", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow) for name in instruction_sets()[:-1]]
-)
+@pytest.mark.parametrize("name", instruction_sets()[:-1])
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here their numerics run again with those below it."""
     files = [f"tests/ops/test_{part}.py" for part in ("attention", "layer", "mlm_loss", "softmax_mask", "operations")]
