@@ -28,7 +28,8 @@ CIRCUMSTANCES = ("dataset", "phase_datasets", "tokenizer", "teacher", "config_sh
 def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Add the entry of a checkpoint in the `checkpoints` folder of a run, whose manifest this is, and remove those after it."""
     state = manifest["state"]
-    *_, last = {SEAL: "", "logs": {}}, *map(json.loads, _until(folder, state["step"]))
+    before = _until(folder, state["step"])
+    last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
     files = {name: file["sha256"] for name, file in manifest["files"].items() if group_of(name) == WEIGHTS}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],
@@ -38,7 +39,7 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
         "previous": last[SEAL],
     }
     line = compact(entry | {SEAL: digest(entry, SEAL, compact)}) + b"\n"
-    write_whole(folder / FILE, b"".join([*_until(folder, state["step"]), line]))
+    write_whole(folder / FILE, b"".join([*before, line]))
 
 
 def cut(folder: Path, step: int) -> None:
@@ -101,7 +102,11 @@ def _until(folder: Path, step: int) -> list[bytes]:
 
 def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
     """Where the lines of a log up to a step end, and the SHA-256 of those from the byte `begin` on."""
-    data = path.read_bytes() if path.exists() else b""
-    lines = data[begin : data.rfind(b"\n") + 1].splitlines(keepends=True)
+    data = b""
+    if path.exists():
+        with open(path, "rb") as file:
+            file.seek(begin)
+            data = file.read()
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
     logged: list[bytes] = list(takewhile(lambda line: step_of(line) <= step, lines))
     return begin + sum(map(len, logged)), hashlib.sha256(b"".join(logged)).hexdigest()

@@ -206,7 +206,7 @@ class Checkpoints:
         """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old: in the background when
         `settings.asynchronous`. Rank 0 only."""
         assert self.settings is not None
-        with run_lock.owned(self.run_dir):
+        with run_lock.naming_next_owner(self.run_dir):
             doomed = self._replace(temporary, step, manifest)
         if self.settings.asynchronous:
             BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))

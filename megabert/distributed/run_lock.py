@@ -125,9 +125,8 @@ def check(run_dir: str | Path) -> None:
 
 
 @contextmanager
-def owned(run_dir: str | Path) -> Iterator[None]:
-    """`check` before the body, and where an OSError ends it: a later owner removes what this job was saving."""
-    check(run_dir)
+def naming_next_owner(run_dir: str | Path) -> Iterator[None]:
+    """`check` where an OSError ends the body: a later owner removes what this job was saving."""
     try:
         yield
     except OSError:
