@@ -101,8 +101,8 @@ def documents(name: str, args: argparse.Namespace) -> Iterator[str]:
     return (document.decode() for document in chain.from_iterable(map(dataset.documents_of, sorted(files))))
 
 
-def prepare(name: str, args: argparse.Namespace) -> RaceData:
-    """The shards of a text with its own vocabulary, and of its held-out documents."""
+def prepare(name: str, args: argparse.Namespace, tokenizer: str = "") -> RaceData:
+    """The shards of a text and of its held-out documents, with a vocabulary of its own or that of the file `tokenizer`."""
     folder, left = args.run / name, args.bytes
     data = RaceData(folder / "train", folder / "held_out", "every 20th")
     if not (folder / "text").is_dir():
@@ -117,7 +117,9 @@ def prepare(name: str, args: argparse.Namespace) -> RaceData:
                     break
     made = ["--vocab-size", str(VOCABULARY), "--held-out", "0", *OPTIONS.get(name, [])]
     if name == "bytes":
-        made = ["--tokenizer", str(byte_level(folder)), "--held-out", "0"]
+        tokenizer = str(byte_level(folder))
+    if tokenizer:
+        made = ["--tokenizer", tokenizer, "--held-out", "0"]
     dataset.build(folder / "text/train.jsonl", data.train, *made)
     tokenizer = str(data.train / data.manifest.tokenizer["file"])
     dataset.build(folder / "text/held_out.jsonl", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")

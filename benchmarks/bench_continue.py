@@ -1,0 +1,122 @@
+"""Continued training: bits a byte on new and on old text after the same number of tokens, by schedule, replay and objective.
+
+    python benchmarks/bench_continue.py --run runs/continue --json benchmarks/results/continue.json
+
+A small model is trained on Wikipedia, down to a tenth of its peak learning rate, and continues on novels, with the same vocabulary:
+
+    plain               at the rate that it ended at
+    re-warm             warmed up to the peak rate again, then down to the same end
+    replay              plain, a quarter of the rows from Wikipedia
+    replay, re-warm     both
+    detour, re-warm     re-warm, its first half causal
+    all three           detour, re-warm and replay
+
+All start from the weights alone. One document in twenty of either text is held out before anything is built. Budgets are tokens, so
+the machine's speed changes nothing; each finished run is in the file, and the same command again adds what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+from benchmarks import bench_vocabulary
+from benchmarks.common import hardware
+from benchmarks.race import dataset, training
+from benchmarks.race.dataset import RaceData, Scorer
+from benchmarks.race.recipes import RaceRecipe, track_of
+
+PEAK, END = 3e-3, 0.1
+BASE = bench_vocabulary.BASE | {"optimizer.lr": PEAK, "schedule.final_ratio": END}
+PLAIN = bench_vocabulary.KEYS | {"optimizer.lr": PEAK * END, "schedule.name": "constant", "warmup": 0.0}
+REWARM = bench_vocabulary.KEYS | {"optimizer.lr": PEAK, "schedule.final_ratio": END, "warmup": 0.1}
+DETOUR = {"objective.causal_share": 0.5}
+# keys of each, and the share of old text
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "plain": (PLAIN, 0.0),
+    "re-warm": (REWARM, 0.0),
+    "replay": (PLAIN, 0.25),
+    "replay, re-warm": (REWARM, 0.25),
+    "detour, re-warm": (REWARM | DETOUR, 0.0),
+    "all three": (REWARM | DETOUR, 0.25),
+}
+# of each text, bytes: all novels
+TEXT = 24 << 20
+
+
+def trained(
+    recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, scorers: dict[str, Scorer]
+) -> dict[str, Any]:
+    """Tokens of a run, which resumes where it was killed, and its figures on each held-out text."""
+    track = track_of(f"{tokens / 1000:g}k-tokens", threads=1)
+    found = training.train_ours(recipe, track, data, run, seed)
+    last = found.points[-1]
+    weights = training.weights_of(last)
+    return {"tokens": last.tokens} | {name: s.score(weights, found.config) for name, s in scorers.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
+    add("--run", type=Path, default=Path("runs/continue"), help="folder of texts, shards and runs")
+    add("--seeds", type=int, default=3)
+    what = "of the base model, and of each run"
+    add("--tokens", type=int, nargs=2, default=[2_000_000, 300_000], metavar="N", help=what)
+    add("--rows", type=int, default=dataset.CURVE_ROWS, help="held-out rows of a score")
+    add("--bytes", type=int, default=TEXT, help="of each text")
+    hardware.add_json(parser, required=True)
+    args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
+    result = json.loads(args.json.read_text()) if args.json.is_file() else {"runs": {}}
+    runs = result["runs"]
+
+    def note(key: str, found: dict[str, Any]) -> None:
+        runs[key] = found
+        hardware.write_json(args.json, {"tokens": args.tokens, "runs": runs})
+        print(f"{key}: old {found['old']['bits']:.3f}, new {found['new']['bits']:.3f}", flush=True)
+
+    old = bench_vocabulary.prepare("base", args)
+    tokenizer = str(old.train / old.manifest.tokenizer["file"])
+    new = bench_vocabulary.prepare("novels", args, tokenizer)
+    scorers = {name: Scorer(data.held_out, args.rows, threads=1) for name, data in (("old", old), ("new", new))}
+    base = args.run / "runs/base"
+    if "base" not in runs:
+        recipe = RaceRecipe("base", "the model that is continued", keys=BASE)
+        note("base", trained(recipe, args.tokens[0], old, base, 42, scorers))
+    for seed, (name, (keys, share)) in product(range(42, 42 + args.seeds), VARIANTS.items()):
+        if (key := f"{name} {seed}") in runs:
+            continue
+        keys = keys | {"init_from": str(base)}
+        if share:
+            keys["data.mix"] = f"{{{json.dumps(str(old.train))} = {share}}}"
+        run = args.run / "runs" / key.replace(",", "").replace(" ", "-")
+        note(key, trained(RaceRecipe(name, "continued", keys=keys), args.tokens[1], new, run, seed, scorers))
+        shutil.rmtree(run)
+    print(table(runs))
+    return 0
+
+
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """Bits a byte on new and on old text by variant, mean ± sample deviation over the seeds."""
+    lines = ["| | new text | old text |", "|---|---|---|"]
+    for name in ("base", *VARIANTS):
+        cells = []
+        for text in ("new", "old"):
+            bits = [run[text]["bits"] for key, run in runs.items() if key in (name, f"{name} {key.rpartition(' ')[2]}")]
+            spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
+            cells.append(f"{statistics.mean(bits):.3f}{spread}" if bits else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
