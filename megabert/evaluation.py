@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.masking import IGNORE, held_out_masking
+from megabert.data.mixture import names_of, token_counts
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
@@ -103,6 +104,26 @@ def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]
     return values
 
 
+def of_dataset(name: str, figures: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
+    """Loss and bits a byte of one of several datasets, from its `summary`, under its name."""
+    loss = figures["eval/mlm_loss"]
+    return {
+        f"eval/loss_by_dataset/{name}": loss,
+        f"eval/bits_per_byte_by_dataset/{name}": loss / math.log(2) / bytes_a_token,
+    }
+
+
+def bytes_a_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
+    """Mean UTF-8 bytes of the tokens that can be masked in a dataset's rows, the space before a word counted to it. Raises as
+    `Dataset.read`."""
+    maskable = np.ones(tokenizer.vocab_size, dtype=bool)
+    # the padding among them
+    maskable[list(tokenizer.special_ids.values())] = False
+    counts = token_counts(dataset, maskable)
+    sizes = np.array([len(token) for token in tokenizer.token_bytes()])
+    return float(counts @ sizes / max(counts.sum(), 1))
+
+
 @dataclass(frozen=True)
 class SampledBatch:
     """The samples of one micro-batch: their texts, and where its logits are wanted (int64 [N], flat)."""
@@ -169,24 +190,36 @@ class HeldOutSamples:
         return [[self._vocabulary[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
 
 
-def evaluate_run(run: str | Path, data: str, rows: int = 0) -> dict[str, float | int]:
+def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
     """Figures of the newest whole checkpoint of a run, or of another model that `hf.load` reads, on the device at hand, with its
-    usual backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it)."""
-    dataset, folder = held_out(data), hf.located(run)
-    found = hf.load(folder, "" if hf.is_model_folder(folder) else dataset.tokenizer_path)
-    if found.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
-        raise ValueError(
-            f"{data}: its tokenizer is not that of {run}; build it with --tokenizer {found.tokenizer.path}"
-        )
+    usual backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it). Of several datasets the first one's,
+    and loss and bits a byte of each."""
+    folders = [data] if isinstance(data, str) else list(data)
+    datasets, folder = [held_out(each) for each in folders], hf.located(run)
+    found = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
     cfg, longest = found.config, found.config.model.max_positions
-    if dataset.manifest.seq_len > longest:
-        raise ValueError(f"{data}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}")
+    for name, dataset in zip(folders, datasets, strict=True):
+        if found.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {found.tokenizer.path}"
+            )
+        if dataset.manifest.seq_len > longest:
+            raise ValueError(
+                f"{name}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}"
+            )
     if rows:
         cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = found.language_model(device, precision.dtype_on(device, cfg.precision))
-    batches = with_sources(fixed_batches(dataset, found.tokenizer, cfg), dataset)
-    total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
-    batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
-    sums = batch_sums(model, batches, device, len(dataset.source_names))
-    return {"step": found.step} | summary(sums, dataset.source_names)
+    figures: dict[str, float | int] = {"step": found.step}
+    for name, dataset in zip(names_of(folders), datasets, strict=True):
+        batches = with_sources(fixed_batches(dataset, found.tokenizer, cfg), dataset)
+        total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
+        batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
+        sums = batch_sums(model, batches, device, len(dataset.source_names))
+        of_this = summary(sums, dataset.source_names)
+        if dataset is datasets[0]:
+            figures |= of_this
+        if len(folders) > 1:
+            figures |= of_dataset(name, of_this, bytes_a_token(dataset, found.tokenizer))
+    return figures

@@ -24,7 +24,7 @@ from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, continue_data, fitted_to, token_counts
+from megabert.data.mixture import AnyDataset, continue_data, fitted_to, members, names_of, token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -319,8 +319,19 @@ def record(
 # -- 6. what the Trainer trains --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A dataset's held-out split. `config` has the batch of the phase that the dataset is in; `bytes_a_token` is 0 for a run's only
+    dataset."""
+
+    name: str
+    dataset: Dataset
+    config: Config
+    bytes_a_token: float
+
+
 class Pretraining:
-    """Rows of the phases' datasets in their order, metered in tokens and FLOPs, and the first dataset's held-out split."""
+    """Rows of the phases' datasets in their order, metered in tokens and FLOPs, and their held-out splits."""
 
     def __init__(
         self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
@@ -352,10 +363,30 @@ class Pretraining:
         return bool(interval and step % interval == 0)
 
     @cached_property
-    def held_out(self) -> Dataset | None:
-        """The held-out split, which stays open from the first evaluation on; None where there is none."""
-        path = self.dataset.held_out_path
-        return None if path is None else Dataset(path)
+    def held_out(self) -> list[HeldOut]:
+        """The held-out splits of the run's datasets, which stay open, the first one's first; [] where that has none. A collective.
+        Raises ValueError where rows cannot be read."""
+        phases = zip(self.datasets, self.phases, strict=True)
+        found = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
+        splits: list[HeldOut] = []
+        for name, (part, batch) in zip(
+            names_of([part.folder for part, _ in found.values()]), found.values(), strict=True
+        ):
+            if part.held_out_path is None:
+                log.info(f"{part.folder} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
+                if not splits:
+                    break
+                continue
+            dataset = Dataset(part.held_out_path)
+            size = self.bytes_a_token(dataset) if len(found) > 1 else 0.0
+            splits.append(HeldOut(name, dataset, self.config.model_copy(update={"batch": batch}), size))
+        return splits
+
+    def bytes_a_token(self, dataset: Dataset) -> float:
+        """As of `evaluation`, by rank 0. A collective. Raises ValueError where rows cannot be read."""
+        found: list[float] = []
+        on_main(self.world, lambda: found.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
+        return self.world.broadcast(found)[0]
 
     @cached_property
     def pairs(self) -> PairsWhileTraining | None:
@@ -366,26 +397,34 @@ class Pretraining:
         return PairsWhileTraining(read_pairs(self.config.eval.pairs, self.config.eval.pairs_each), scorer, self.world)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
-        """Held-out figures. A dataset without a held-out split is noted once, at the start."""
-        if self.held_out is None:
-            if step == 0:
-                log.info("this dataset has no held-out split: the run is not evaluated")
+        """Held-out figures of the first dataset, and loss and bits a byte of each where there are several."""
+        figures: dict[str, float] = {}
+        for split in self.held_out:
+            found = self.evaluate_on(split, progress)
+            figures = figures or found
+            if split.bytes_a_token:
+                figures |= evaluation.of_dataset(split.name, found, split.bytes_a_token)
+        if not figures:
             return {}
-        place = self.world.rank, self.world.size
-        batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
-        batches, sources = evaluation.with_sources(batches, self.held_out), self.held_out.source_names
-        problems: list[Exception] = []
-        sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
-        problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
-        refuse_together(self.world, *problem)
-        figures = evaluation.summary(sums, sources)
         if self.pairs is not None:
             figures |= self.pairs.figures(progress)
         unshown = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
         shown = {k.removeprefix("eval/"): v for k, v in figures.items() if v < 1e4 and not k.startswith(unshown)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
-        self.shown = Shown(self.samples(self.held_out))
+        self.shown = Shown(self.samples(self.held_out[0].dataset))
         return figures
+
+    def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
+        """`evaluation.summary` of a held-out split."""
+        batches = evaluation.fixed_batches(
+            split.dataset, self.tokenizer, split.config, rank=self.world.rank, world=self.world.size
+        )
+        batches, sources = evaluation.with_sources(batches, split.dataset), split.dataset.source_names
+        problems: list[Exception] = []
+        sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
+        problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
+        refuse_together(self.world, *problem)
+        return evaluation.summary(sums, sources)
 
     def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
         """The model's words for a few held-out masks: rank 0 computes them, and where weights are split all ranks with it."""

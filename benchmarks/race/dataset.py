@@ -22,7 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,27 +154,13 @@ def build(text: Path, output: Path, *options: str) -> None:
     hardware.call(command, threads=1, log=output.with_name(f"{output.name}.log"))
 
 
-def bytes_a_token(folder: Path) -> float:
-    """Mean UTF-8 bytes of the tokens that can be masked in a dataset's rows, the space before a word counted to it."""
-    dataset = Dataset(folder)
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    counts = np.zeros(dataset.manifest.vocab_size, np.int64)
-    for first in range(0, dataset.rows, 8192):
-        rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
-        counts += np.bincount(rows.ids.ravel(), minlength=len(counts))
-    # the padding among them
-    counts[list(tokenizer.special_ids.values())] = 0
-    sizes = np.array([len(token) for token in tokenizer.token_bytes()])
-    return float(counts @ sizes / counts.sum())
-
-
 class Scorer:
     """Figures of any weights on the first `rows` rows of a dataset of held-out documents."""
 
     def __init__(self, folder: Path, rows: int, threads: int) -> None:
         self.dataset, self.rows, self.threads = Dataset(folder), rows, threads
         self.tokenizer = Tokenizer.load(self.dataset.tokenizer_path)
-        self.bytes_a_token = bytes_a_token(folder)
+        self.bytes_a_token = evaluation.bytes_a_token(self.dataset, self.tokenizer)
 
     def score(self, weights: Mapping[str, Tensor], tree: dict[str, Any]) -> dict[str, float]:
         """`bits` a byte, `loss` in nats a masked token and `accuracy`, of the model that the configuration `tree` is of."""

@@ -1,6 +1,7 @@
 """Held-out MLM (next-token where a run is causal) and NSP of a model, of a run's newest checkpoint, under a mask that never changes.
 
-megabert evaluate --model MODEL --data DIR        prints one JSON line
+megabert evaluate --model MODEL --data DIR           prints one JSON line
+megabert evaluate --model MODEL --data DIR DIR …     the first one's figures, and loss and bits a byte of each
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.evaluate"), description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
-    add("--data", required=True, metavar="DIR", help="dataset folder written by data_prep, with a held-out split")
+    folders = "dataset folders written by data_prep, with held-out splits"
+    add("--data", required=True, nargs="+", metavar="DIR", help=folders)
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)
     folder = located(args.model)
     from megabert.data.shards import Manifest
 
-    Manifest.load(args.data)  # what is wrong with it is answered before the slow imports
+    for data in args.data:
+        Manifest.load(data)  # what is wrong with it is answered before the slow imports
     from megabert.evaluation import evaluate_run
 
     print(json.dumps(evaluate_run(folder, args.data, args.rows)))

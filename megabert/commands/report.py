@@ -184,7 +184,7 @@ def results(run: ReportedRun) -> dict[str, str]:
                 kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
                 table[chart.title + kind] = chart.written.format(run.last[name])
     for name, value in run.last.items():
-        if name.startswith("eval/loss_by_source/") and isinstance(value, int | float):
+        if name.startswith(("eval/loss_by_source/", "eval/loss_by_dataset/")) and isinstance(value, int | float):
             table[f"Loss, held out, {name.split('/', 2)[2]}"] = f"{value:.4g}"
     if "time/train_seconds" in run.last:
         table["trained for"] = duration(run.last["time/train_seconds"])

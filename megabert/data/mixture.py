@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,6 @@ class Mixture:
         self.offsets = [0, *np.cumsum([part.rows for part in self.parts]).tolist()]
         self.rows: int = self.offsets[-1]
         self.folder, self.tokenizer_path = first.folder, first.tokenizer_path
-        # figures stay comparable whatever is mixed in
-        self.held_out_path = first.held_out_path
         manifests = [part.manifest for part in self.parts]
         fingerprint = compact([*(m.fingerprint for m in manifests), *map(str, self.counts)])
         self.manifest: Manifest = first.manifest.model_copy(
@@ -189,6 +188,16 @@ def _mixture(parts: Sequence[Dataset], mix: Mapping[str, float]) -> AnyDataset:
 def members(dataset: AnyDataset) -> tuple[Dataset, ...]:
     """The datasets of a mixture; a dataset alone is its only one."""
     return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
+
+
+def names_of(folders: Sequence[str | Path]) -> list[str]:
+    """A name for each folder: the last parts of its path, as few as tell all of them apart; with its number where none do."""
+    paths = [Path(folder).absolute().parts[1:] for folder in folders]
+    for kept in range(1, max(map(len, paths)) + 1):
+        names = ["_".join(parts[-kept:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}_{parts[-1]}" for number, parts in enumerate(paths, 1)]
 
 
 def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import reproduce
 from benchmarks.race import dataset, recipes, records
+from benchmarks.race.dataset import Scorer
 from benchmarks.race.recipes import TRACKS, RaceRecipe, track_of
 from benchmarks.race.records import Records
 from megabert import config as configuration
@@ -58,7 +59,7 @@ def test_bits_a_byte_do_not_depend_on_the_vocabulary() -> None:
     ids = Dataset(GOLDEN).read(np.arange(536)).ids
     tokens = Tokenizer.load(GOLDEN / "tokenizer.model").tokens
     text = sum(len(tokens[i].encode()) for i in ids.ravel().tolist() if i > 4)
-    assert dataset.bytes_a_token(GOLDEN) == pytest.approx(text / (ids > 4).sum())
+    assert Scorer(GOLDEN, 8, 1).bytes_a_token == pytest.approx(text / (ids > 4).sum())
 
 
 @pytest.mark.parametrize("name", recipes.names())
