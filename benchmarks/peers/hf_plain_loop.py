@@ -1,4 +1,4 @@
-"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of the race.
+"""Hugging Face's `BertForMaskedLM` or `ModernBertForMaskedLM` pre-trained by the loop its users write: the peer of the race.
 
 The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
 longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the precision that the device is
@@ -26,9 +26,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
-from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from benchmarks.peers.hf_step import bert_config
 from benchmarks.race.recipes import overrides_of
 from benchmarks.race.training import WEIGHTS
 from megabert import config as configuration
@@ -36,7 +41,7 @@ from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
-from megabert.hf.mapping import from_huggingface
+from megabert.hf.mapping import from_huggingface, to_huggingface_config
 
 # ids 0 to 4 in every tokenizer of ours
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -104,9 +109,13 @@ def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageM
     return DataCollatorForLanguageModeling(fast, mlm=True, mlm_probability=masking)
 
 
-def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
+def model_of(size: ModelConfig, dropout: float) -> PreTrainedModel:
+    """Their class of this size, newly initialised; ModernBERT computes the logits of masked positions alone, as its authors'
+    training does."""
     dropouts = {"dropout": dropout, "attention_dropout": dropout}
-    return BertForMaskedLM(bert_config(size.model_copy(update=dropouts)))
+    tree = to_huggingface_config(size.model_copy(update=dropouts))
+    sparse = {"sparse_prediction": True} if size.modern else {}
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**tree, **sparse), attn_implementation="sdpa")
 
 
 def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.AdamW:
@@ -163,7 +172,7 @@ def device() -> torch.device:
 
 def train(
     dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: PeerRecipe, every: float
-) -> Iterator[tuple[dict[str, float], BertForMaskedLM]]:
+) -> Iterator[tuple[dict[str, float], PreTrainedModel]]:
     """Trains for the budget on the CPU or the first GPU.
 
     Yields (seconds of training, step, real tokens so far; the model) before the first step, after every `every`, a share of
@@ -230,7 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe, sizes = recipe_of(args.recipe)
         tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
-        fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", "model.norm=post"]
+        norm = "pre" if "model.kind=modern" in sizes else "post"
+        fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", f"model.norm={norm}"]
         cfg = configuration.load(args.preset, [*sizes, *fixed])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

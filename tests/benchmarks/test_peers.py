@@ -8,6 +8,7 @@ import sys
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +16,19 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import BertLMHeadModel
+from transformers import BertLMHeadModel, ModernBertConfig, ModernBertForMaskedLM
 
 from benchmarks import bench_data, bench_prep
 from benchmarks import bench_predict as bench
 from benchmarks.peers import hf_plain_loop as loop
-from benchmarks.peers.hf_step import bert_config
-from megabert.config import ModelConfig
+from benchmarks.peers.hf_step import bert_config, padded
+from benchmarks.race.dataset import Scorer
+from megabert import evaluation
+from megabert.config import Config, EvalConfig, ModelConfig
+from megabert.data.batch import Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf.mapping import from_huggingface
 from tests.conftest import ROOT
 from tests.helpers import wordpiece
 
@@ -57,6 +62,61 @@ def test_causal_loss_is_that_of_the_causal_model() -> None:
         masked = model(**batch).loss
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     assert float(masked) != pytest.approx(float(expected), rel=1e-3)
+
+
+def modern(**changes: Any) -> ModelConfig:
+    """ModernBERT of three layers, the second and third local."""
+    fields = {"kind": "modern", "norm": "pre", "nsp": False, "bias": False, "layer_norm_eps": 1e-5, "window": 64}
+    return SIZE.model_copy(update=fields | {"layers": 3} | changes)
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return model.eval()
+
+
+def test_modern_peer_is_modernbert_as_published() -> None:
+    """Its loss on sequences of 128 is that of the class with the fields of the published configuration at this size."""
+    model = randomised(loop.model_of(modern(max_positions=128), dropout=0.0))
+    fields = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    theta = {"global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0, "local_attention": 64, "pad_token_id": 0}
+    config = ModernBertConfig(**fields, **theta, intermediate_size=modern().ffn, attn_implementation="eager")
+    plain = ModernBertForMaskedLM(config).eval()
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(6)
+    ids = torch.randint(5, 50, (4, 128))
+    real = torch.arange(128) < torch.tensor([128, 100, 70, 128])[:, None]
+    labels = ids.where((torch.rand(4, 128) < 0.3) & real, -100)
+    batch = {"input_ids": ids.where(real, 0), "attention_mask": real.long(), "labels": labels}
+    with torch.no_grad():
+        found, expected = model(**batch), plain(**batch)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert found.logits.shape == (int((labels >= 0).sum()), 50), "logits of masked positions alone"
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_scorer_gives_modernberts_own_loss(window: int) -> None:
+    data = Dataset(GOLDEN)
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    size = modern(vocab_size=tokenizer.vocab_size, window=window, max_positions=64)
+    model = randomised(loop.model_of(size, dropout=0.0))
+    tree = Config(model=size).model_dump()
+    found = Scorer(GOLDEN, rows=48, threads=1).score(from_huggingface(model.state_dict(), size), tree)
+    cfg = Config(model=size, eval=EvalConfig(rows=48))
+    loss = correct = count = 0.0
+    for made in evaluation.fixed_batches(data, tokenizer, cfg):
+        for batch in padded(Update(0, 0, [made]), 64):
+            ours = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+            labels = ours["labels"][ours["labels"] >= 0]
+            with torch.no_grad():
+                theirs = model(**ours)
+            loss, count = loss + theirs.loss.item() * len(labels), count + len(labels)
+            correct += (theirs.logits.argmax(-1) == labels).sum().item()
+    assert count > 300
+    assert found["loss"] == pytest.approx(loss / count, abs=1e-4) and found["loss"] > 5
+    assert found["accuracy"] == pytest.approx(correct / count, abs=1e-4)
 
 
 def test_budget_is_tokens_where_they_are_given() -> None:
