@@ -58,7 +58,7 @@ def build(inputs: list[str], output: Path, *extra: str) -> dict[str, Any]:
     """Summary of one run of the command."""
     summary = output.with_suffix(".json")
     command = [sys.executable, "-m", "data_prep", "build", "--input", *inputs, "--output", str(output)]
-    command += ["--quiet", "--overwrite", "--json", str(summary), *extra]
+    command += ["--nsp", "--quiet", "--overwrite", "--json", str(summary), *extra]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return json.loads(summary.read_text())
 

@@ -248,7 +248,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Path:
     from data_prep.__main__ import main as data_prep
 
     print("no --data: building a dataset from the documentation installed here", flush=True)
-    build = ["build", "--input", "pydoc", "--output", str(folder / "data"), "--quiet"]
+    build = ["build", "--input", "pydoc", "--output", str(folder / "data"), "--nsp", "--quiet"]
     code = data_prep([*build, "--seq-len", str(args.seq_len), "--vocab-size", str(VOCABULARY)])
     if code:
         raise ValueError("data_prep failed; give a dataset with --data DIR")

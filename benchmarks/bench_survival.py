@@ -80,7 +80,7 @@ def sums(cases: dict[str, Any]) -> dict[str, Any]:
 def build_data(folder: Path) -> Path:
     """A dataset of Python's documentation."""
     build = ("--input", "pydoc", "--output", folder, "--seq-len", 64, "--vocab-size", 2000, "--held-out", "0.02")
-    command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--quiet"]
+    command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--nsp", "--quiet"]
     subprocess.run(command, cwd=hardware.ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 

@@ -35,12 +35,12 @@ def _option(
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `data_prep build` but its inputs, output and how it runs. A flag that is on by default is --no-NAME."""
+    """Options of `data_prep build` but its inputs, output and how it runs."""
 
     seq_len: tuple[int, ...] = _option(
         (128,), "rows", "tokens a row; several make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
     )
-    nsp: bool = _option(True, "rows", "full sentences in place of sentence pairs")
+    nsp: bool = _option(False, "rows", "sentence pairs in place of running text, for presets with model.nsp=true")
     held_out: float = _option(0.01, "rows", "share of documents kept for evaluation", 0, 0.5)
     rows_per_shard: int = _option(65_536, "rows", "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
     seed: int = _option(0, "rows", "of the shuffle, the pairs and the held-out documents", 0, 2**32 - 1)
@@ -102,7 +102,6 @@ class BuildOptions:
         for item in fields(BuildOptions):
             name, default, keywords = item.name, item.default, dict(item.metadata["argument"])
             if isinstance(default, bool):
-                name = f"no_{name}" if default else name
                 keywords["action"] = "store_true"
             elif isinstance(default, tuple):
                 keywords |= {"nargs": "+", "default": list(default), "type": type(default[0]) if default else str}
@@ -115,10 +114,8 @@ class BuildOptions:
     @staticmethod
     def of(args: argparse.Namespace) -> BuildOptions:
         """The options of parsed arguments. Raises BadInput for a value that `check` refuses."""
-        values: dict[str, Any] = {}
-        for item in fields(BuildOptions):
-            value = not getattr(args, f"no_{item.name}") if item.default is True else getattr(args, item.name)
-            values[item.name] = tuple(value) if isinstance(value, list) else value
+        values = {item.name: getattr(args, item.name) for item in fields(BuildOptions)}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         if "none" in values["dedup"] and len(values["dedup"]) > 1:
             raise BadInput("--dedup: none excludes the others")
         values["dedup"] = tuple(kind for kind in DEDUP if kind in values["dedup"])

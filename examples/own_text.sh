@@ -11,7 +11,7 @@ shift
 read -r -a extra <<<"${EXTRA:-}"
 
 python -m data_prep build --input "$@" --output "$out/data" --held-out 0.02 \
-  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --no-nsp
+  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}"
 
 # The same command again resumes from the newest checkpoint; `deepspeed --num_gpus N` in place of `python` for more ranks.
 python megabert/train.py --config "${CONFIG:-launch/quickstart.toml}" --data "$out/data" --run "$out/run" "${extra[@]}"

@@ -47,7 +47,7 @@ quiet=()
 
 section "1/4 shards from ${CORPUS:-the English documentation installed on this machine}"
 python -m data_prep build --input "${corpus[@]}" --output "$OUT/data" \
-  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --no-nsp --held-out 0.02 "${quiet[@]}"
+  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --held-out 0.02 "${quiet[@]}"
 
 section "2/4 BERT-Tiny on $RANKS ranks, ZeRO stage 2, stopped at step $half of $STEPS"
 train --stop-after "$half"

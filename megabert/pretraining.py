@@ -150,12 +150,6 @@ def complete_config(
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
     for dataset in datasets:
         config = fitted_to(config, dataset.manifest)
-    dataset = datasets[0]
-    if world.is_main and dataset.manifest.options.get("nsp") and not config.model.nsp:
-        log.warning(
-            f"{config.data.path}: its rows are sentence pairs, of which half have a random second part, and model.nsp=false learns "
-            "nothing from them; rows of running text come from data_prep build --no-nsp"
-        )
     run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint)
     path = checkpoints.latest()

@@ -185,7 +185,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
     for phase in phases_of(config):
-        path, build = phase.config.data.path, "megabert prep build" + " --no-nsp" * (not config.model.nsp)
+        path, build = phase.config.data.path, "megabert prep build" + " --nsp" * config.model.nsp
         if not Path(path, MANIFEST).is_file():
             named = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{named} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")

@@ -153,6 +153,7 @@ MISTAKES = {
     "train --config tiny --data nowhere --run x": "--data nowhere: no dataset (manifest.json) there; ",
     "train --config tiny --explain shedule": "--explain shedule: no such section or key; did you mean schedule?",
     "prep build --inptu x --output y": "unknown option --inptu; did you mean --input?",
+    "prep build --no-nsp --input x --output y": "unknown option --no-nsp; did you mean --nsp?",
     "prep biuld": "argument command: invalid choice: 'biuld'",
     "plan --config tiny --over 8": "--over belongs to a forecast: name the GPU with --gpus",
     "plan --config tinny --gpus h100": "--config tinny: no such preset or file; presets: ",

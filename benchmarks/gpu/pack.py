@@ -104,7 +104,7 @@ def make(
         )
     shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
     build = [sys.executable, "-m", "data_prep", "build", "--output", str(folder / "data"), "--quiet", "--held-out", "0"]
-    run([*build, "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])
+    run([*build, "--nsp", "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])
     needed = requirements(PACKAGES) if wheels else []
     if needed:
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]

@@ -150,7 +150,7 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
 
 def build(text: Path, output: Path, *options: str) -> None:
     command = [sys.executable, "-m", "data_prep", "build", "--input", str(text), "--output", str(output)]
-    command += ["--seq-len", str(SEQ_LEN), "--no-nsp", "--quiet", *options]
+    command += ["--seq-len", str(SEQ_LEN), "--quiet", *options]
     hardware.call(command, threads=1, log=output.with_name(f"{output.name}.log"))
 
 

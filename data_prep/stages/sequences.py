@@ -441,12 +441,12 @@ def check(drawn: ItemResult, seq_len: int) -> None:
         log.warning(
             f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second part, where half should: "
             f"documents have {c['sentences'] / max(1, c['documents']):.1f} sentences on average, and one of a single sentence "
-            "has no next (--no-nsp makes no pairs; --text-documents says what a document is)"
+            "has no next (without --nsp no pairs are made; --text-documents says what a document is)"
         )
     tokens = c["corpus tokens"] + c["borrowed tokens"]
     if c["pairs"] and c["truncated tokens"] > MAX_TRUNCATED * tokens:
         log.warning(
             f"rows of {seq_len}: {c['truncated tokens'] / tokens:.0%} of the tokens are cut off: sentences have "
             f"{c['corpus tokens'] / max(1, c['sentences']):.0f} tokens on average (a longer --seq-len, a larger --vocab-size, or "
-            "--no-nsp, which cuts off none)"
+            "rows without --nsp, which lose none)"
         )

@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         log.info("it is a decoder, so pre-training continues causally (data.masking.strategy=causal)")
     model, tokenizer = foreign.config.model, Path(args.run, foreign.tokenizer.file_name)
     log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens. To continue:")
-    log.info(f"  megabert prep build --tokenizer {tokenizer} --input PATH… --output DATA")
+    log.info(f"  megabert prep build --tokenizer {tokenizer}{' --nsp' * model.nsp} --input PATH… --output DATA")
     log.info(f"  megabert train --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
     log.info(
         "which is 12,500 updates of 256 rows at a rate of 1e-4 (schedule.total_steps=…, optimizer.lr=… for others)"

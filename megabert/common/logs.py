@@ -6,6 +6,7 @@ MEGABERT_LOG names the lowest level that is shown: debug, info (default), warnin
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -41,6 +42,13 @@ def setup(rank: int = 0, size: int = 1, level: str = "") -> None:
     if name not in LEVELS:
         raise ValueError(f"MEGABERT_LOG={name}: choose {', '.join(LEVELS)}")
     log.setLevel(name.upper())
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A warning that all ranks or phases have in common: rank 0 prints it, once a process."""
+    if _lines.is_main:
+        log.warning(text)
 
 
 def duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.files import compact
+from megabert.common.logs import warn_once
 from megabert.config import Config, from_dict
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
@@ -151,14 +152,25 @@ def _check_alike(first: Dataset, part: Dataset) -> None:
 
 
 def fitted_to(config: Config, manifest: Manifest) -> Config:
-    """The config with the size of the data's vocabulary. Raises ValueError naming the field where config and data disagree."""
+    """The config with the size of the data's vocabulary. Warns of sentence pairs that nothing learns from.
+
+    Raises ValueError naming the field where config and data disagree.
+    """
     model = config.model
     if model.vocab_size not in (0, manifest.vocab_size):
         raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {manifest.vocab_size}; remove it")
     if manifest.seq_len > model.max_positions:
         raise ValueError(f"model.max_positions={model.max_positions} is below the dataset's seq_len={manifest.seq_len}")
-    if model.nsp and not manifest.options.get("nsp", True):
-        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
+    pairs = manifest.options.get("nsp")
+    if model.nsp and pairs is False:
+        raise ValueError(
+            "model.nsp=true but the dataset has no sentence pairs; build it with --nsp, or set model.nsp=false"
+        )
+    if pairs and not model.nsp:
+        warn_once(
+            "the dataset's rows are sentence pairs, of which half have a random second part, and model.nsp=false learns nothing from "
+            "them; build it without --nsp for rows of running text"
+        )
     return with_vocabulary_size(config, manifest.vocab_size)
 
 

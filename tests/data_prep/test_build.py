@@ -26,7 +26,7 @@ def mpirun(ranks):
 def options(corpus, tokenizer_file):
     return (
         "build", "--input", corpus, "--tokenizer", tokenizer_file, "--held-out", 0.02, "--rows-per-shard", 8192,
-        "--seed", 3, "--quiet",
+        "--seed", 3, "--nsp", "--quiet",
     )  # fmt: skip
 
 

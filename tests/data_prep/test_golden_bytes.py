@@ -42,7 +42,7 @@ def test_the_same_input_gives_the_same_bytes(command, tmp_path):
     result = command(
         "build", "--input", f"modules={text / 'modules.jsonl.gz'}", f"notes={text / 'notes.txt'}", "--weight", "notes=2.5",
         "--text-documents", "blank-line", "--tokenizer", GOLDEN / "dataset" / "tokenizer.model", "--output", output,
-        "--seq-len", 64, "--dedup", "documents", "near", "paragraphs", "--filters", "min-words=20", "max-duplicate-lines=0.3",
+        "--seq-len", 64, "--nsp", "--dedup", "documents", "near", "paragraphs", "--filters", "min-words=20", "max-duplicate-lines=0.3",
         "--held-out", 0.04, "--rows-per-shard", 256, "--seed", 5, "--workers", 2, "--quiet",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

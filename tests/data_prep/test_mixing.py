@@ -31,7 +31,7 @@ def mixed(corpus, topics, tokenizer_file, command, tmp_path_factory):
         (folder / "books" / f"{i:02}.txt").write_text(text, encoding="utf-8")
     result = command(
         "build", "--input", f"wiki={corpus}", f"books={folder / 'books'}", "--weight", "wiki=0.25", "books=2.5",
-        "--tokenizer", tokenizer_file, "--output", folder / "out", "--seq-len", 32, 96, "--held-out", 0.02, "--quiet",
+        "--tokenizer", tokenizer_file, "--output", folder / "out", "--seq-len", 32, 96, "--held-out", 0.02, "--nsp", "--quiet",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return folder / "out", json.loads((folder / "out" / "report.json").read_text()), result.stdout

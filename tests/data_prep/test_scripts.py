@@ -82,7 +82,7 @@ def built(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     texts = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(request.param))
     (folder / "text.jsonl").write_text("".join(texts), encoding="utf-8")
-    command = ["build", "--input", folder / "text.jsonl", "--output", folder / "out", "--seq-len", SEQ_LEN]
+    command = ["build", "--input", folder / "text.jsonl", "--output", folder / "out", "--nsp", "--seq-len", SEQ_LEN]
     command += ["--vocab-size", 400, "--model-type", "bpe", "--character-coverage", 1, "--workers", 1, "--quiet"]
     assert main([*map(str, command)]) == 0
     return request.param, folder / "out"

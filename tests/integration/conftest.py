@@ -64,7 +64,7 @@ def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
         done = command(
             *("-m", "data_prep", "build", "--input", corpus, "--output", folder, "--seq-len", 64),
-            *("--vocab-size", 2000, "--workers", 2, "--held-out", 0.05),
+            *("--vocab-size", 2000, "--workers", 2, "--held-out", 0.05, "--nsp"),
         )
         assert done.returncode == 0, done.stderr
 

@@ -17,7 +17,11 @@ GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "dataset"
 @pytest.mark.parametrize(
     ("changes", "overrides", "message"),
     [
-        ({"nsp": False}, [], "model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false"),
+        (
+            {"nsp": False},
+            [],
+            "model.nsp=true but the dataset has no sentence pairs; build it with --nsp, or set model.nsp=false",
+        ),
         ({}, ["model.max_positions=32"], "model.max_positions=32 is below the dataset's seq_len=64"),
         ({}, ["model.vocab_size=77"], "model.vocab_size=77 but the tokenizer has"),
     ],
@@ -35,8 +39,14 @@ def test_plan_and_train_refuse_the_same_data(changes, overrides, message, tmp_pa
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_plan_warns_once_of_pairs_without_their_head():
+    done = command("-m", "megabert", "plan", "--config", "tiny_phases", "--data", GOLDEN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("phase ") == 3 and done.stderr.count("warning: the dataset's rows are sentence pairs") == 1
+
+
 @pytest.mark.slow
-def test_pairs_without_their_head_are_one_line(tmp_path):
+def test_train_warns_once_of_pairs_without_their_head(tmp_path):
     done = command(
         *(
             "-m",
@@ -54,4 +64,4 @@ def test_pairs_without_their_head_are_one_line(tmp_path):
         *("schedule.total_steps=1", "schedule.warmup_steps=0", "peak_tflops=1.0", "data.workers=0", "eval.rows=8"),
     )
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("its rows are sentence pairs") == 1
+    assert (done.stdout + done.stderr).count("warning: the dataset's rows are sentence pairs") == 1

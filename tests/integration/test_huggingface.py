@@ -67,7 +67,7 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     weights = pretrained.load(back).weights
     assert all(weights[name].equal(found.weights[name]) for name in weights.keys() | found.weights.keys())
     build = ("-m", "data_prep", "build", "--input", corpus, "--output", data, "--seq-len", 64, "--workers", 1)
-    run(*build, "--tokenizer", back / "tokenizer.model", "--held-out", 0.05)
+    run(*build, "--tokenizer", back / "tokenizer.model", "--held-out", 0.05, "--nsp")
     train = ("megabert/train.py", "--data", data, "--config", back / "config.toml")
     output = run(*train, "--run", tmp_path / "second", *SHORT)
     assert f"starting from the weights of {back} at step 0" in output

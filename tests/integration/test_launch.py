@@ -167,7 +167,7 @@ def test_each_node_finds_its_own_interface_in_the_ranks_network() -> None:
 @pytest.mark.dist
 def test_prep_makes_both_lengths_with_one_tokenizer_over_ranks(corpus, tmp_path) -> None:
     env = {"CORPUS": str(corpus), "VOCAB": "1000", "SLURM_NTASKS": "2"}
-    env |= {"DATA": str(tmp_path / "data"), "PREP": "--held-out 0.02 --dedup documents near"}
+    env |= {"DATA": str(tmp_path / "data"), "PREP": "--nsp --held-out 0.02 --dedup documents near"}
     done = submit("launch/prep.slurm", tmp_path, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     short, long = (

@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (folder / name / f"{i}.txt").write_text("\n".join(sentences))
         done = command(
             *("-m", "data_prep", "build", "--input", folder / "words", folder / "numbers", "--output", folder / "data"),
-            *("--seq-len", 64, "--vocab-size", 60, "--held-out", 0.3, "--workers", 1, "--quiet"),
+            *("--seq-len", 64, "--vocab-size", 60, "--held-out", 0.3, "--nsp", "--workers", 1, "--quiet"),
         )
         assert done.returncode == 0, done.stderr
 

@@ -16,7 +16,7 @@ def test_a_byte_level_bpe_goes_through_every_command(corpus, tmp_path):
     file = fast_tokenizers.write(tmp_path / "tokenizer.json", texts=texts[:20], size=1000)
     data, run, output = tmp_path / "data", tmp_path / "run", tmp_path / "hf"
     for call in (
-        ("data_prep", "build", "--input", corpus, "--output", data, "--seq-len", 64, "--tokenizer", file, "--workers", 1),
+        ("data_prep", "build", "--input", corpus, "--output", data, "--seq-len", 64, "--tokenizer", file, "--nsp", "--workers", 1),
         ("megabert", "train", "--config", "tiny", "--data", data, "--run", run, "model.layers=1", "model.hidden=32",
          "model.heads=2", "batch.global_size=16", "batch.micro_size=16", "schedule.total_steps=2", "schedule.warmup_steps=1",
          "peak_tflops=1.0", "data.workers=0"),

@@ -186,7 +186,7 @@ def test_mistake_is_one_clear_line(name, dataset, tmp_path):
 @pytest.mark.slow
 def test_large_takes_three_real_steps_under_zero_2(tmp_path):
     data = tmp_path / "data"
-    done = command("-m", "data_prep", "build", "--input", "pydoc", "--output", data, "--vocab-size", 20_000)
+    done = command("-m", "data_prep", "build", "--input", "pydoc", "--output", data, "--vocab-size", 20_000, "--nsp")
     assert done.returncode == 0, done.stderr
     done = command(
         *("megabert/train.py", "--config", "large_phase1", "--data", data, "--run", tmp_path / "large"),

@@ -59,7 +59,7 @@ def test_build_drops_by_each_model(model, tmp_path):
     lines = [text("en" if i % 2 else "de", rng) for i in range(60)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     options = [
-        "--text-documents", "line", "--no-nsp", "--seq-len", "32", "--held-out", "0", "--workers", "1", "--quiet",
+        "--text-documents", "line", "--seq-len", "32", "--held-out", "0", "--workers", "1", "--quiet",
         "--tokenizer", f"{OLD}/dataset/tokenizer.model", "--classifier", f"{model}:en,de:0.1", f"{model}:en:0.65",
     ]  # fmt: skip
     for _ in range(2):

@@ -148,7 +148,7 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
         output = tmp_path / f"out {kinds}"
         result = command(
             "build", "--input", planted, "--tokenizer", tokenizer_file, "--output", output, "--held-out", 0, "--quiet",
-            "--no-nsp", *(("--dedup", *kinds.split()) if kinds else ()),
+            *(("--dedup", *kinds.split()) if kinds else ()),
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         report = json.loads((output / "report.json").read_text())

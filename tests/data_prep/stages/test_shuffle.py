@@ -49,7 +49,7 @@ def test_merged_runs_give_the_same_bytes(make, monkeypatch):
 
 def test_neighbouring_rows_are_strangers(make):
     """The share of rare tokens is the same in each tenth of the rows, and that of a row says nothing of the next."""
-    dataset = Dataset(make("whole", nsp=False))
+    dataset = Dataset(make("whole"))
     rows = dataset.read(np.arange(dataset.rows)).ids
     half = np.median(rows[rows > 4])
     share = ((rows > half) & (rows > 4)).sum(1) / (rows > 4).sum(1)
