@@ -1,7 +1,7 @@
-"""The README's commands, read from the README and run.
+"""Every command of README.md, run in the order it stands in, in a fresh clone of the repository.
 
-A fenced `bash` block after `<!-- test: NAME -->` is run here by the test of that name, with the environment that runs the
-tests (`VENV=`) and, but for the slow ones, with sizes that take seconds. What differs from the README is in each test.
+`STEPS` has a line for each of them; one that is missing there fails a default test. Commands, flags and order are the README's.
+What is added are sizes that take seconds, and options that a machine shared with other tests needs (ports, nodes).
 """
 
 from __future__ import annotations
@@ -9,50 +9,160 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from benchmarks.common.hardware import free_port
+from tests.helpers import glue_folder, wordpiece
+from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-SMALL = "model.hidden=32 log.interval=4 eval.rows=64 batch.global_size=32 batch.micro_size=16"
+FENCES = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+TINY = "model.hidden=32 model.heads=2 batch.global_size=32 batch.micro_size=16 log.interval=4 eval.rows=64"
+SECONDS = f"{TINY} schedule.budget_minutes=0.2 checkpoint.interval=10"
+PHASES = f"{TINY} model.layers=1 schedule.total_steps=2 schedule.warmup_steps=1 eval.interval=0"
+JOB = "--cpus-per-task=1 --time=10 --wait"
 
 
-def commands(name: str) -> list[str]:
-    """The lines of the block marked `name`; every marker is there exactly once."""
-    found = re.findall(rf"<!-- test: {name} -->\n```bash\n(.*?)```", README, re.S)
-    assert len(found) == 1, f"README.md has {len(found)} blocks marked {name}"
-    return found[0].strip().splitlines()
+def blocks(readme: str) -> Iterator[tuple[str, list[str]]]:
+    """Language of each fenced block, with its commands if that is bash (no comments, continued lines joined), else its text."""
+    for language, text in FENCES.findall(readme):
+        lines = [re.sub(r"(^|\s+)#.*", "", line) for line in text.replace("\\\n", " ").splitlines()]
+        yield language, [line for line in lines if line.strip()] if language == "bash" else [text]
 
 
-def run(command: str, timeout: int = 600, **env: str) -> str:
-    """Runs one line as a user's shell would, from the repository's root; returns what it printed."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "VENV": "", "OMP_NUM_THREADS": "1"} | env
+class Shown(NamedTuple):
+    """What a command printed, and the clone it ran in."""
+
+    text: str
+    clone: Path
+
+    def has(self, *patterns: str) -> bool:
+        return all(re.search(pattern, self.text) for pattern in patterns)
+
+    def losses(self, run: str) -> list[tuple[int, float]]:
+        return losses(self.clone / run)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command by its first words; what shows that it worked; arguments behind it, a replacement in it, its environment."""
+
+    starts: str
+    worked: Callable[[Shown], bool]
+    more: str = ""
+    replaced: tuple[str, str] = ("", "")
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def quickstart_worked(shown: Shown) -> bool:
+    """The loss falls over three evaluations, the run was stopped and resumed, and the results are where the README says."""
+    table = [line.split() for line in shown.text.splitlines() if ", step " in line]
+    found = {row[row.index("step") + 1]: float(row[row.index("step") + 2]) for row in table}
+    assert list(found) == ["0", "12", "24"] and found["0"] > found["12"] > found["24"], shown.text
+    assert shown.has("resuming from .* at step 12", "training loss, updates") and accuracy(shown.text)
+    page = (shown.clone / "runs/quickstart/run/report.html").read_text()
+    assert ">update 0<" in page and ">update 24<" in page and ">restart</td>" in page
+    assert list((shown.clone / "runs/quickstart/run/tensorboard").glob("events*"))
+    assert (shown.clone / "runs/quickstart/data/manifest.json").is_file()
+    return [step for step, _ in shown.losses("runs/quickstart/run")] == [0, 24]
+
+
+def evaluated(shown: Shown) -> bool:
+    """The figures are those that the run itself logged at its end."""
+    (_, first), *_, last = shown.losses("runs/mini")
+    figures = json.loads(shown.text)
+    return (figures["step"], figures["eval/mlm_loss"]) == last and last[1] < first
+
+
+def phases_trained(shown: Shown) -> bool:
+    return all('"step": 2,' in (shown.clone / f"runs/large_phase{n}/metrics.jsonl").read_text() for n in (1, 2))
+
+
+def has(*patterns: str) -> Callable[[Shown], bool]:
+    return lambda shown: shown.has(*patterns)
+
+
+def wrote(*files: str) -> Callable[[Shown], bool]:
+    return lambda shown: all((shown.clone / file).is_file() for file in files)
+
+
+STEPS = (
+    Step(
+        "make quickstart",
+        quickstart_worked,
+        env={"CORPUS": "corpus", "STEPS": "24", "VOCAB": "600", "SEQ_LEN": "64", "EXTRA": TINY},
+    ),
+    Step(
+        "make test",
+        has("All checks passed", "no issues found", r"\d passed"),
+        env={"PYTEST_ARGS": "tests/common/test_tables.py", "WORKERS": "1"},
+    ),
+    Step("python -m data_prep build", has(r"report +data/seq128"), "--vocab-size 600"),
+    Step("python -m data_prep verify", has(r"data/seq128: complete, \d+ rows")),
+    Step("python -m data_prep inspect", has(r"rows +\d+ of 128 tokens")),
+    Step(
+        "deepspeed",
+        has(r"2 rank\(s\) on cpu", "finished: held-out loss"),
+        SECONDS,
+        replaced=("deepspeed", f"deepspeed --master_port {free_port()}"),
+    ),
+    Step("python -m megabert evaluate", evaluated),
+    Step("tensorboard", has("1_loss/training", "train/loss", "eval/mlm_loss"), "--inspect"),
+    Step("megabert doctor", has("training can run here")),
+    Step("megabert plan", has("projection, not measured: h100", r"\n +512 ")),
+    Step("megabert report", wrote("runs/mini/report.html")),
+    Step("megabert verify", has("every file as it was saved", "every byte as it was written")),
+    Step("mpirun -n 2 megabert replay", has("figures and digests .* are equal bit for bit")),
+    Step("megabert train", has("finished: held-out loss"), f"{SECONDS} model.layers=2"),
+    Step(
+        "sbatch -N 4 launch/prep.slurm",
+        wrote("on_slurm/seq128/manifest.json", "on_slurm/seq512/manifest.json"),
+        replaced=("-N 4", f"-N 1 --ntasks-per-node=2 {JOB}"),
+        env={"VOCAB": "600"},
+    ),
+    Step(
+        "sbatch -N 4 launch/pretrain_large.slurm",
+        phases_trained,
+        PHASES,
+        replaced=("-N 4", f"-N 2 --ntasks-per-node=1 --gpus-per-node=1 {JOB}"),
+    ),
+    Step("megabert convert", wrote("runs/start/config.toml")),
+    Step("megabert fill", lambda shown: shown.text.count("%") == 5),
+    Step("megabert pairs", has(r"mean of \d+ paradigms")),
+    Step("megabert finetune", has("best model: runs/sst2/.*/best")),
+    Step("megabert glue", has(r"\| SST-2 \|", r"\| RTE \|"), "--seeds 1"),
+    Step("megabert features", lambda shown: np.load(shown.clone / "vectors.npy").shape == (2, 32)),
+    Step("megabert distill", has("finished: held-out loss .* in runs/student")),
+    Step("megabert export", wrote("hf/mini/model.safetensors")),
+)
+
+
+def run(command: str, folder: Path, timeout: int = 900, **env: str) -> str:
+    """Runs one line as a user's shell in `folder` would, in the environment that runs the tests; returns what it printed."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": ""}
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        ["bash", "-c", command], cwd=folder, env=environment | env, capture_output=True, text=True, timeout=timeout
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    logs = "".join(log.read_text()[-4000:] for log in folder.glob("*.log"))
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{logs}"
     return done.stdout
 
 
-def documents(folder: Path, count: int) -> Path:
-    """Real English: topics of Python's language reference, one a file."""
-    from pydoc_data.topics import topics
-
-    folder.mkdir()
-    for name, text in sorted(topics.items())[:count]:
-        (folder / f"{name}.txt").write_text(re.sub(r"[*`\\]+", "", text))
-    return folder
-
-
-def losses(run_folder: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, held-out loss) of each evaluation of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["eval/mlm_loss"]) for line in lines if "eval/mlm_loss" in line]
 
 
@@ -62,82 +172,102 @@ def accuracy(shown: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def test_every_block_is_run_here_or_needs_other_hardware() -> None:
-    marked = set(re.findall(r"<!-- test: (\S+) -->\n```bash\n", README))
-    assert marked == {"quickstart", "suite", "own-text"}
-    unmarked = re.findall(r"(?<!-->\n)```bash\n(.*?)```", README, re.S)
-    for block in unmarked:
-        assert "sbatch" in block or "--config large" in block, f"not marked for a test:\n{block}"
+def write_inputs(folder: Path) -> None:
+    """What the README takes for given: text, a published model, a task, two tasks of GLUE, minimal pairs."""
+    from pydoc_data.topics import topics
+
+    from transformers import BertConfig, BertForMaskedLM
+
+    (folder / "corpus").mkdir()
+    for name, text in sorted(topics.items())[:40]:
+        (folder / f"corpus/{name}.txt").write_text(re.sub(r"[*`\\]+", "", text))
+    tokenizer = wordpiece.peer(wordpiece.write(folder / "vocab.txt"))
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    for part in (BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **shape)), tokenizer):
+        part.save_pretrained(folder / "hf/bert-base-uncased")
+    for task in glue_folder.write_folder(folder / "glue").iterdir():
+        if task.name not in ("SST-2", "RTE"):
+            shutil.rmtree(task)
+    for name in ("train.tsv", "dev.tsv"):
+        shutil.copy(folder / "glue/SST-2" / name, folder / name)
+    (folder / "lines.txt").write_text("One line of text.\nAnd another one.\n")
+    (folder / "blimp").mkdir()
+    published = sorted((wordpiece.DATA / "minimal_pairs/blimp").glob("*.jsonl"))
+    for file in published:
+        (folder / "blimp" / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    if not published:
+        pairs = [
+            {"sentence_good": f"The {noun}s are old.", "sentence_bad": f"The {noun}s is old."}
+            for noun in ("door", "tree")
+        ]
+        names = {"field": "syntax", "linguistics_term": "agreement", "UID": "agreement"}
+        (folder / "blimp/agreement.jsonl").write_text("".join(json.dumps(pair | names) + "\n" for pair in pairs))
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What is committed here, with the native library of this folder and the README's inputs."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
+    shutil.copy(ROOT / "megabert/_native.abi3.so", tmp_path / "clone/megabert")
+    write_inputs(tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+def take(command: str, clone: Path, **env: str) -> None:
+    """Runs a command of the README by its step, and asserts that it worked."""
+    (step,) = (step for step in STEPS if command.startswith(step.starts))
+    line = f"{command.replace(*step.replaced)} {step.more}"
+    shown = run(line, clone, **(env | step.env))
+    assert step.worked(Shown(shown, clone)), f"{line}\n{shown}"
+
+
+def test_every_command_has_a_step() -> None:
+    """In the order of the README, each once; and no command stands where none is looked for."""
+    found = [line for language, lines in blocks(README) if language == "bash" for line in lines]
+    missing = [line for line in found if not any(line.startswith(step.starts) for step in STEPS)]
+    assert not missing, f"README.md has commands that no step of this test runs: {missing}"
+    starts = [step.starts for line in found for step in STEPS if line.startswith(step.starts)]
+    assert starts == [step.starts for step in STEPS]
+    elsewhere = [text for language, lines in blocks(README) if language not in ("bash", "python") for text in lines]
+    elsewhere += re.findall(r"^ {4}.*", FENCES.sub("", README), re.M)
+    programs = "|".join({step.starts.split()[0] for step in STEPS})
+    assert not re.findall(rf"^\W*(?:{programs}) .*", "\n".join(elsewhere), re.M), "mark this block ```bash"
 
 
 def test_the_two_commands_are_make_targets() -> None:
-    assert commands("quickstart") == ["make quickstart"] and commands("suite") == ["make test"]
-    shown = run("make --dry-run test")
+    shown = run("make --dry-run test", ROOT)
     assert "ruff check" in shown and "mypy" in shown and "pytest" in shown
-
-
-@pytest.mark.dist
-@pytest.mark.slow  # .ci/run does it as it is written
-def test_quickstart_on_your_own_text(tmp_path) -> None:
-    (command,) = commands("quickstart")
-    corpus, out = documents(tmp_path / "corpus", 40), tmp_path / "out"
-    sizes = {"STEPS": "24", "VOCAB": "600", "SEQ_LEN": "64", "EXTRA": SMALL}
-    shown = run(command, CORPUS=str(corpus), OUT=str(out), **sizes)
-    table = [line.split() for line in shown.splitlines() if ", step " in line]
-    assert [row[row.index("step") + 1] for row in table] == ["0", "12", "24"], shown
-    first, middle, last = (float(row[row.index("step") + 2]) for row in table)
-    assert first > middle > last, shown
-    assert "resuming from" in shown and "at step 12" in shown
-    assert f"--logdir {out}/run/tensorboard" in shown
-    assert list((out / "run/tensorboard").glob("events*"))
-    page = (out / "run/report.html").read_text()
-    assert ">update 0<" in page and ">update 24<" in page and ">restart</td>" in page
-    assert [step for step, _ in losses(out / "run")] == [0, 24]
-    assert "training loss, updates" in shown and accuracy(shown)
+    assert "launch/quickstart.sh" in run("make --dry-run quickstart", ROOT)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_pre_training_on_your_own_text_line_by_line(tmp_path) -> None:
-    """The README's lines; only folders, the vocabulary, the model's size and the length of the run are replaced."""
-    documents(tmp_path / "corpus", 40)
-    smaller = {"--vocab-size 30000": "--vocab-size 600", "--config mini_modern": "--config launch/quickstart.toml"}
-    extra = f"{SMALL} schedule.total_steps=8 schedule.warmup_steps=2 eval.interval=0"
-    shown = {}
-    for line in commands("own-text"):
-        for old, new in smaller.items():
-            line = line.replace(old, new)
-        for folder in ("corpus", "data/seq128", "runs/mini"):
-            line = re.sub(rf"(?<=\s){folder}(?=[\s/]|$)", shlex.quote(str(tmp_path / folder)), line)
-        name = line.split()[0] if "-m" not in line else " ".join(line.split()[2:4])
-        if name == "deepspeed":
-            line += f" {extra}"
-            line = line.replace("--num_gpus 2", f"--num_gpus 2 --master_port {free_port()}")
-        if name == "tensorboard":
-            line = line.replace("--logdir", "--inspect --logdir")  # shows what is there and exits
-        shown[name] = run(line)
-    assert list(shown) == [
-        "data_prep build",
-        "data_prep verify",
-        "data_prep inspect",
-        "deepspeed",
-        "megabert evaluate",
-        "tensorboard",
-    ]
-    figures = json.loads(shown["megabert evaluate"])
-    assert figures["step"] == 8 and figures["eval/mlm_loss"] < losses(tmp_path / "runs/mini")[0][1]
-    assert (
-        "1_loss/training" in shown["tensorboard"]
-        and "train/loss" in shown["tensorboard"]
-        and "eval/mlm_loss" in shown["tensorboard"]
-    )
+@pytest.mark.timeout(3600)
+def test_every_command_runs_in_a_fresh_clone(clone) -> None:
+    for language, lines in blocks((clone / "README.md").read_text()):
+        for line in lines:
+            if language == "python":
+                (clone / "block.py").write_text(f"{line}\nassert model.encode(['one', 'two']).shape == (2, 32)\n")
+                run("python block.py", clone)
+            elif language == "bash" and not line.startswith("sbatch"):
+                take(line, clone)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.slurm
+def test_both_jobs_run_on_two_nodes(clone, tmp_path) -> None:
+    site = {"VENV": str(Path(sys.executable).parents[1]), "DATA": str(clone / "on_slurm")}
+    with Cluster(tmp_path / "slurm") as cluster:
+        site["SLURM_CONF"] = cluster.env["SLURM_CONF"]
+        for line in re.findall(r"^sbatch .*", (clone / "README.md").read_text(), re.M):
+            take(line, clone, **site)
 
 
 @pytest.mark.slow
 def test_quickstart_as_written(tmp_path) -> None:
     """Everything as a stranger runs it but the folder: about four minutes on two cores."""
-    (command,) = commands("quickstart")
-    shown = run(command, timeout=1200, OUT=str(tmp_path), OMP_NUM_THREADS="")
+    shown = run("make quickstart", ROOT, timeout=1200, OUT=str(tmp_path), OMP_NUM_THREADS="")
     figures = losses(tmp_path / "run")
     assert figures[0][0] == 0 and figures[-1][0] == 600
     assert figures[-1][1] < figures[0][1] - 2, figures
