@@ -1,6 +1,6 @@
 """What a run has learned: its training loss, three held-out sentences filled in before and after training, its accuracy.
 
-python examples/what_it_learned.py runs/quickstart/run data/seq128
+python examples/what_it_learned.py runs/quickstart/run runs/quickstart/data
 
 The sentences are the first of the held-out documents that fit a line and hold a frequent word to hide, whatever the model makes
 of them. Beside the accuracy stands that of always predicting the training rows' most frequent token.

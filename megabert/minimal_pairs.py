@@ -1,4 +1,4 @@
-"""Minimal pairs: how often a model finds the right one of two sentences that differ in one point of grammar likelier.
+"""Minimal pairs: how often the acceptable one of two sentences, which differ in one point of grammar, is likelier.
 
 A masked model's score of a sentence is its pseudo-log-likelihood: the sum, over the tokens, of a token's log-probability where
 it alone is masked (Salazar et al. 2020, Masked Language Model Scoring). A causal model's is the sentence's log-likelihood.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,18 @@ def test_every_folder_is_in_the_file_tree_of_the_readme() -> None:
     for package in ("megabert", "data_prep"):
         folders = {path.parent.name for path in (ROOT / package).glob("*/*.py")}
         assert [name for name in sorted(folders) if f"{name}/" not in tree] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md", "docs/cluster.md"])
+def test_plans_in_the_text_are_computed(page: str, capsys) -> None:
+    from megabert.commands.plan.__main__ import main
+
+    commands = re.findall(r"^ *megabert plan (.*)", (ROOT / page).read_text(), re.M)
+    assert commands
+    for command in commands:
+        words = shlex.split(command.replace("DATA/seq128", str(ROOT / "tests/data/golden/dataset")), comments=True)
+        assert main(words) == 0, command
+        assert len(capsys.readouterr().out.splitlines()) > 5
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -1,4 +1,4 @@
-"""Minimal pairs: how often a model finds the right one of two sentences likelier.
+"""Minimal pairs: how often the acceptable one of two sentences is likelier.
 
 megabert pairs --model DIR --pairs blimp/                   BLiMP's .jsonl files; the table by field and paradigm
 megabert pairs --model DIR --pairs zorro/ --json FILE       Zorro's .txt files; the same as JSON
