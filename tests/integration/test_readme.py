@@ -223,15 +223,15 @@ def take(command: str, clone: Path, **env: str) -> None:
 
 def test_every_command_has_a_step() -> None:
     """In the order of the README, each once; and no command stands where none is looked for."""
+    elsewhere = [text for language, lines in blocks(README) if language not in ("bash", "python") for text in lines]
+    elsewhere += re.findall(r"^ {4}.*", FENCES.sub("", README), re.M)
+    programs = "|".join({step.starts.split()[0] for step in STEPS})
+    assert not re.findall(rf"^[ $]*(?:{programs}) .*", "\n".join(elsewhere), re.M), "mark this block ```bash"
     found = [line for language, lines in blocks(README) if language == "bash" for line in lines]
     missing = [line for line in found if not any(line.startswith(step.starts) for step in STEPS)]
     assert not missing, f"README.md has commands that no step of this test runs: {missing}"
     starts = [step.starts for line in found for step in STEPS if line.startswith(step.starts)]
     assert starts == [step.starts for step in STEPS]
-    elsewhere = [text for language, lines in blocks(README) if language not in ("bash", "python") for text in lines]
-    elsewhere += re.findall(r"^ {4}.*", FENCES.sub("", README), re.M)
-    programs = "|".join({step.starts.split()[0] for step in STEPS})
-    assert not re.findall(rf"^\W*(?:{programs}) .*", "\n".join(elsewhere), re.M), "mark this block ```bash"
 
 
 def test_the_two_commands_are_make_targets() -> None:
