@@ -3,7 +3,8 @@
 // Tokens next to each other whose key ranges [start, end) begin at the same key, or each at the one before's or later but
 // before the token itself (a window), are a run (a sequence, or the pads); all work is inside a run. Their bounds may differ
 // (a causal model, a window): a block of queries works on the keys from its first start, rounded down to a whole vector, to
-// its last end, and what lies outside of a query's own range is hidden. Scores of a block of queries stay in cache; the probabilities are
+// its last end, and what lies outside of a query's own range is hidden. A long run of windows is cut, so that its packed keys
+// stay in cache. Scores of a block of queries stay in cache; the probabilities are
 // never in memory as a whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h
 // describes:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand
@@ -89,6 +90,8 @@ struct NextTask {
 };
 
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+// Distance of lines of `n` elements: an odd number of vectors, since lines a power of two apart share a few sets of the cache.
+INLINE int64_t apart(int64_t n) { return padded(n) | W; }
 // To be added to the last vector of a line of scores: -inf in its lanes past the end, zero in the others.
 INLINE vf past_end(int64_t keys) { return lanes() < splat_i(keys - padded(keys) + W) ? vf{} : splat(-INFINITY); }
 template <class T>
@@ -119,13 +122,15 @@ INLINE int64_t most_keys(const int32_t* end, int64_t i, int64_t rows, int64_t fi
 // first keys only ascend.
 template <class F>
 INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t tokens, F f) {
+  constexpr int64_t kCut = 576;  // queries of a run whose first keys differ; a multiple of the blocks of both passes
   for (int64_t i = 0; i < tokens;) {
     int64_t next = i + 1;
     const bool some = end[i] > start[i];
     const auto follows = [&](int64_t j) {
       return start[j] == start[j - 1] || (some && start[j] > start[j - 1] && start[j] < j);
     };
-    while (next < tokens && follows(next) && (end[next] > start[next]) == some) ++next;
+    const auto fits = [&](int64_t j) { return start[j] == start[i] || j - i < kCut; };
+    while (next < tokens && follows(next) && (end[next] > start[next]) == some && fits(next)) ++next;
     f(i, next - i, static_cast<int64_t>(start[i]), most_keys(end, i, next - i, start[i]));
     i = next;
   }
@@ -136,7 +141,7 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
   typedef typename Unit<T>::type U;
   constexpr int64_t kBlock = 24;  // queries at once
   static thread_local Scratch scratch;
-  const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, most = padded(tokens);
+  const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, most = apart(tokens);
   const int64_t steps = units<T>(size), lds = padded(size);
   scratch.reset(sizeof(U) * (steps * most + units<T>(tokens) * lds + kBlock * (steps + most)) +
                 sizeof(float) * kBlock * (most + lds) + tokens / 8 + 4 * W + 1024);
@@ -164,17 +169,17 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
       }
       return;
     }
-    const int64_t ldk = padded(keys);
+    const int64_t ldk = apart(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_pairs(value + j0 * ld, ld, keys, size, value_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
       const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
-      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen);
+      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen), ldw = apart(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, width);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, ldw);
       for (int64_t r = 0; r < rows; ++r) {
-        float* s = scores + r * width;
+        float* s = scores + r * ldw;
         hide_past(s, end[i + r] - first, width);
         hide_before(s, start[i + r] - first);
         vf most_v = load(s);
@@ -187,16 +192,16 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
           vf p = exp2_of_score(load(s + j) * scale - top);
           sum += p;
           if (a.dropout.threshold) p = keep(p, bits, first % 8 + j);
-          store(weights + r * width + j, p);
+          store(weights + r * ldw + j, p);
         }
         const float whole = total(sum);
         lse[i + r] = top / kLog2e + std::log(whole);
         s[0] = a.dropout.scale / whole;
       }
-      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), width / Unit<T>::pack, 1,
+      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), ldw / Unit<T>::pack, 1,
                          value_pairs + skipped / Unit<T>::pack * lds, lds, out, lds);
       for (int64_t r = 0; r < rows; ++r) {
-        const float factor = scores[r * width];
+        const float factor = scores[r * ldw];
         for (int64_t d = 0; d < size; d += W)
           store(context + (i + r) * a.heads * size + d, load(out + r * lds + d) * factor, size - d);
       }
@@ -214,7 +219,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   constexpr int64_t kBlock = 36;
   static thread_local Scratch scratch;
   const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, ldc = a.heads * size;
-  const int64_t most = padded(tokens), steps = units<T>(size), lds = padded(size);
+  const int64_t most = apart(tokens), steps = units<T>(size), lds = padded(size);
   const int64_t stride = tokens / 8 + 2 * W + 8;  // of a row's dropout bits
   scratch.reset(sizeof(U) * (2 * steps * most + units<T>(tokens) * lds + kBlock * (2 * steps + 2 * lds + 3 * most)) +
                 sizeof(float) * (kBlock * (2 * most + lds) + (2 * tokens + 3) * lds) + pack * stride + 2048);
@@ -262,59 +267,59 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
       for (int64_t i = i0; i < i0 + queries; ++i) memset(dqkv + i * ld, 0, sizeof(T) * size);
       return;
     }
-    const int64_t ldk = padded(keys);
+    const int64_t ldk = apart(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_columns(value + j0 * ld, ld, keys, size, value_columns, ldk);
     pack_pairs(key + j0 * ld, ld, keys, size, key_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
       const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
-      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen);
+      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen), ldw = apart(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
       pack_rows(grad + i * ldc, ldc, rows, size, grad_rows);
       pack_pairs(query + i * ld, ld, rows, size, query_pairs, lds);
       pack_pairs(grad + i * ldc, ldc, rows, size, grad_pairs, lds);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, width);
-      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns + skipped, ldk, dp, width);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, ldw);
+      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns + skipped, ldk, dp, ldw);
       for (int64_t r = 0; r < rows; r += pack) {  // as many rows as make a unit of the transposed operands
         vf delta[pack], norm[pack];
         for (int h = 0; h < pack; ++h) {
           const int64_t at = i + r + h;
           delta[h] = vf{}, norm[h] = splat(INFINITY);
           if (r + h >= rows) {  // the other half of the last pair: probability 0
-            memset(scores + (r + h) * width, 0, sizeof(float) * width);
-            memset(dp + (r + h) * width, 0, sizeof(float) * width);
+            memset(scores + (r + h) * ldw, 0, sizeof(float) * width);
+            memset(dp + (r + h) * ldw, 0, sizeof(float) * width);
             continue;
           }
           for (int64_t c = 0; c < size; c += W)
             delta[h] += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
           delta[h] = splat(total(delta[h]) / kept), norm[h] = splat(lse[at] * kLog2e);
-          hide_past(scores + (r + h) * width, end[at] - first, width);
-          hide_before(scores + (r + h) * width, start[at] - first);
+          hide_past(scores + (r + h) * ldw, end[at] - first, width);
+          hide_before(scores + (r + h) * ldw, start[at] - first);
           if (a.dropout.threshold) keep_bits(a.dropout, line + at, first / 8, (first % 8 + seen + 7) / 8, bits + h * stride);
           next.fetch(at);
         }
         for (int64_t j = 0; j < width; j += W) {
           vf p[pack], d[pack];
           for (int h = 0; h < pack; ++h) {
-            const vf weight = exp2_of_score(load(scores + (r + h) * width + j) * scale - norm[h]);
-            vf change = load(dp + (r + h) * width + j);
+            const vf weight = exp2_of_score(load(scores + (r + h) * ldw + j) * scale - norm[h]);
+            vf change = load(dp + (r + h) * ldw + j);
             p[h] = weight;
             if (a.dropout.threshold) {
               p[h] = keep(weight, bits + h * stride, first % 8 + j);
               change = keep(change, bits + h * stride, first % 8 + j);
             }
             d[h] = (change - delta[h]) * weight;
-            store(reinterpret_cast<T*>(ds_rows) + (r + h) * width + j, d[h]);
+            store(reinterpret_cast<T*>(ds_rows) + (r + h) * ldw + j, d[h]);
           }
-          store_units(p_pairs + r / pack * width + j, p);
-          store_units(ds_pairs + r / pack * width + j, d);
+          store_units(p_pairs + r / pack * ldw + j, p);
+          store_units(ds_pairs + r / pack * ldw + j, d);
         }
       }
-      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, width / pack, 1, key_pairs + skipped / pack * lds, lds, dq,
+      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, ldw / pack, 1, key_pairs + skipped / pack * lds, lds, dq,
                          lds);
-      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, width, grad_pairs, lds, dv + first * lds, lds);
-      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, width, query_pairs, lds, dk + first * lds, lds);
+      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, ldw, grad_pairs, lds, dv + first * lds, lds);
+      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, ldw, query_pairs, lds, dk + first * lds, lds);
       for (int64_t r = 0; r < rows; ++r) write(0, i + r, dq + r * lds, root * kept);
     }
   });

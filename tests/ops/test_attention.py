@@ -123,6 +123,22 @@ def test_native_windows_read_no_keys_far_away(dtype: torch.dtype) -> None:
     assert torch.isfinite(out[:, :340]).all() and torch.isfinite(grad[:, :280]).all()
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_keys_have_no_weight_at_all(dtype: torch.dtype) -> None:
+    """2^-126 in place of 0 would show in values of 1e38, and make denormal products, which take a hundred times as long."""
+    place = torch.arange(40, dtype=torch.int32)[None]
+    inputs = [(place - 3).clamp(min=0), place]  # the three tokens before, so that none attends to the last
+    qkv, seed = normal(1, 40, 3 * 16, seed=1).to(dtype), torch.tensor([SEED])
+    huge = qkv.clone()
+    huge[:, 20:, 32:] = 1e38
+    qkv.requires_grad_()
+    out, other = (ops.attend(x, 1, inputs, 0.0, seed, STREAM, "native") for x in (qkv, huge))
+    assert out[:, :21].equal(other[:, :21]) and not out[:, 21:].equal(other[:, 21:])
+    (grad,) = torch.autograd.grad((out.float() * 1e35).sum(), qkv)
+    assert not grad[:, -1, 16:].any() and grad[:, :-1, 32:].all()
+
+
 BACKENDS = pytest.mark.parametrize(
     "backend", ["sdpa", *(pytest.param(b, marks=needs_library) for b in ("native", "fused_softmax"))]
 )
