@@ -1,0 +1,146 @@
+"""Models trained on ten million words: minimal pairs and held-out bits a byte.
+
+    python benchmarks/ten_million_words.py --recipe words-10m gpt-bert --pairs ../shared/data/minimal_pairs --json FILE
+
+The words are cut from the race's text by a rule: every document that the race does not hold out, novels first, then Wikipedia in the
+order of the documents' BLAKE2b digests, until --words words (separated by white space) are there; the last document is cut. The
+SHA-256 of the text is in the result. A recipe is a TOML file of benchmarks/recipes, trained for at most --epochs passes over the
+words. `megabert pairs` scores BLiMP (folder `blimp`) and Zorro (`zorro`) as masked models; bits a byte are of the race's held-out
+documents. Finished runs are kept in RUN/runs for `bench_finetune.py`; the same command resumes and adds what is missing. Budgets are
+words, so the machine's speed changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+from benchmarks.common import hardware
+from benchmarks.race import dataset, recipes, training
+from benchmarks.race.dataset import RaceData, Scorer
+from benchmarks.race.recipes import RaceRecipe, track_of
+from megabert.common.files import appearing
+
+WORDS, EPOCHS = 10_000_000, 10
+# the tags that WikiExtractor puts around a document
+TAGS = re.compile(r"</?doc\b[^>]*>\n?")
+JUDGES = ("blimp", "zorro")
+
+
+def documents(text: Path) -> Iterator[str]:
+    """Novels in the order of their names, then Wikipedia's documents in the order of their digests; none that is held out."""
+    files = [path for _, path in dataset.files_of(text)]
+    novels = [path for path in files if path.suffix == ".txt"]
+    wiki = (raw for path in files if path not in novels for raw in dataset.documents_of(path))
+    for path in novels:
+        yield from (raw.decode("utf-8-sig") for raw in dataset.documents_of(path) if not dataset.is_held_out(raw))
+    chosen = [raw for raw in wiki if not dataset.is_held_out(raw)]
+    yield from (TAGS.sub("", raw.decode()) for raw in sorted(chosen, key=lambda raw: hashlib.blake2b(raw).digest()))
+
+
+def cut(text: Path, words: int) -> Iterator[str]:
+    """Documents of exactly `words` words together. Raises ValueError where the text has fewer."""
+    left = words
+    for document in documents(text):
+        starts = re.finditer(r"\S+", document)
+        end = next((match.end() for n, match in enumerate(starts, 1) if n == left), None)
+        if end:
+            yield document[:end]
+            return
+        left -= len(document.split())
+        yield document
+    raise ValueError(f"{text}: {words - left:,} words; --words asks for {words:,}")
+
+
+def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
+    """The shards of the words with a vocabulary of this size, and those of the held-out documents."""
+    work = args.run / f"words-{args.words}"
+    if not (work / "words.jsonl").is_file():
+        with appearing(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": document}) + "\n" for document in cut(args.text, args.words))
+    dataset.split(args.text, args.run / "race-text")
+    folder = args.run / f"words-{args.words}-vocab-{vocabulary}"
+    digest = hashlib.sha256((work / "words.jsonl").read_bytes()).hexdigest()
+    data = RaceData(folder / "train", folder / "held_out", digest)
+    dataset.build(work / "words.jsonl", data.train, "--vocab-size", str(vocabulary), "--held-out", "0.01")
+    tokenizer = str(data.train / data.manifest.tokenizer["file"])
+    dataset.build(args.run / "race-text/held_out", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
+    return data
+
+
+def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
+    """Scores of the minimal pairs in the folders of `pairs`, by field."""
+    found = {}
+    for name in JUDGES:
+        file = run.with_name(f"{run.name}-{name}.json")
+        command = [sys.executable, "-m", "megabert", "pairs", "--model", str(run), "--pairs", str(pairs / name)]
+        hardware.call([*command, "--json", str(file)], threads, file.with_suffix(".log"))
+        table = json.loads(file.read_text())
+        found[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
+    return found
+
+
+def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of a recipe, and what the judges say of it."""
+    data = prepare(args, recipe.vocabulary)
+    tokens = int(args.epochs * data.manifest.statistics["tokens"])
+    track = track_of(f"{tokens / 1000:g}k-tokens", args.threads)
+    run = args.run / "runs" / f"{recipe.name}-{recipe.digest}-{args.epochs:g}-{seed}"
+    trained = training.train_ours(recipe, track, data, run, seed)
+    *_, last = trained.points
+    held_out = Scorer(data.held_out, dataset.HELD_OUT_ROWS, args.threads)
+    about = {"recipe": recipe.name, "keys": dict(recipe.keys), "vocabulary": recipe.vocabulary, "seed": seed}
+    budget = {"words": args.words, "epochs": args.epochs, "tokens": last.tokens, "text": data.documents}
+    score = held_out.score(training.weights_of(last), trained.config)
+    return about | budget | {"seconds": last.seconds, "held_out": score} | judged(run, args.pairs, args.threads)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="of benchmarks/recipes, or a .toml file")
+    add("--seeds", type=int, default=1, help="runs of each recipe")
+    add("--words", type=int, default=WORDS)
+    add("--epochs", type=float, default=EPOCHS, help=f"passes over the words, at most {EPOCHS}")
+    add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
+    add("--pairs", type=Path, required=True, help=f"folder with {' and '.join(JUDGES)}")
+    add("--run", type=Path, default=Path("runs/words"), help="folder of text, shards and runs")
+    add("--threads", type=int, default=2)
+    hardware.add_json(parser, required=True)
+    args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
+    if not 0 < args.epochs <= EPOCHS:
+        parser.error(f"--epochs {args.epochs:g}: must be above 0 and at most {EPOCHS}")
+    rows = json.loads(args.json.read_text())["rows"] if args.json.is_file() else []
+    for recipe in map(recipes.load, args.recipe):
+        for seed in range(42, 42 + args.seeds):
+            wanted = (recipe.name, dict(recipe.keys), recipe.vocabulary, seed, args.words, args.epochs)
+            names = ("recipe", "keys", "vocabulary", "seed", "words", "epochs")
+            if wanted in [tuple(row[name] for name in names) for row in rows]:
+                continue
+            print(f"{recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
+            rows.append(train(recipe, seed, args))
+            hardware.write_json(args.json, {"rows": rows})
+    print(table(rows))
+    return 0
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| recipe | seed | words | epochs | hours | BLiMP | Zorro | bits a byte |", "|---|" + "---|" * 7]
+    for row in rows:
+        judges = " | ".join(f"{100 * row[name]['accuracy']:.1f}" for name in JUDGES)
+        cells = f"{row['seed']} | {row['words']:,} | {row['epochs']:g} | {row['seconds'] / 3600:.1f} | {judges}"
+        lines.append(f"| `{row['recipe']}` | {cells} | {row['held_out']['bits']:.3f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

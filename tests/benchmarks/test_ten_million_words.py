@@ -1,0 +1,46 @@
+"""The cut of ten million words: its size, its order, and what is never in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import ten_million_words
+from benchmarks.race.dataset import is_held_out
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Two novels of 30 words each and 300 articles of 5 (their title among them), some of which the race holds out."""
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "enwiki/AA").mkdir(parents=True)
+    for name in ("b", "a"):
+        (tmp_path / f"novels/{name}.txt").write_bytes(b"\xef\xbb\xbf" + f"novel {name} x\r\n".encode() * 10)
+    articles = [f'<doc id="{n}" title="t">\nT{n}\n\nfour\twords\u00a0of {n}.\n</doc>\n' for n in range(300)]
+    (tmp_path / "enwiki/AA/wiki_00").write_text("".join(articles))
+    return tmp_path
+
+
+def test_cut_has_exactly_the_words_asked(text) -> None:
+    for words in (1, 30, 31, 60, 64, 65, 700):
+        assert sum(len(document.split()) for document in ten_million_words.cut(text, words)) == words
+    with pytest.raises(ValueError, match="words; --words asks for 100,000"):
+        list(ten_million_words.cut(text, 100_000))
+
+
+def test_novels_first_then_articles_by_digest(text) -> None:
+    documents = list(ten_million_words.cut(text, 700))
+    assert [document[:7] for document in documents[:2]] == ["novel a", "novel b"]
+    articles = "".join(documents[2:])
+    assert "<doc" not in articles and "</doc" not in articles
+    numbers = [int(document.split()[0][1:]) for document in documents[2:]]
+    assert numbers != sorted(numbers) and len(set(numbers)) == len(numbers)
+    (text / "enwiki/AA/wiki_00").rename(text / "enwiki/AA/wiki_99")
+    assert list(ten_million_words.cut(text, 700)) == documents
+
+
+def test_held_out_documents_are_left_out(text) -> None:
+    raw = (text / "enwiki/AA/wiki_00").read_bytes()
+    held_out = [part for part in raw.split(b"</doc>\n") if part and is_held_out(part + b"</doc>\n")]
+    assert held_out
+    taken = "".join(ten_million_words.documents(text))
+    assert all(part.split()[-1].decode() not in taken.split() for part in held_out)
