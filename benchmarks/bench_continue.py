@@ -9,7 +9,6 @@ A small model is trained on Wikipedia, down to a tenth of its peak learning rate
     replay              plain, a quarter of the rows from Wikipedia
     replay, re-warm     both
     detour, re-warm     re-warm, its first half causal
-    all three           detour, re-warm and replay
 
 All start from the weights alone. One document in twenty of either text is held out before anything is built. Budgets are tokens, so
 the machine's speed changes nothing; each finished run is in the file, and the same command again adds what is missing.
@@ -46,7 +45,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "replay": (PLAIN, 0.25),
     "replay, re-warm": (REWARM, 0.25),
     "detour, re-warm": (REWARM | DETOUR, 0.0),
-    "all three": (REWARM | DETOUR, 0.25),
 }
 # of each text, bytes: all novels
 TEXT = 24 << 20
@@ -70,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", type=Path, default=Path("runs/continue"), help="folder of texts, shards and runs")
     add("--seeds", type=int, default=3)
     what = "of the base model, and of each run"
-    add("--tokens", type=int, nargs=2, default=[2_000_000, 300_000], metavar="N", help=what)
-    add("--rows", type=int, default=dataset.CURVE_ROWS, help="held-out rows of a score")
+    add("--tokens", type=int, nargs=2, default=[2_000_000, 150_000], metavar="N", help=what)
+    add("--rows", type=int, default=256, help="held-out rows of a score")
     add("--bytes", type=int, default=TEXT, help="of each text")
     hardware.add_json(parser, required=True)
     args = parser.parse_args(argv)

@@ -13,14 +13,14 @@ from megabert.optim.schedule import learning_rate
 def test_variants_end_at_one_rate_after_equal_updates() -> None:
     ends: dict[str, tuple[int, float, float, int]] = {}
     for name, (keys, _) in bench_continue.VARIANTS.items():
-        _, config = our_config(RaceRecipe(name, "continued", keys=keys), track_of("300k-tokens"), 128.0, 42)
+        _, config = our_config(RaceRecipe(name, "continued", keys=keys), track_of("150k-tokens"), 128.0, 42)
         updates, peak = config.schedule.total_steps, config.optimizer.lr
         first, last = (learning_rate(config.schedule, peak, step) for step in (0, updates))
         ends[name] = updates, last, first, len(phases_of(config))
     for name, (updates, last, _, phases) in ends.items():
-        assert updates == 73 and last == pytest.approx(3e-4), name
-        assert phases == (2 if "detour" in name or name == "all three" else 1), name
-    assert [ends[name][2] for name in ("plain", "replay", "re-warm")] == pytest.approx([3e-4, 3e-4, 3e-3 / 7])
+        assert updates == 37 and last == pytest.approx(3e-4), name
+        assert phases == (2 if "detour" in name else 1), name
+    assert [ends[name][2] for name in ("plain", "replay", "re-warm")] == pytest.approx([3e-4, 3e-4, 3e-3 / 4])
 
 
 def test_table_of_the_study() -> None:
