@@ -150,6 +150,10 @@ def complete_config(
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
     for dataset in datasets:
         config = fitted_to(config, dataset.manifest)
+    if config.eval.patience and members(datasets[0])[0].held_out_path is None:
+        raise ValueError(
+            f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
+        )
     run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint)
     path = checkpoints.latest()

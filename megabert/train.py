@@ -34,6 +34,7 @@ from megabert.common import errors
 from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
+from megabert.common.run_files import BEST
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -150,16 +151,22 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     if not trainer.complete:
         return f"--stop-after reached: {saved}; the same command without it resumes"
     figures = trainer.last_eval
-    loss = (
-        f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
-        if figures
-        else ""
+    best, loss = (
+        run,
+        (
+            f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
+            if figures
+            else ""
+        ),
     )
+    if trainer.state.best_step >= 0:
+        best = shlex.quote(f"{args.run}/{BEST}")
+        loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
     lines = [
-        f"evaluate --model {run} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
-        f'fill     --model {run} "The capital of France is [MASK]."',
-        f"finetune --model {run} --task sst2 --train train.tsv --dev dev.tsv --output {run}-sst2",
-        f"export   --model {run} --output {run}-hf",
+        f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
+        f'fill     --model {best} "The capital of France is [MASK]."',
+        f"finetune --model {best} --task sst2 --train train.tsv --dev dev.tsv --output {run}-sst2",
+        f"export   --model {best} --output {run}-hf",
     ]
     return "\n".join([f"finished: {loss}{saved}. Next:", *(f"  megabert {line}" for line in lines if line)])
 

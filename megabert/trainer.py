@@ -18,7 +18,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.checkpoint.rate_record import RateRecord
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.common.run_files import TROUBLE
+from megabert.common.run_files import BEST, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import World, refuse_together
@@ -171,6 +171,10 @@ class TrainState:
     tokens: int = 0
     # the cursor at the beginning of each phase so far
     phase_starts: list[int] = field(default_factory=lambda: [0])
+    # with `eval.patience`: the step with the lowest held-out loss (-1: none yet), that loss, and evaluations since
+    best_step: int = -1
+    best_loss: float = 0.0
+    since_best: int = 0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
@@ -327,8 +331,11 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """No update of the schedule is left; one that was done before is, whatever the clock says now."""
-        state = self.state
+        """No update of the schedule is left, or the held-out loss improves no more; an update that was done before is left,
+        whatever the clock says now."""
+        state, patience = self.state, self.config.eval.patience
+        if patience and state.since_best >= patience:
+            return True
         if self.rates is not None and self.rates.known(state.step, state.cursor):
             return False
         return finished(self.config.schedule, *self.used)
@@ -344,8 +351,8 @@ class Trainer:
             return
         if self.workload.evaluation_due(0):
             self.evaluate()
-        if self.config.spikes.policy == "rollback":
-            # a checkpoint to roll back to
+        if self.config.spikes.policy == "rollback" or self.save_due:
+            # a checkpoint to roll back to, or the best one so far
             self.save()
 
     def train_update(self) -> tuple[Any, float, UpdateResult]:
@@ -514,6 +521,22 @@ class Trainer:
             place = {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)}
             self.sinks.write(place | found)
             self.sinks.show(self.state.step, self.workload.shown)
+            if self.config.eval.patience and len(self.state.phase_starts) == len(self.phases):
+                self.compare(self.world.broadcast(found["eval/mlm_loss"]))
+
+    def compare(self, loss: float) -> None:
+        """Count evaluations without a lower held-out loss; one with the lowest is saved. All ranks have the same `loss`."""
+        state = self.state
+        if state.best_step < 0 or loss < state.best_loss:
+            state.best_step, state.best_loss, state.since_best = state.step, loss, 0
+            self.save_due = True
+            return
+        state.since_best += 1
+        if state.since_best == self.config.eval.patience:
+            log.info(
+                f"step {state.step:,}: the held-out loss did not improve in {state.since_best} evaluations, so training ends; "
+                f"{self.run_dir / BEST} is step {state.best_step:,}, with {state.best_loss:.4f}"
+            )
 
     # -- trouble -----------------------------------------------------------------------------------------------------
 

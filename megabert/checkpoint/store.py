@@ -33,6 +33,7 @@ from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, sync, write_whole
 from megabert.common.logs import log
+from megabert.common.run_files import BEST
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, refuse_together
@@ -217,21 +218,30 @@ class Checkpoints:
         """The folders that the new checkpoint makes superfluous, by their names until they are removed."""
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
-        final, doomed = self.folder / f"step-{step:08d}", []
+        final, doomed, tree = self.folder / f"step-{step:08d}", [], json.loads(manifest)
         run_lock.check(self.run_dir)
-        chain.append(self.folder, json.loads(manifest))
+        chain.append(self.folder, tree)
         if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
             doomed += self._free(step, f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync(self.folder)
         sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_whole(self.folder / POINTER, canonical({"step": step}))
-        steps, every = self.steps(), self.settings.keep_every
+        steps, every, best = self.steps(), self.settings.keep_every, tree["state"].get("best_step")
+        if best in steps:
+            self._link(best)
         abandoned = [other for other in steps if other > step]  # damaged, or of before a rollback
         older = [other for other in steps if other <= step][self.settings.keep :]
-        for dead in abandoned + [other for other in older if not every or other % every]:
+        for dead in abandoned + [other for other in older if other != best and (not every or other % every)]:
             doomed += self._free(dead, f"{SAVING}old-{dead:08d}-{time.time_ns()}")
         return doomed
+
+    def _link(self, step: int) -> None:
+        """Let `best` in the run folder be the checkpoint of `step`; a reader finds it at any moment."""
+        new = self.run_dir / f".{BEST}"
+        new.unlink(missing_ok=True)
+        new.symlink_to(Path(self.folder.name, f"step-{step:08d}"))
+        os.replace(new, self.run_dir / BEST)
 
     def _free(self, step: int, name: str) -> list[Path]:
         """Rename a checkpoint to `name`, to be removed: the folder. A damaged one stays, as `damaged-…`, for who may need what

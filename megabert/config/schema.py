@@ -240,6 +240,12 @@ class EvalConfig(Section):
 
     interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="evaluations in a row without a lower loss that end the run, from its last phase on; RUN/best is the best "
+        "checkpoint; 0: off",
+    )
     rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
     pairs: str = Field(
         "", description="file or folder of minimal pairs (`megabert pairs`) to score as well; empty: none"
@@ -395,6 +401,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         needs = f"precision=fp8 needs multiples of {FP8_MULTIPLE}"
         for name, size in (("hidden", model.hidden), ("intermediate", model.ffn)):
             yield size % FP8_MULTIPLE > 0, f"{needs}: model.{name} is {size}; change it or use bf16"
+    never = f"eval.patience={config.eval.patience} counts evaluations; set eval.interval above 0"
+    yield config.eval.patience > 0 and not config.eval.interval, never
     unit = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
     for name, budget in (("minutes", schedule.budget_minutes), ("tokens", schedule.budget_tokens)):
         yield schedule.unit == name and not budget, f"{unit} needs schedule.budget_{name} above 0"

@@ -1,0 +1,113 @@
+"""The end of a run whose held-out loss improves no more, and its best checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert import hf
+from megabert.checkpoint import load_weights
+from megabert.distributed.ranks import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.pretraining import open_run
+from megabert.train import main
+from megabert.trainer import Trainer
+from tests.helpers.job import Job
+from tests.helpers.loop import StopAt
+from tests.test_held_out_by_dataset import DATA, SMALL, random_rows
+
+TEN = ("schedule.total_steps=10", "eval.interval=2", "eval.patience=2", "checkpoint.interval=3", "checkpoint.keep=1")
+# of evaluations by step: the best is that of step 4, and two later ones are not better
+LOSSES = {0: 6.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 3.0}
+
+
+def opened(
+    world: World, folder: Path, losses: Mapping[int, float], *overrides: str, stop: int | None = None
+) -> Trainer:
+    """A trainer whose evaluation gives these losses."""
+    cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *TEN, *overrides])
+    watchdog = Watchdog(world, folder, 0.0)
+    trainer = open_run(folder, cfg, world, StopAt(), watchdog, stop_after=stop)  # type: ignore[arg-type]
+    trainer.workload.evaluate = lambda step, progress: {"eval/mlm_loss": losses[step]}  # type: ignore[method-assign]
+    return trainer
+
+
+def trained(world: World, folder: Path, losses: Mapping[int, float], *overrides: str, stop: int | None = None) -> int:
+    """The step at which a run ends."""
+    trainer = opened(world, folder, losses, *overrides, stop=stop)
+    assert trainer.train()
+    trainer.close()
+    return trainer.state.step
+
+
+def test_a_run_ends_when_the_loss_improves_no_more(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert trained(world, tmp_path / "straight", LOSSES) == 8
+    assert "step 8: the held-out loss did not improve in 2 evaluations, so training ends" in caplog.text
+    assert "best is step 4, with 4.0000" in caplog.text
+    kept = sorted(path.name for path in (tmp_path / "straight" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000008"]
+    assert hf.load(tmp_path / "straight" / "best").step == 4
+    again = opened(world, tmp_path / "straight", {})
+    assert again.complete and again.train() and again.state.step == 8
+    again.close()
+    for stop in (3, 5, 6):
+        assert trained(world, tmp_path / "broken", LOSSES, stop=stop) == stop
+    assert trained(world, tmp_path / "broken", LOSSES) == 8
+    for name in ("", "best"):
+        straight, broken = (load_weights(tmp_path / run / name) for run in ("straight", "broken"))
+        assert straight[1]["step"] == broken[1]["step"] == (4 if name else 8)
+        assert all(torch.equal(broken[0][key], weight) for key, weight in straight[0].items())
+        assert all(straight[1][key] == broken[1][key] for key in ("best_step", "best_loss", "since_best"))
+    assert trained(world, tmp_path / "straight", LOSSES, "eval.patience=3") == 10
+    assert hf.load(tmp_path / "straight" / "best").step == 10
+
+
+def test_a_start_that_is_never_beaten_is_kept(world: World, tmp_path: Path) -> None:
+    assert trained(world, tmp_path, {step: 5.0 + step for step in LOSSES}) == 4
+    assert hf.load(tmp_path / "best").step == 0
+
+
+def test_patience_begins_with_the_last_phase(world: World, tmp_path: Path) -> None:
+    losses = {0: 1.0, 2: 2.0, 4: 3.0, 6: 9.0, 8: 8.0, 10: 7.0}
+    causal = ("objective.causal_share=0.5", "model.nsp=false")
+    assert trained(world, tmp_path, losses, *causal) == 10 and hf.load(tmp_path / "best").step == 10
+
+
+def test_without_patience_no_checkpoint_is_best(world: World, tmp_path: Path) -> None:
+    assert trained(world, tmp_path, LOSSES, "eval.patience=0") == 10
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_patience_needs_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"eval\.patience=2 counts evaluations; set eval\.interval above 0"):
+        configuration.load("", ["eval.patience=2", "eval.interval=0"])
+    plain = random_rows(tmp_path / "plain", 40, seed=2)
+    words = ["--config", "tiny", "--data", str(plain), "--run", str(tmp_path / "run"), *SMALL, *TEN]
+    assert main(words) == 2
+    assert f"eval.patience=2: {plain} has no held-out split" in capsys.readouterr().err
+
+
+# rank 1 has losses of its own, which count for nothing
+DIFFERENT = f"""
+from megabert.pretraining import Pretraining
+def evaluate(self, step, progress, do=Pretraining.evaluate):
+    return do(self, step, progress) | {{"eval/mlm_loss": -step if self.world.rank else {LOSSES}[step]}}
+Pretraining.evaluate = evaluate
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_end_at_one_step(tmp_path: Path) -> None:
+    job = Job(DATA, tmp_path / "run", *SMALL, *TEN, driver=DIFFERENT)
+    assert job.codes() == [0, 0], job.output
+    assert "so training ends" in job.output and f"megabert export   --model {tmp_path / 'run'}/best" in job.output
+    *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert last["step"] == 8 and hf.load(tmp_path / "run" / "best").step == 4
