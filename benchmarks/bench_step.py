@@ -34,6 +34,7 @@ from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, costliest_kernels, quantiles, synchronise
 from benchmarks.peers.hf_step import HuggingFaceStep, padded
 from megabert import config as configuration
+from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import M_MMAP_MAX, keep_freed_memory
 from megabert.config import Config
 from megabert.data.loader import Loader, Update
@@ -41,7 +42,7 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import ranks
 from megabert.engine import DTYPES, Engine, precision
-from megabert.metrics import datasheet_tflops, matmul_tflops, training_flops
+from megabert.metrics import matmul_tflops, training_flops
 from megabert.model import BertForPreTraining
 
 SIZES = {

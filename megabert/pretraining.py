@@ -25,6 +25,7 @@ from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
 from megabert.data.mixture import AnyDataset, continue_data, fitted_to, members, names_of, token_counts
+from megabert.data.pairs import read_pairs
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -35,7 +36,7 @@ from megabert.engine import Engine, precision
 from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
-from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer, read_pairs
+from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
 

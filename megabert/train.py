@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.exit(start("train"))  # before the slow imports
 
 import argparse
+import re
 import shlex
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common import errors
 from megabert.common.arguments import Parser, add_config_options, called_as
+from megabert.common.environment import launched
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.run_files import BEST
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from megabert.distributed.session import Session
     from megabert.trainer import Trainer
 
-# variables that launchers set for each of several processes
-LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 TIMES = "90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00"
 
 
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
     # imports are slow: a command line that is wrong, or needs no run, is answered before them; of several ranks by one of them
-    if args.print_config or args.explain or not LAUNCHED & set(os.environ):
+    if args.print_config or args.explain or not launched():
         code = answer(args)
         if code != OK or args.print_config or args.explain:
             return code
@@ -96,7 +96,7 @@ def answer(args: argparse.Namespace) -> int:
     elif args.print_config:
         print(reference.as_toml(config, found))
     else:
-        check(args, config)
+        check(args, config, ranks=1)
     return OK
 
 
@@ -105,16 +105,12 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     from megabert import config as configuration
     from megabert.common.environment import keep_freed_memory
     from megabert.distributed.signals import REQUEUE, end_of_time
-    from megabert.engine.profiler import parse_steps
     from megabert.metrics import check_packages
     from megabert.pretraining import open_run
 
     config = configuration.from_arguments(args)
-    check(args, config)
+    profile = check(args, config, ranks.world.size)
     check_packages(config)
-    if not 0 <= args.profile_rank < ranks.world.size:
-        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks.world.size} rank(s), from 0 on")
-    profile = parse_steps(args.profile) if args.profile else (0, 0)
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
     if args.debug:
@@ -182,8 +178,10 @@ def make_debuggable() -> None:
     log.setLevel("DEBUG")
 
 
-def check(args: argparse.Namespace, config: Config) -> None:
-    """Raises ValueError naming the argument that is missing, out of range, or no dataset's folder."""
+def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, int]:
+    """The first and the last update to profile, 0 for none. Raises ValueError naming the argument that is missing, out of range,
+    or the folder that does not hold what it should."""
+    from megabert.common.run_files import holds_checkpoint
     from megabert.config import phases_of, read_deepspeed
     from megabert.data.shards import MANIFEST
     from megabert.distributed.signals import end_of_time
@@ -196,5 +194,23 @@ def check(args: argparse.Namespace, config: Config) -> None:
         if not Path(path, MANIFEST).is_file():
             named = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{named} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
+    if Path(args.run).is_file():
+        raise ValueError(f"--run {args.run}: is a file; name a folder")
+    start = config.init_from
+    if start and not (holds_checkpoint(Path(start)) or holds_checkpoint(Path(args.run))):
+        raise ValueError(f"init_from={start}: no checkpoint in it; name a run folder or one of its checkpoints")
+    if args.stop_after is not None and args.stop_after < 1:
+        raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
+    if not 0 <= args.profile_rank < ranks:
+        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
     read_deepspeed(args.deepspeed_config)
     end_of_time(args.max_time, os.environ, time.time())
+    return parse_steps(args.profile) if args.profile else (0, 0)
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`10:20` -> (10, 20), the first and the last update. Raises ValueError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--profile {text}: write the first and the last update, as 10:20")
+    return int(match[1]), int(match[2])

@@ -38,10 +38,10 @@ EXAMPLES = {
 CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect"]
 
 
-def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+def python(*args: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *map(str, args)],
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
@@ -143,58 +143,239 @@ def test_train_is_the_same_by_every_name() -> None:
         assert (done.returncode, done.stdout) == (0, first.stdout)
 
 
-# mistakes of every command, and what its one line says
+NO_FOLDER, NO_MODEL, NO_DATASET = (
+    ": no such folder; name a run folder",
+    ": no checkpoint in it, so it is no run",
+    ": no dataset (manifest.json) there; `megabert prep build",
+)
+NO_MANIFEST, CHECKPOINTS = (
+    "/manifest.json: not found; a dataset is made by ",
+    "/checkpoints: no such folder; name a run folder",
+)
+NO_TASK, NO_FILE = "name one --task (cola, sst2, ", ": no such file"
+TRAIN, DATA = "train --config tiny ", "train --config tiny --data data --run x "
+BUILD, PLAN, TUNE = "prep build --input text.txt --output x ", "plan --config tiny ", "finetune --model run --output x "
+VECTORS, PAIRS = "features --model run --input text.txt --output x.npy ", "pairs --model run --pairs text.txt "
+# mistakes of every command in a folder with a run (`run`, one checkpoint, empty), a dataset (`data`), an empty folder and files, and
+# what the one line says
 MISTAKES = {
-    "train --config tiny --dta x": "unknown option --dta; did you mean --data?",
+    "train": "--data is missing: name a folder",
     "train --config tinny": "--config tinny: no such preset or file; presets: ",
-    "train --config tiny model.layres=3": "unknown config key model.layres; did you mean model.layers?",
-    "train --config tiny model.layers=three": "model.layers: Input should be a valid integer (got 'three')",
-    "train --config tiny": "--data is missing: name a folder",
-    "train --config tiny --data nowhere --run x": "--data nowhere: no dataset (manifest.json) there; ",
-    "train --config tiny --explain shedule": "--explain shedule: no such section or key; did you mean schedule?",
+    "train --config bad.toml": "bad.toml: Invalid value (at line 1, ",
+    "train --config empty": "--config empty: no such preset or file; ",
+    "train --config": "argument --config: expected one argument",
+    "train --explain shedule": "--explain shedule: no such section or key; did you mean schedule?",
+    TRAIN + "--dta x": "unknown option --dta; did you mean --data?",
+    TRAIN + "--data data": "--run is missing: name a folder",
+    TRAIN + "--data nowhere --run x": f"--data nowhere{NO_DATASET}",
+    TRAIN + "--data empty --run x": f"--data empty{NO_DATASET}",
+    TRAIN + "--data data --run text.txt": "--run text.txt: is a file; name a folder",
+    DATA + "model.layres=3": "unknown config key model.layres; did you mean model.layers?",
+    DATA + "model.layers=three": "model.layers: Input should be a valid integer (got 'three')",
+    DATA + "precision=fp33": "precision: Input should be 'auto', 'bf16', 'fp32' or 'fp8' (got 'fp33')",
+    DATA + "word": "override 'word': write section.key=value",
+    DATA + "init_from=nowhere": "init_from=nowhere: no checkpoint in it; ",
+    DATA + "init_from=empty": "init_from=empty: no checkpoint in it; ",
+    DATA + "--deepspeed_config nowhere": "nowhere: No such file or directory",
+    DATA + "--deepspeed_config text.txt": "--deepspeed_config text.txt: is not JSON ",
+    DATA + "--max-time soon": "--max-time soon: write 90 (minutes), ",
+    DATA + "--profile 3": "--profile 3: write the first and the last update, as 10:20",
+    DATA + "--profile-rank 9": "--profile-rank 9: this run has 1 rank(s), from 0 on",
+    DATA + "--stop-after 0": "--stop-after 0: must be 1 or more",
+    "prep": "the following arguments are required: command",
+    "prep biuld": "argument command: invalid choice: 'biuld'",
+    "prep build": "the following arguments are required: --input, --output",
     "prep build --inptu x --output y": "unknown option --inptu; did you mean --input?",
     "prep build --no-nsp --input x --output y": "unknown option --no-nsp; did you mean --nsp?",
-    "prep biuld": "argument command: invalid choice: 'biuld'",
-    "plan --config tiny --over 8": "--over belongs to a forecast: name the GPU with --gpus",
+    "prep build --input nowhere --output x": "--input nowhere: no such file or folder",
+    "prep build --input empty --output x": "--input empty: no text there ",
+    "prep build --input text.txt --output text.txt": "--output text.txt: is a file; name a folder",
+    BUILD + "--tokenizer nowhere": "nowhere: tokenizer file not found",
+    BUILD + "--tokenizer empty": "empty: is a folder; name the tokenizer file in it",
+    BUILD + "--seq-len 1": "--seq-len: must lie in 8..8192, is 1",
+    BUILD + "--filters min-wrds=3": "--filters min-wrds=3: no rule 'min-wrds'; the nearest is 'min-words'",
+    BUILD + "--filters nowhere.py:f": "--filters nowhere.py:f: ",
+    BUILD + "--part 3": "--part 3: give K/N with K from 1 to N",
+    BUILD + "--json nowhere/x": "--json nowhere/x: its folder does not exist; ",
+    "prep verify": "the following arguments are required: DIR",
+    "prep verify --quite data": "unknown option --quite; did you mean --quiet?",
+    "prep verify nowhere": f"nowhere{NO_DATASET}",
+    "prep verify empty": f"empty{NO_DATASET}",
+    "prep verify data --workers 0": "--workers: must be at least 1, is 0",
+    "prep inspect nowhere": f"nowhere{NO_DATASET}",
+    "prep inspect empty": f"empty{NO_DATASET}",
+    "prep inspect data --rows -1": "--rows: must be at least 0, is -1",
     "plan --config tinny --gpus h100": "--config tinny: no such preset or file; presets: ",
-    "evaluate --model nowhere --data x": "nowhere: no such folder; ",
-    "evaluate --model . --data nowhere": "nowhere/manifest.json: not found; a dataset is made by ",
-    "distill --model nowhere --layers 2 --data x --run y": "nowhere: no such folder; ",
-    "finetune --taks sst2 --model x --output y": "unknown option --taks; did you mean --task?",
-    "glue --model x --dta y --output z": "unknown option --dta; did you mean --data?",
-    "features --model nowhere --input a --output b.npy": "nowhere: no such folder; ",
-    "features --model . --input absent.txt --output b.npy": "--input absent.txt: no such file",
-    "pairs --model nowhere --pairs x": "nowhere: no such folder; ",
-    "report nowhere": "nowhere: ",
+    PLAN + "--gpsu h100": "unknown option --gpsu; did you mean --gpus?",
+    PLAN + "model.layres=3": "unknown config key model.layres; did you mean model.layers?",
+    PLAN + "precision=fp33": "precision: Input should be ",
+    PLAN + "--data nowhere": f"nowhere{NO_MANIFEST}",
+    PLAN + "--data empty --gpus h100": f"empty{NO_MANIFEST}",
+    PLAN + "--deepspeed_config nowhere": "nowhere: No such file or directory",
+    PLAN + "--world-size 0": "--world-size 0: give a number above 0",
+    PLAN + "--over 8": "--over belongs to a forecast: name the GPU with --gpus",
+    PLAN + "--gpus h1000": "--gpus h1000: not in the device table; choose one of v100, ",
+    PLAN + "--gpus h100 --over 0": "--over 0: give numbers of GPUs from 1 on",
+    PLAN + "--gpus h100 --over 20": "--over 20 is not a whole number of nodes of 8",
+    PLAN + "--gpus h100 --nodes-of 0": "--nodes-of 0: a node has at least 1 GPU",
+    PLAN + "--gpus h100 --network fast": "--network fast: write ADAPTERSxGBITS a node, ",
+    "evaluate --data data": "the following arguments are required: --model",
+    "evaluate --modle run --data data": "unknown option --modle; did you mean --model?",
+    "evaluate --model nowhere --data data": f"nowhere{NO_FOLDER}",
+    "evaluate --model empty --data data": f"empty{NO_MODEL}",
+    "evaluate --model data --data data": f"data{NO_MODEL}",
+    "evaluate --model run --data nowhere": f"nowhere{NO_MANIFEST}",
+    "evaluate --model run --data empty": f"empty{NO_MANIFEST}",
+    "evaluate --model run --data data --rows -1": "--rows -1: must be 0 or more",
+    "distill --model run": "the following arguments are required: --layers, --data, --run",
+    "distill --model nowhere --layers 2 --data data --run x": f"nowhere{NO_FOLDER}",
+    "distill --model empty --layers 2 --data data --run x": f"empty{NO_MODEL}",
+    "distill --model run --layers 2 --data nowhere --run x": f"nowhere{NO_MANIFEST}",
+    "distill --model run --layers 0 --data data --run x": "--layers 0: must be 1 or more",
+    "distill --model run --layers 2 --data data --run text.txt": "--run text.txt: is a file; name a folder",
+    "distill --model run --layers 2 --data data --run x batch.micro=1": "unknown config key batch.micro; did you mean batch.micro_size?",
+    "distill --model run --layers 2 --dta data --run x": "unknown option --dta; did you mean --data?",
+    "finetune --taks sst2 --model run --output x": "unknown option --taks; did you mean --task?",
+    "finetune": "the following arguments are required: --model, --output",
+    "finetune --model nowhere --output x --task sst2 --train text.txt --dev text.txt": f"nowhere{NO_FOLDER}",
+    "finetune --model empty --output x --task sst2 --train text.txt --dev text.txt": f"empty{NO_MODEL}",
+    "finetune --model empty --output x --predict text.txt": "empty: not a fine-tuned model (no task.json in it)",
+    TUNE: NO_TASK,
+    TUNE + "--task sst2 --kind classify": NO_TASK,
+    TUNE + "--task sst3": "no task 'sst3'; known are cola, sst2, ",
+    TUNE + "--kind clasify": "argument --kind: invalid choice: 'clasify'",
+    TUNE + "--kind classify": "task custom: classify takes one or two text columns and a label column; ",
+    TUNE + "--task sst2 --metric nosuch": "task sst2: metric 'nosuch' is none of those of classify: accuracy, ",
+    TUNE + "--task sst2": "--train is missing: name a file",
+    TUNE + "--task sst2 --train text.txt": "--dev is missing: name a file",
+    TUNE + "--task sst2 --train nowhere --dev text.txt": f"--train nowhere{NO_FILE}",
+    TUNE + "--task sst2 --train text.txt --dev text.txt --lr 3": "--lr 3: must be above 0 and below 1",
+    TUNE + "--task sst2 --train text.txt --dev text.txt --lines": "--lines: is for --predict, not for training",
+    TUNE + "--predict nowhere": f"--predict nowhere{NO_FILE}",
+    TUNE + "--predict text.txt": "run: not a fine-tuned model (no task.json in it)",
+    TUNE + "--predict text.txt --limit 3": "--limit: is for training, not for --predict",
+    "glue": "the following arguments are required: --model, --data, --output",
+    "glue --model run --dta glue --output x": "unknown option --dta; did you mean --data?",
+    "glue --model nowhere --data glue --output x": f"nowhere{NO_FOLDER}",
+    "glue --model empty --data glue --output x": f"empty{NO_MODEL}",
+    "glue --model run --data nowhere --output x": "nowhere: no such folder; name the folder of the tasks as --data",
+    "glue --model run --data data --output x": "data: has no task of GLUE; ",
+    "glue --model run --data glue --output x --tasks rte": "glue: has no rte; ",
+    "glue --model run --data glue --output x --epochs 0": "--epochs 0: must be at least 1",
+    VECTORS + "--otuput y": "unknown option --otuput; did you mean --output?",
+    VECTORS + "--pool none": "x.npy: .npy holds one vector a text; ",
+    VECTORS + "--pool sum": "argument --pool: invalid choice: 'sum'",
+    VECTORS + "--layers first": "--layers first: is neither last nor N[,N…]",
+    VECTORS + "--text a": "text.txt: --text names the column of a .tsv, ",
+    VECTORS + "--max-length -1": "--max-length -1: must be 0 or more",
+    VECTORS + "--batch-tokens 0": "--batch-tokens 0: must be 1 or more",
+    VECTORS + "--tokenizer nowhere": f"--tokenizer nowhere{NO_FILE}",
+    "features --model nowhere --input text.txt --output x.npy": f"nowhere{NO_FOLDER}",
+    "features --model empty --input text.txt --output x.npy": f"empty{NO_MODEL}",
+    "features --model run --input nowhere --output x.npy": f"--input nowhere{NO_FILE}",
+    "features --model run --input text.txt --output x.csv": "x.csv: must end in .parquet, .npy",
+    "features --model run --input text.txt --output nowhere/x.npy": "nowhere: no such folder",
+    "pairs": "the following arguments are required: --model, --pairs",
+    "pairs --model nowhere --pairs text.txt": f"nowhere{NO_FOLDER}",
+    "pairs --model empty --pairs text.txt": f"empty{NO_MODEL}",
+    "pairs --model run --pairs nowhere": "nowhere: neither a .jsonl or .txt file nor a folder",
+    "pairs --model run --pairs empty": "empty: neither a .jsonl or .txt file nor a folder",
+    PAIRS: "text.txt: has 1 lines, which are no pairs; ",
+    PAIRS + "--preciison bf16": "unknown option --preciison; did you mean --precision?",
+    PAIRS + "--precision fp8": "argument --precision: invalid choice: 'fp8'",
+    PAIRS + "--each -1": "--each -1: must be 0 or more",
+    PAIRS + "--json nowhere/x": "nowhere: no such folder",
+    "report": "the following arguments are required: RUN",
+    "report nowhere": "nowhere: is no run folder ",
+    "report empty": "empty: is no run folder ",
+    "report run --otuput x": "unknown option --otuput; did you mean --output?",
+    "fill text": "the following arguments are required: --model",
     "fill --modle x text": "unknown option --modle; did you mean --model?",
-    "fill --model . text": "the text has no [MASK]; ",
-    "fill --model nowhere [MASK]": "nowhere: no such folder; ",
-    "export --model nowhere --output x": "nowhere: no such folder; ",
-    "convert --model nowhere --run x": "nowhere: no such folder; ",
-    "doctor --clustr": "unknown option --clustr",
-    "verify nowhere": "nowhere/checkpoints: no such folder; ",
-    "replay nowhere": "nowhere/checkpoints: no such folder; ",
-}
+    "fill --model run text": "the text has no [MASK]; ",
+    "fill --model nowhere [MASK]": f"nowhere{NO_FOLDER}",
+    "fill --model empty [MASK]": f"empty{NO_MODEL}",
+    "fill --model run [MASK] --top 0": "--top 0: must be 1 or more",
+    "fill --model run [MASK] --tokenizer nowhere": f"--tokenizer nowhere{NO_FILE}",
+    "export --model run": "the following arguments are required: --output",
+    "export --model run --otuput x": "unknown option --otuput; did you mean --output?",
+    "export --model nowhere --output x": f"nowhere{NO_FOLDER}",
+    "export --model empty --output x": f"empty{NO_MODEL}",
+    "export --model run --output text.txt": "text.txt: is no folder; name another place",
+    "export --model run --output glue": "glue: is not empty; name another folder",
+    "export --model run --output x --sentence-transformers max": "argument --sentence-transformers: invalid choice: 'max'",
+    "convert --model run": "the following arguments are required: --run",
+    "convert --model run --rnu x": "unknown option --rnu; did you mean --run?",
+    "convert --model nowhere --run x": f"nowhere{NO_FOLDER}",
+    "convert --model empty --run x": f"empty{NO_MODEL}",
+    "convert --model run --run x": "run: holds no model.safetensors and no pytorch_model.bin",
+    "convert --model run --run x --vocab nowhere": f"--vocab nowhere{NO_FILE}",
+    "convert --model run --run glue --vocab data": "glue: is not empty; name another folder",
+    "doctor --clustr": "unknown option --clustr; did you mean --cluster?",
+    "doctor --folder nowhere": "--folder nowhere: no such folder",
+    "doctor --cluster --folder nowhere": "--folder nowhere: no such folder",
+    "verify": "the following arguments are required: RUN",
+    "verify --hed x run": "unknown option --hed; did you mean --head?",
+    "verify nowhere": f"nowhere{CHECKPOINTS}",
+    "verify empty": f"empty{CHECKPOINTS}",
+    "verify run": "run/checkpoints/chain.jsonl: is missing or empty",
+    "replay": "the following arguments are required: RUN",
+    "replay run --form 2": "unknown option --form; did you mean --from?",
+    "replay nowhere": f"nowhere{CHECKPOINTS}",
+    "replay empty": f"empty{CHECKPOINTS}",
+    "replay run --to 3": "run/checkpoints/chain.jsonl: is missing or empty",
+}  # fmt: skip
+# each call in a child of one process that has imported what many of them import
 MISTAKEN = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+import data_prep.build, data_prep.report.inspect_dataset, megabert.commands.plan.step_time, megabert.finetune.__main__
 from megabert import __main__ as cli
-found = []
-for call in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        code = cli.main(call.split())
-    found.append([code, stderr.getvalue(), "torch" in sys.modules])
-print(json.dumps(found))
+def answer(call):
+    read, write = os.pipe()
+    if not os.fork():
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
+            code = cli.main(call.split())
+        os.write(write, json.dumps([code, stdout.getvalue(), stderr.getvalue(), "torch" in sys.modules]).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        answer = file.read()
+    os.wait()
+    return json.loads(answer or '["died", "", "", false]')
+print(json.dumps({call: answer(call) for call in json.load(open(sys.argv[1]))}))
 """
 
 
-def test_mistakes_are_one_line_before_torch_is_imported() -> None:
-    assert {call.split()[0] for call in MISTAKES} == set(cli.COMMANDS)
-    done = python("-c", MISTAKEN, json.dumps([*MISTAKES]))
-    assert done.returncode == 0 and not done.stdout.startswith("\n"), done.stderr
-    for (call, said), (code, error, torch) in zip(MISTAKES.items(), json.loads(done.stdout), strict=True):
-        assert code == 2 and error.startswith(f"error: {said}") and error.count("\n") == 1, (call, error)
-        assert not torch, f"{call}: torch is imported before its mistake is answered"
-        assert len(error) < 350, error
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str, bool]]:
+    """Exit code, stdout, stderr and whether torch was imported, of each of MISTAKES."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name in ("empty", "glue/SST-2", "run/checkpoints/step-00000001"):
+        (folder / name).mkdir(parents=True)
+    (folder / "data").symlink_to(ROOT / "tests/data/golden/dataset")
+    (folder / "text.txt").write_text("one line\n")
+    (folder / "bad.toml").write_text("text =\n")
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / "glue/SST-2" / name).write_text("sentence\tlabel\n")
+    (folder / "calls").write_text(json.dumps([*MISTAKES]))
+    before = sorted(folder.rglob("*"))
+    done = python("-c", MISTAKEN, folder / "calls", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(folder.rglob("*")) == before, "a mistake left files"
+    answered: dict[str, tuple[int, str, str, bool]] = json.loads(done.stdout)
+    return answered
+
+
+@pytest.mark.parametrize("call", MISTAKES)
+def test_a_mistake_is_one_line_without_torch(call: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
+    code, shown, error, torch = answers[call]
+    assert (code, shown) == (2, "") and error.startswith(f"error: {MISTAKES[call]}") and error.count("\n") == 1, error
+    assert not torch, "torch is imported before the mistake is answered"
+    assert len(error) < 350, error
+
+
+def test_every_command_has_mistakes() -> None:
+    names = {" ".join(call.split()[: 2 if call.startswith("prep ") else 1]) for call in MISTAKES}
+    assert names >= {*CALLS}
 
 
 WAITING = """

@@ -16,6 +16,7 @@ import torch
 
 from megabert import config as configuration
 from megabert import metrics
+from megabert.common.datasheets import datasheet_tflops
 from megabert.common.logs import duration, log
 from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
@@ -73,7 +74,7 @@ def test_flops_of_local_layers_and_shared_heads() -> None:
     ],
 )
 def test_the_datasheets_peak_is_of_the_very_device(name: str, peak: float | None) -> None:
-    assert metrics.datasheet_tflops(name) == peak
+    assert datasheet_tflops(name) == peak
 
 
 def test_the_ceiling_is_a_rate_of_this_machine() -> None:

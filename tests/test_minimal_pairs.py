@@ -14,7 +14,8 @@ import transformers
 from benchmarks.race.dataset import default_text
 from megabert import hf, minimal_pairs
 from megabert.commands import export, pairs
-from megabert.minimal_pairs import Pair, PairsWhileTraining, SentenceScorer, read_pairs, score_sentences, table_of
+from megabert.data.pairs import Pair, read_pairs
+from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer, score_sentences, table_of
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 

@@ -33,11 +33,14 @@ SEED = 0
 
 
 def datasets(folder: str | os.PathLike[str]) -> list[Path]:
-    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`."""
+    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name. Raises BadInput without any."""
     folder = Path(folder)
     if _is_dataset(folder):
         return [folder]
-    return sorted(filter(_is_dataset, folder.glob("*"))) or [folder]
+    found = sorted(filter(_is_dataset, folder.glob("*")))
+    if not found:
+        raise BadInput(f"{folder}: no dataset ({shards.MANIFEST}) there; `megabert prep build …` makes one")
+    return found
 
 
 def _is_dataset(folder: Path) -> bool:

@@ -20,14 +20,33 @@ and they exchange the parameters over the network.
 There is no random-number state: `megabert.common.random_numbers` makes it from the step.
 """
 
-from megabert.checkpoint.manifest import DamagedCheckpoint
-from megabert.checkpoint.start import (
-    check_compatible,
-    kept_manifests,
-    load_weights,
-    newest_step,
-    note_changes,
-    start_engine,
-    write_start,
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megabert.checkpoint.manifest import DamagedCheckpoint
+    from megabert.checkpoint.start import (
+        check_compatible,
+        kept_manifests,
+        load_weights,
+        newest_step,
+        note_changes,
+        start_engine,
+        write_start,
+    )
+    from megabert.checkpoint.store import Checkpoints
+
+START = (
+    *("check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "start_engine"),
+    "write_start",
 )
-from megabert.checkpoint.store import Checkpoints
+MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"} | dict.fromkeys(START, "start")
+
+
+def __getattr__(name: str) -> Any:
+    """What this package shows, imported when it is used: `chain` is read without torch, which these modules import."""
+    if name in MODULES:
+        return getattr(importlib.import_module(f"megabert.checkpoint.{MODULES[name]}"), name)
+    raise AttributeError(f"module 'megabert.checkpoint' has no attribute {name!r}")

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
-from megabert.common.files import appearing, canonical
-from megabert.common.hub import located
+from megabert.common.files import appearing, canonical, refuse_existing
+from megabert.common.hub import WEIGHTS, is_model_folder, located
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -34,10 +34,15 @@ def convert(
     that of a run then. After an error nothing is written.
     """
     folder, run = located(source), Path(run)
+    if not vocab and not is_model_folder(folder):
+        raise ValueError(
+            f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is no Hugging Face folder; a run needs --vocab"
+        )
+    refuse_existing(run, "config.toml")
     from megabert import checkpoint
     from megabert.hf import read, vocabulary
 
-    if not vocab or read.is_model_folder(folder):
+    if not vocab or is_model_folder(folder):
         foreign = read.read(folder, tokenizer, nsp)
     elif not nsp:
         raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are")
@@ -102,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     new = "replace the vocabulary by this tokenizer's: its file, or the folder of a dataset or a model; --model may be a run then"
     add("--vocab", default="", metavar="PATH", help=new)
     args = parser.parse_args(argv)
+    refuse_missing(args, "tokenizer", "vocab")
     foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, args.vocab)
     if foreign.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")

@@ -31,7 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", required=True, metavar="DIR", help="the student's run folder")
     add("overrides", nargs="*", metavar="section.key=value", help="what differs from the teacher's training")
     args = parser.parse_intermixed_args(argv)
+    if args.layers < 1:
+        raise ValueError(f"--layers {args.layers}: must be 1 or more")
+    if Path(args.run).is_file():
+        raise ValueError(f"--run {args.run}: is a file; name a folder")
     folder = located(args.model).resolve()
+    from megabert.config import refuse_unknown_overrides
+    from megabert.data.shards import Manifest
+
+    Manifest.load(args.data)
+    refuse_unknown_overrides(args.overrides)
     from megabert import hf
     from megabert.distillation import student_overrides
 

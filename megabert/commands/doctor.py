@@ -23,7 +23,7 @@ from pathlib import Path
 from megabert.common import environment
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import version
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, USER_ERROR, code_of, command
 
 SHOWN = {"ok": "ok", "note": "--", "missing": "!!"}
 FAST_CPU = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -168,10 +168,13 @@ def cluster(folder: Path, as_json: bool) -> int:
     import torch
 
     from megabert.distributed import preflight, session
+    from megabert.distributed.ranks import refuse_together
     from megabert.metrics import matmul_tflops
 
     def command(ranks: session.Session) -> int:
         ranks.join()
+        there = folder.is_dir()
+        refuse_together(ranks.world, "" if there else f"--folder {folder}: no such folder", OK if there else USER_ERROR)
         device = ranks.world.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with tempfile.TemporaryDirectory() as stacks:
@@ -195,6 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     # set by launchers
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if not args.folder.is_dir() and not environment.launched():
+        raise ValueError(f"--folder {args.folder}: no such folder")
     if args.cluster:
         return cluster(args.folder, args.json)
     missing = [line.name for line in show(everything(), args.json) if line.state == "missing"]

@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", required=True, nargs="+", metavar="DIR", help=folders)
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)
+    if args.rows < 0:
+        raise ValueError(f"--rows {args.rows}: must be 0 or more")
     folder = located(args.model)
     from megabert.data.shards import Manifest
 

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
+from megabert.common.files import appearing, refuse_existing, write_tensors
 from megabert.common.hub import located
 from megabert.common.logs import log
 
@@ -33,7 +34,6 @@ def export(
     ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
     """
     from megabert import hf
-    from megabert.common.files import appearing, write_tensors
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
     pretrained = hf.load(run, tokenizer)
@@ -64,7 +64,6 @@ def export_finetuned(args: argparse.Namespace) -> None:
 
     Raises ValueError naming what cannot be exported; nothing is written then.
     """
-    from megabert.common.files import appearing
     from megabert.finetune import huggingface, onnx
 
     finetuned = huggingface.load(args.model)
@@ -93,17 +92,19 @@ def main(argv: list[str] | None = None) -> int:
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
     add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
     args = parser.parse_args(argv)
+    refuse_missing(args, "tokenizer")
     args.model = str(located(args.model))
-    from megabert.finetune import save
+    refuse_existing(Path(args.output), CONFIG, args.overwrite)
+    from megabert.finetune import tasks
 
-    if save.find(args.model):
+    if tasks.find(args.model):
         for option in ("tokenizer", "sentence_transformers"):
             if getattr(args, option):
                 raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
         export_finetuned(args)
         return OK
     if args.onnx:
-        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})")
+        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} is none (no {tasks.DESCRIPTION})")
     from megabert.hf import mapping
 
     pool = args.sentence_transformers

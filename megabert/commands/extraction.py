@@ -5,7 +5,6 @@ Devlin et al. 2019, section 5.3. The vectors are the same whatever the batches, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,8 +41,6 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
 
     Raises ValueError naming file and line for an empty text, a missing column, and what `tables` refuses.
     """
-    if bool(column) != (Path(path.name.removesuffix(".gz")).suffix in tables.ENDINGS):
-        raise ValueError(f"{path}: --text names the column of a .tsv, .csv or .jsonl (also .gz), and of no other file")
     if column:
         texts = ((f"{where}, column {column!r}", value) for where, (value,) in tables.rows(path, [column]))
     else:
@@ -54,10 +51,7 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
 
 def parse_layers(text: str, count: int) -> tuple[int, ...]:
     """The layers that --layers names, of a model of `count`: 0 is the embeddings. Raises ValueError naming what the model lacks."""
-    try:
-        layers = tuple(int(number) for number in text.replace("last", str(count)).split(","))
-    except ValueError:
-        raise ValueError(f"--layers {text}: is neither last nor N[,N…]") from None
+    layers = tuple(int(number) for number in text.replace("last", str(count)).split(","))
     if not 0 <= min(layers) <= max(layers) <= count:
         raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
     return layers
@@ -94,8 +88,6 @@ class Extractor:
         self.max_length = max_length or model.max_positions
         if not 5 <= self.max_length <= model.max_positions:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
-        if batch_tokens is not None and batch_tokens < 1:
-            raise ValueError(f"--batch-tokens {batch_tokens}: must be 1 or more")
         self.tokenizer, self.pool = pretrained.tokenizer, pool
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = pretrained.model(self.device, PRECISIONS[precision])
@@ -228,14 +220,6 @@ def extract(source: str | Path, input: str, output: str, column: str = "", token
     only when all is written.
     """
     path, target = Path(input), Path(output)
-    if target.suffix not in WRITERS:
-        raise ValueError(f"{target}: must end in {', '.join(WRITERS)}")
-    if target.suffix == ".npy" and options.get("pool") == "none":
-        raise ValueError(f"{target}: .npy holds one vector a text; for --pool none write .parquet")
-    if os.path.lexists(target):
-        raise ValueError(f"{target}: is there already; name another file")
-    if not target.parent.is_dir():
-        raise ValueError(f"{target.parent}: no such folder")
     total = sum(1 for _ in read_texts(path, column))
     if not total:
         raise ValueError(f"{path}: has no text in it")

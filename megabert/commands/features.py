@@ -8,16 +8,46 @@ Vectors are in the order of the input, and are the same whatever the batches. A 
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
+from pathlib import Path
 
-from megabert.common.arguments import MODEL, Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
 POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
+ENDINGS = (".parquet", ".npy")
 BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (default: 1024)"
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what is wrong whatever model and texts are."""
+    from megabert.common import tables
+
+    path, target = Path(args.input), Path(args.output)
+    refuse_missing(args, "tokenizer")
+    if not path.is_file():
+        raise ValueError(f"--input {path}: no such file")
+    if bool(args.text) != (Path(path.name.removesuffix(".gz")).suffix in tables.ENDINGS):
+        raise ValueError(f"{path}: --text names the column of a .tsv, .csv or .jsonl (also .gz), and of no other file")
+    if target.suffix not in ENDINGS:
+        raise ValueError(f"{target}: must end in {', '.join(ENDINGS)}")
+    if target.suffix == ".npy" and args.pool == "none":
+        raise ValueError(f"{target}: .npy holds one vector a text; for --pool none write .parquet")
+    if os.path.lexists(target):
+        raise ValueError(f"{target}: is there already; name another file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: no such folder")
+    if args.max_length < 0:
+        raise ValueError(f"--max-length {args.max_length}: must be 0 or more")
+    if args.batch_tokens is not None and args.batch_tokens < 1:
+        raise ValueError(f"--batch-tokens {args.batch_tokens}: must be 1 or more")
+    if not re.fullmatch(r"(last|\d+)(,(last|\d+))*", args.layers):
+        raise ValueError(f"--layers {args.layers}: is neither last nor N[,N…]")
 
 
 @command
@@ -37,10 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)
     moved = "the run's tokenizer, where its dataset is no longer in its place"
     add("--tokenizer", default="", metavar="FILE", help=moved)
-    args = vars(parser.parse_args(argv))
-    args["model"] = located(args["model"])
-    if not os.path.isfile(args["input"]):
-        raise ValueError(f"--input {args['input']}: no such file")
+    given = parser.parse_args(argv)
+    check(given)
+    args = vars(given) | {"model": located(given.model)}
     from megabert.commands.extraction import extract
     from megabert.common.environment import keep_freed_memory
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import MODEL, Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.top < 1:
         raise ValueError(f"--top {args.top}: must be 1 or more")
     refuse_without_mask(args.text)
+    refuse_missing(args, "tokenizer")
     folder = located(args.model)
     from megabert import hf
 

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import MODEL, Parser, called_as
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 from megabert.common.logs import log
+from megabert.data.pairs import read_pairs
 
 PRECISION = "of the model: bf16 is faster where the processor has it, and makes ties"
 
@@ -53,15 +54,15 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--each {args.each}: must be 0 or more")
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
-    folder = located(args.model)
+    refuse_missing(args, "tokenizer")
+    folder, pairs = located(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf
     from megabert.commands.extraction import PRECISIONS
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
-    from megabert.minimal_pairs import read_pairs, score_pairs, sentences_of
+    from megabert.minimal_pairs import score_pairs, sentences_of
 
     keep_freed_memory()
-    pairs = read_pairs(args.pairs, args.each)
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()
     table = score_pairs(model, pairs, PRECISIONS[args.precision])
     seconds, sentences = time.perf_counter() - started, len(sentences_of(pairs))

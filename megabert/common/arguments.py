@@ -61,6 +61,14 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
+def refuse_missing(args: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError for the first of these options that names a file or folder which does not exist; "" names none."""
+    for name in names:
+        path = getattr(args, name)
+        if path and not Path(path).exists():
+            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+
+
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Options that `config.from_arguments` reads: preset or file, data, overrides, and what DeepSpeed's launcher passes."""
     add = parser.add_argument

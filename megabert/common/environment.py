@@ -25,6 +25,8 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 VECTOR_FLAGS = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni", "sve", "bf16"}
 # of glibc's malloc.h; other C libraries have no mallopt
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+# variables that launchers set for each of several processes
+LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
@@ -71,6 +73,11 @@ def nvidia_driver() -> str:
 def cores() -> int:
     """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launched() -> bool:
+    """Whether a launcher may have started this process as one of several."""
+    return bool(LAUNCHED & os.environ.keys())
 
 
 def spin_briefly() -> None:

@@ -50,7 +50,7 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
     `mark`, which an earlier run of the command wrote.
     """
     target = Path(target)
-    _refuse(target, mark, overwrite)
+    refuse_existing(target, mark, overwrite)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = _beside(target, "new"), _beside(target, "old")
@@ -142,7 +142,8 @@ def _put(temporary: Path, target: Path, replaced: Path) -> None:
         raise
 
 
-def _refuse(target: Path, mark: str, overwrite: bool) -> None:
+def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
+    """Raises ValueError where `appearing` would."""
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():

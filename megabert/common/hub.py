@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by name, through the hub's own library and its cache."""
+"""Folders of models: runs, Hugging Face folders, and models of the hub by name, through its own library and its cache."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import re
 from pathlib import Path
 
 from megabert.common.errors import Failed
+from megabert.common.run_files import holds_checkpoint
 
 # OWNER/NAME
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# of a repository: what a model is read from, and its weights in an older form where it has no safetensors
-FILES = ("*.json", "vocab.txt", "*.model", "model.safetensors")
-OLD_WEIGHTS = "pytorch_model.bin"
+# of a Hugging Face folder: safetensors, and the older form
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# of a repository: what a model is read from where it has safetensors
+FILES = ("*.json", "vocab.txt", "*.model", WEIGHTS[0])
 
 
 def located(source: str | Path) -> Path:
     """The folder of a model: `source` itself, or the hub's repository of that name (google-bert/bert-base-uncased), in the
     hub's cache and downloaded where it is not there yet.
 
-    A name whose first part is a folder here is a path that is wrong, and the hub is not asked. Raises ValueError for what is
+    Nothing in it is opened. A name whose first part is a folder here is a path that is wrong, and the hub is not asked. Raises ValueError for what is
     neither, Failed where the hub cannot be reached.
     """
     path = Path(source)
     if path.is_dir():
+        # `best` of a fine-tuning run is read, too
+        if not (is_model_folder(path) or holds_checkpoint(path) or is_model_folder(path / "best")):
+            raise ValueError(
+                f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(WEIGHTS)}, so it is no "
+                "Hugging Face folder"
+            )
         return path
     if path.exists() or not NAME.fullmatch(str(source)) or path.parent.is_dir():
         raise ValueError(
@@ -32,14 +40,19 @@ def located(source: str | Path) -> Path:
     return download(str(source))
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds weights as Hugging Face names them, in one file or several."""
+    return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
+
+
 def download(name: str) -> Path:
     """The folder in the hub's cache that holds a repository's files. Raises as `located`."""
     from huggingface_hub import errors, snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        if not (folder / "model.safetensors").is_file():
-            folder = Path(snapshot_download(name, allow_patterns=[*FILES, OLD_WEIGHTS]))
+        if not (folder / WEIGHTS[0]).is_file():
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHTS[1]]))
         return folder
     except errors.LocalEntryNotFoundError:
         raise Failed(

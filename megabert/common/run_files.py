@@ -23,6 +23,12 @@ def checkpoints_of(run: str | Path) -> Path:
     return folder
 
 
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether it is a run folder with a checkpoint, or one checkpoint."""
+    alone = folder.resolve().name.startswith("step-") and (folder / "manifest.json").is_file()
+    return alone or any(folder.glob("checkpoints/step-*"))
+
+
 def step_of(line: str | bytes) -> float:
     """The step of a log's line; infinite for one that a kill cut short."""
     try:

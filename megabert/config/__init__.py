@@ -23,4 +23,12 @@ from megabert.config.schema import (
     WatchdogConfig,
     flat,
 )
-from megabert.config.sources import changed, from_arguments, from_dict, load, overrides_of, value_sources
+from megabert.config.sources import (
+    changed,
+    from_arguments,
+    from_dict,
+    load,
+    overrides_of,
+    refuse_unknown_overrides,
+    value_sources,
+)

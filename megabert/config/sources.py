@@ -33,6 +33,15 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     return from_dict(tree)
 
 
+def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
+    """Raises ValueError for the first override that is none, or whose key does not exist, whatever config it is for."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        if not override.startswith("phases."):
+            set_override(Config, tree, override)
+    refuse_unknown(Config, tree)
+
+
 def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
     """Where the value of each `section.key` that is no default comes from; arguments as of `load`, which they must suit."""
     path, tree = read_toml(source, PRESETS, "--config", "preset") if source else (Path(), {})

@@ -123,7 +123,7 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
     others = [rank for rank, host in enumerate(hosts) if host != local.host]
     source = others[world.rank % len(others)] if others else world.rank
     try:
-        shared.mkdir(parents=True, exist_ok=True)
+        shared.mkdir(exist_ok=True)
         started = time.perf_counter()
         with open(shared / f"{world.rank}", "wb") as file:
             file.write(os.urandom(FILE_BYTES))

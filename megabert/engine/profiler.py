@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
@@ -12,14 +11,6 @@ from megabert.common.logs import log
 
 # Of the table.
 ROWS = 25
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """`10:20` -> (10, 20), the first and the last update. Raises ValueError."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"--profile {text}: write the first and the last update, as 10:20")
-    return int(match[1]), int(match[2])
 
 
 class Profiler:

@@ -25,8 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import MODEL, Parser, called_as
+from megabert.common import errors
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.environment import launched
 from megabert.common.errors import OK
+from megabert.common.hub import located
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -71,16 +74,30 @@ def task_of(args: argparse.Namespace) -> Task:
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
-def train(args: argparse.Namespace, ranks: Session) -> int:
-    """Every run that has no result yet, then the table and `summary.json`."""
-    from megabert.finetune import datasets, run
-
+def check(args: argparse.Namespace) -> int:
+    """OK. Raises ValueError for what is wrong whatever the files hold."""
+    refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
+    if args.predict:
+        if args.limit:
+            raise ValueError("--limit: is for training, not for --predict")
+        tasks.located_finetuned(args.model)
+        return OK
     task = task_of(args)
     if args.lines:
         raise ValueError("--lines: is for --predict, not for training")
     for name in ("train", "dev"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
+    options.runs_of(args, task.max_length, task.stride)
+    located(args.model)
+    return OK
+
+
+def train(args: argparse.Namespace, ranks: Session) -> int:
+    """Every run that has no result yet, then the table and `summary.json`."""
+    from megabert.finetune import datasets, run
+
+    task = task_of(args)
     files = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
     return run.train_tasks(
         args,
@@ -97,8 +114,6 @@ def predict(args: argparse.Namespace) -> int:
     from megabert.finetune import prediction
 
     signals.take_over(signals.interrupt)
-    if args.limit:
-        raise ValueError("--limit: is for training, not for --predict")
     precision = "" if args.precision == "auto" else args.precision
     count = prediction.predict_file(args.model, args.predict, args.output, args.text, args.id, precision, args.lines)
     log.info(f"{args.output}: {count:,} predictions")
@@ -107,8 +122,11 @@ def predict(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    # before the slow imports; of several ranks by one of them
+    if not launched() and (code := errors.command(check)(args)):
+        return code
     from megabert.common.environment import keep_freed_memory
     from megabert.distributed import session
 
     keep_freed_memory()
-    return session.run(lambda ranks: predict(args) if args.predict else train(args, ranks))
+    return session.run(lambda ranks: check(args) or (predict(args) if args.predict else train(args, ranks)))

@@ -32,8 +32,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.common.arguments import MODEL, Parser, called_as
+from megabert.common import errors
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.environment import launched
+from megabert.common.errors import OK
 from megabert.common.files import write_whole
+from megabert.common.hub import located
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -168,6 +172,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check(args: argparse.Namespace) -> int:
+    """OK, and the tasks that exist are in `args.tasks`. Raises ValueError for what is wrong whatever the files hold."""
+    refuse_missing(args, "tokenizer")
+    options.runs_of(args, Task.max_length, Task.stride)
+    located(args.model)
+    args.tasks = [task.name for task, _ in find_tasks(Path(args.data), args.tasks)]
+    return OK
+
+
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every task in turn: its runs, then the table of what exists so far."""
     from megabert.finetune import run
@@ -179,8 +192,11 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    # before the slow imports; of several ranks by one of them
+    if not launched() and (code := errors.command(check)(args)):
+        return code
     from megabert.common.environment import keep_freed_memory
     from megabert.distributed import session
 
     keep_freed_memory()
-    return session.run(lambda ranks: run_all(args, ranks))
+    return session.run(lambda ranks: check(args) or run_all(args, ranks))

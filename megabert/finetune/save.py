@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert import hf
 from megabert.common.files import appearing, canonical, write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
@@ -31,10 +30,10 @@ from megabert.finetune.batches import ItemLayout
 from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import Finetuner
-from megabert.finetune.tasks import Task
+from megabert.finetune.tasks import DESCRIPTION, Task, located_finetuned
 from megabert.hf import TOKENIZER_FILES
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "task.json"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -91,18 +90,10 @@ def save(
         (new / DESCRIPTION).write_bytes(canonical(tree))
 
 
-def find(source: str | Path) -> Path | None:
-    """The folder of a fine-tuned model: `source` or its `best`; None where it is neither."""
-    places = Path(source), Path(source) / "best"
-    return next((folder for folder in places if (folder / DESCRIPTION).is_file()), None)
-
-
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
     """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it); `source` is its folder, or its name
     on the hub. Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
-    folder = find(hf.located(source))
-    if folder is None:
-        raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
+    folder = located_finetuned(source)
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())

@@ -14,8 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
+from megabert.common.hub import located
+
+# of a fine-tuned model's folder
+DESCRIPTION = "task.json"
 Kind = Literal["classify", "multilabel", "score", "tag", "span"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # Kinds whose labels are those of the training file, unless the task names them.
@@ -200,3 +205,17 @@ def preset(name: str) -> Task:
     if name not in PRESETS:
         raise ValueError(f"no task {name!r}; known are {', '.join(PRESETS)}; or describe one by its columns")
     return PRESETS[name]
+
+
+def find(source: str | Path) -> Path | None:
+    """The folder of a fine-tuned model: `source` or its `best`; None where it is neither."""
+    places = Path(source), Path(source) / "best"
+    return next((folder for folder in places if (folder / DESCRIPTION).is_file()), None)
+
+
+def located_finetuned(source: str | Path) -> Path:
+    """The same, also of a model's name on the hub. Raises ValueError for what is no fine-tuned model."""
+    folder = find(source if Path(source).is_dir() else located(source))
+    if folder is None:
+        raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
+    return folder

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
-from megabert.common.hub import located
+from megabert.common.hub import WEIGHTS, is_model_folder, located
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
@@ -33,7 +33,6 @@ from megabert.model import BertForPreTraining, outline
 TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 CONFIG = "config.json"
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LARGEST_JSON = 256 << 20
 # prefixes of tensors in a class without heads
 ENCODER = ("embeddings.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
@@ -96,11 +95,6 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     path = located(source)
     if is_model_folder(path):
         return read(path, tokenizer)
-    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
-        raise ValueError(
-            f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(WEIGHTS)}, so it is no "
-            "Hugging Face folder"
-        )
     run_dir = path.resolve().parents[1] if (path / "manifest.json").is_file() else path
     newest = checkpoint.newest_step(path)
     while True:
@@ -189,11 +183,6 @@ def start_state(source: Path, cfg: Config, tokenizer: Tokenizer) -> dict[str, An
         "tokenizer": tokenizer.sha256,
         "seconds": 0.0,
     }
-
-
-def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds weights as Hugging Face names them, in one file or several."""
-    return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

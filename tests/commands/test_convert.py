@@ -166,7 +166,7 @@ BIAS, QUERY = "cls.predictions.bias", "bert.encoder.layer.1.attention.self.query
 WRONG: dict[str, tuple[Any, str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors and no pytorch_model.bin"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is no Hugging Face folder"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
     "several files": (
         lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "are in several files"

@@ -173,7 +173,7 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
         (["--model", str(tmp_path / "nowhere")], "no such folder"),
         (["--model", str(tmp_path / "empty")], "no checkpoint in it"),
         (["--model", str(run), "--tokenizer", str(other)], "is not the tokenizer that"),
-        (["--model", str(run), "--tokenizer", str(tmp_path / "none")], "tokenizer file not found"),
+        (["--model", str(run), "--tokenizer", str(tmp_path / "none")], ": no such file"),
         (["--model", str(run), "--onnx"], "--onnx: is for fine-tuned models"),
         (["--model", str(large)], "but the model has 300"),
     ]

@@ -104,7 +104,7 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
         (["[MASK] " * 50], "the text has 52 tokens, the model takes at most 40"),
         (["caf\udce9 [MASK]"], "the text is not valid UTF-8"),
         (["[MASK]", "--top", "0"], "--top 0"),
-        (["[MASK]", "--tokenizer", "nowhere"], "nowhere: tokenizer file not found"),
+        (["[MASK]", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such file"),
     ],
 )
 def test_mistakes_are_one_line(args: list[str], message: str, tmp_path: Path, capsys) -> None:

@@ -59,4 +59,15 @@ def test_a_wrong_path_never_asks_the_hub(tmp_path, monkeypatch) -> None:
     for wrong in ("runs/mni", "nowhere", "/absent/run", "./a/b", "runs/mini/checkpoints", "a b/c"):
         with pytest.raises(ValueError, match=r"no such folder; name a run folder, .* OWNER/NAME"):
             located(wrong)
-    assert located("runs") == Path("runs")
+    with pytest.raises(ValueError, match=r"^runs: no checkpoint in it, .* no model.safetensors or pytorch_model.bin, "):
+        located("runs")
+    for file in (
+        "run/checkpoints/step-00000001/manifest.json",
+        "tuned/best/model.safetensors",
+        "old/pytorch_model.bin",
+    ):
+        path = Path(file)
+        path.parent.mkdir(parents=True)
+        path.touch()
+        for folder in (path.parent, path.parents[-2]):
+            assert located(folder) == folder

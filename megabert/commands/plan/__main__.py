@@ -49,12 +49,16 @@ def main(argv: list[str] | None = None) -> int:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     from megabert import config as configuration
+    from megabert.commands.plan import step_time
+    from megabert.data.shards import Manifest
 
-    config = configuration.from_arguments(args)
-    from megabert.commands.plan import forecast, published, quality, step_time, workload
-
+    config, extra = configuration.from_arguments(args), configuration.read_deepspeed(args.deepspeed_config)
+    phases = configuration.phases_of(config)
+    for path in {phase.config.data.path for phase in phases} - {""}:
+        Manifest.load(path)
     if not args.gpus:
-        extra = configuration.read_deepspeed(args.deepspeed_config)
+        from megabert.commands.plan import workload
+
         print(workload.report(config, args.world_size, args.memory_gib, extra))
         return OK
     if args.gpus not in step_time.DEVICES:
@@ -65,8 +69,15 @@ def main(argv: list[str] | None = None) -> int:
         network = f"{args.nodes_of}x{device.adapter:g}"
         assumed = " (assumed, as NVIDIA sells this GPU in nodes; --network names another)"
     fabric = step_time.Fabric.of(args.nodes_of, network or "")
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"--over {size}: give numbers of GPUs from 1 on")
+        if size > fabric.node and size % fabric.node:
+            raise ValueError(f"--over {size} is not a whole number of nodes of {fabric.node}; see --nodes-of")
+    from megabert.commands.plan import forecast, published, quality
+
     place = f"{args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}"
-    phases, days = configuration.phases_of(config), dict.fromkeys(sizes, 0.0)
+    days = dict.fromkeys(sizes, 0.0)
     for number, phase in enumerate(phases, 1):
         job = forecast.job_of(phase.config, phase.end - phase.begin)
         points = forecast.forecast(job, sizes, device, fabric)

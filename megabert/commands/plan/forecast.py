@@ -116,14 +116,10 @@ def software_of(config: Config) -> Software:
 
 
 def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[ForecastPoint]:
-    """A point for each of `sizes`. Raises ValueError naming the value that cannot be."""
+    """A point for each of `sizes`, whole nodes where they are more than one. Raises ValueError naming the value that cannot be."""
     system = System(device, fabric, software_of(job.config))
     points = []
     for size in sizes:
-        if size < 1:
-            raise ValueError(f"--over {size}: give numbers of GPUs from 1 on")
-        if size > fabric.node and size % fabric.node:
-            raise ValueError(f"--over {size} is not a whole number of nodes of {fabric.node}; see --nodes-of")
         share = job.share(size)
         step = step_seconds(job.config.model, share, size, system)
         schedule = job.config.schedule

@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from megabert.common.datasheets import datasheet_tflops
 from megabert.config import ModelConfig
-from megabert.metrics import datasheet_tflops
-from megabert.model import parameter_count
-from megabert.optim.muon import Matrix
+
+if TYPE_CHECKING:
+    from megabert.optim.muon import Matrix
 
 GB = 1e9
 MICROSECOND = 1e-6
@@ -211,7 +212,11 @@ WEIGHT_BYTES = 2
 KEPT = 1_000_000_000
 
 
-parameters = functools.cache(parameter_count)
+@functools.cache
+def parameters(model: ModelConfig) -> int:
+    from megabert.model import parameter_count  # not before a command line is checked: it imports torch
+
+    return parameter_count(model)
 
 
 @dataclass(frozen=True)

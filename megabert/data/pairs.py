@@ -1,0 +1,76 @@
+"""Files of minimal pairs, BLiMP's and Zorro's. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    """Two sentences, of which the first is right; `paradigm`: what they differ in, `field`: the paradigms it belongs to."""
+
+    good: str
+    bad: str
+    paradigm: str
+    field: str
+
+
+def read_pairs(source: str | Path, each: int = 0) -> list[Pair]:
+    """The pairs of a file, or of all .jsonl and .txt files below a folder; with `each` the first so many of each paradigm.
+
+    .jsonl, BLiMP's format (Warstadt et al. 2020): `sentence_good`, `sentence_bad` and, if there, `UID` and `field`, by default
+    the file's name. .txt, Zorro's (Huebner et al. 2021): lines in pairs, the wrong sentence first, in a file PARADIGM's name
+    FIELD-PARADIGM.txt. Raises ValueError naming file and line.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for ending in READERS for file in path.rglob(f"*{ending}"))
+    else:
+        files = [path]
+    if not files or any(file.suffix not in READERS for file in files):
+        raise ValueError(f"{path}: neither a {' or '.join(READERS)} file nor a folder of such files")
+    kept: dict[str, list[Pair]] = defaultdict(list)
+    for file in files:
+        for pair in READERS[file.suffix](file):
+            if not each or len(kept[pair.paradigm]) < each:
+                kept[pair.paradigm].append(pair)
+    pairs = [pair for paradigm in kept.values() for pair in paradigm]
+    if not pairs:
+        raise ValueError(f"{path}: has no pair in it")
+    return pairs
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    with open(file, encoding="utf-8") as lines:
+        try:
+            yield from ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: is not UTF-8 ({error.reason}); convert it") from None
+
+
+def _read_jsonl(file: Path) -> Iterator[Pair]:
+    for number, line in _lines(file):
+        try:
+            values = json.loads(line)
+            good, bad = values["sentence_good"], values["sentence_bad"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file}, line {number}: no object with sentence_good and sentence_bad ({error})"
+            ) from None
+        yield Pair(good, bad, str(values.get("UID", file.stem)), str(values.get("field", file.stem)))
+
+
+def _read_txt(file: Path) -> Iterator[Pair]:
+    lines = [line for _, line in _lines(file)]
+    if len(lines) % 2:
+        raise ValueError(
+            f"{file}: has {len(lines)} lines, which are no pairs; the wrong sentence stands before the right one"
+        )
+    field = file.stem.rpartition("-")[0] or file.stem
+    yield from (Pair(good, bad, file.stem, field) for bad, good in zip(lines[::2], lines[1::2], strict=True))
+
+
+READERS = {".jsonl": _read_jsonl, ".txt": _read_txt}
