@@ -244,6 +244,7 @@ def test_the_two_commands_are_make_targets() -> None:
 @pytest.mark.dist
 @pytest.mark.timeout(3600)
 def test_every_command_runs_in_a_fresh_clone(clone) -> None:
+    """All but the jobs for SLURM, which are the next test's: about twenty steps of up to a minute."""
     for language, lines in blocks((clone / "README.md").read_text()):
         for line in lines:
             if language == "python":
