@@ -23,15 +23,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
@@ -39,10 +36,9 @@ from benchmarks.common import hardware
 from benchmarks.race import dataset, training
 from benchmarks.race.dataset import RaceData, Scorer
 from benchmarks.race.recipes import RaceRecipe, track_of
-from megabert import checkpoint, hf
+from megabert import checkpoint
 from megabert.commands.convert import convert
 from megabert.common.files import appearing
-from megabert.data.shards import Dataset
 from megabert.hf.mapping import PADDED
 from megabert.model import truncated_normal
 
@@ -139,57 +135,21 @@ def byte_level(folder: Path) -> Path:
 def started(init: str, seed: int, base: Path, data: RaceData, run: Path) -> Path:
     """A run folder with the base model and the vocabulary of `data`."""
     shutil.rmtree(run, ignore_errors=True)
-    model = convert(base, run, vocab=data.train)
-    if init == "mean":
-        return run
-    shutil.rmtree(run)
-    torch.manual_seed(seed)
-    size, special = model.config.model.vocab_size, list(model.tokenizer.special_ids.values())
-    shared = {*hf.load(base).tokenizer.token_bytes()}
-    kept = torch.tensor([token in shared for token in model.tokenizer.token_bytes()])
-    kept[special] = True
-    for name in (name for name in PADDED if name in model.weights):
-        old = model.weights[name][:size]
-        if init == "random":
-            kept[:] = False
-            kept[special] = True
-            new = (
-                truncated_normal(tuple(old.shape), model.config.model.init_std) if old.dim() > 1 else torch.zeros(size)
-            )
-        else:
-            new = (nearest(data.train, size, kept) @ old.view(size, -1)).view_as(old)
-        model.weights[name][:size] = torch.where(kept.view(-1, *[1] * (old.dim() - 1)), old, new)
-    checkpoint.write_start(run, model.weights, {k: v for k, v in model.state.items() if k != "step"})
+    # without the text there are no similar tokens
+    vocab = data.train / data.manifest.tokenizer["file"] if init == "mean" else data.train
+    model = convert(base, run, vocab=vocab)
+    if init == "random":
+        shutil.rmtree(run)
+        torch.manual_seed(seed)
+        size, special = model.config.model.vocab_size, [*model.tokenizer.special_ids.values()]
+        for name in (name for name in PADDED if name in model.weights):
+            old = model.weights[name][:size]
+            std = model.config.model.init_std if old.dim() > 1 else 0.0
+            new = std * truncated_normal(tuple(old.shape), 1.0)
+            new[special] = old[special]
+            model.weights[name][:size] = new
+        checkpoint.write_start(run, model.weights, {k: v for k, v in model.state.items() if k != "step"})
     return run
-
-
-@cache
-def auxiliary(folder: Path, size: int) -> Tensor:
-    """fp32 [size, 100], of length 1: the tokens by the company they keep in a dataset (Levy & Goldberg 2014: positive pointwise
-    mutual information within 5 tokens, its singular vectors)."""
-    data = Dataset(folder)
-    ids = data.read(np.arange(min(data.rows, 20_000))).ids.astype(np.int64)
-    frequent = np.argsort(-np.bincount(ids.ravel(), minlength=size), kind="stable")[:2_000]
-    column = np.full(size, -1)
-    column[frequent] = np.arange(len(frequent))
-    counts = np.zeros(size * len(frequent))
-    for apart in range(1, 6):
-        for left, right in ((ids[:, apart:], ids[:, :-apart]), (ids[:, :-apart], ids[:, apart:])):
-            places = (left * len(frequent) + column[right])[column[right] >= 0]
-            counts += np.bincount(places, minlength=len(counts))
-    table = torch.from_numpy(counts).view(size, -1).float()
-    expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
-    u, s, _ = torch.svd_lowrank((table / expected.clamp(min=1e-9)).clamp(min=1).log(), q=100, niter=4)
-    return torch.nn.functional.normalize(u * s.sqrt(), dim=1)
-
-
-def nearest(folder: Path, size: int, kept: Tensor) -> Tensor:
-    """fp32 [size, size]: shares of the ten nearest of the tokens `kept` (Minixhofer et al. 2022, "WECHSEL"; Dobler & de Melo
-    2023, "FOCUS")."""
-    vectors = auxiliary(folder, size)
-    similar = (vectors @ vectors.T).masked_fill(~kept, -1e9)
-    values, places = similar.topk(10)
-    return torch.zeros_like(similar).scatter_(1, places, (values / 0.1).softmax(1))
 
 
 def curve(recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, rows: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ def convert(
 ) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `read.read`; `vocab`: file or folder of the tokenizer that replaces the model's, which may be
-    that of a run then. After an error nothing is written.
+    Arguments and errors as of `read.read`; `vocab`: dataset, file or folder of the tokenizer that replaces the model's, which may
+    be that of a run then. After an error nothing is written.
     """
     folder, run = located(source), Path(run)
     if not vocab and not is_model_folder(folder):
@@ -40,6 +41,7 @@ def convert(
         )
     refuse_existing(run, "config.toml")
     from megabert import checkpoint
+    from megabert.data.shards import MANIFEST, Dataset
     from megabert.hf import read, vocabulary
 
     if not vocab or is_model_folder(folder):
@@ -50,12 +52,16 @@ def convert(
         foreign = read.load(folder, tokenizer)
     if vocab:
         named = read.named_tokenizer(vocab)
-        sources = vocabulary.sources_of(foreign.tokenizer, named)
-        foreign = vocabulary.with_vocabulary(foreign, named, sources)
-        one, several = sum(len(ids) == 1 for ids in sources), sum(len(ids) > 1 for ids in sources)
+        sources, similar = vocabulary.sources_of(foreign.tokenizer, named), None
+        if Path(vocab, MANIFEST).is_file():
+            similar = vocabulary.similar_tokens(foreign.tokenizer, named, Dataset(vocab))
+        foreign = vocabulary.with_vocabulary(foreign, named, sources, similar)
+        alike = {*similar.tokens.tolist()} if similar else set[int]()
+        those = f"{len(alike):,} have the mean of similar ones in {vocab}, " if similar else ""
+        kinds = Counter(min(len(ids), 2) for i, ids in enumerate(sources) if i not in alike)
         log.info(
-            f"of {len(sources):,} tokens {one:,} have the vectors of one token of {source}, {several:,} the mean of several, "
-            f"and {len(sources) - one - several:,}, which its vocabulary cannot express, are drawn"
+            f"of {len(sources):,} tokens {those}{kinds[1]:,} have the vectors of one token of {source}, {kinds[2]:,} the mean of "
+            f"several, and {kinds[0]:,}, which its vocabulary cannot express, are drawn"
         )
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():

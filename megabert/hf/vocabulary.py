@@ -1,10 +1,12 @@
-"""Transplant of a vocabulary: a trained model with another tokenizer, each new token's vectors made of the old tokens in its text.
+"""Transplant of a vocabulary: a trained model with another tokenizer, each new token's vectors made of those of old tokens.
 
 A token that the old vocabulary has too, the space before it included, keeps its vectors, and a special token those of its role.
-Every other gets the mean of the tokens into which the old tokenizer splits its text (Gee et al. 2022, "Fast Vocabulary Transfer",
-arXiv 2402.09977); where that knows none, it is drawn from the normal distribution of the old vectors' means and deviations
-(Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"). Embeddings, decoder and its bias alike; all other
-weights stay.
+Every other gets the weighted mean of the shared tokens that are most similar to it in a dataset of the new tokenizer (Minixhofer
+et al. 2022, "WECHSEL", arXiv 2112.06598; Dobler & de Melo 2023, "FOCUS", arXiv 2305.14481). One that the dataset does not have, or
+every one without a dataset, gets the mean of the tokens into which the old tokenizer splits its text (Gee et al. 2022, "Fast
+Vocabulary Transfer", arXiv 2402.09977); where that knows none, it is drawn from the normal distribution of the old vectors' means
+and deviations (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"). Embeddings, decoder and its bias
+alike; all other weights stay.
 """
 
 from __future__ import annotations
@@ -12,22 +14,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.config import Config, DataConfig, MaskingConfig
+from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import mapping
 from megabert.hf.read import Pretrained, start_state
 
 POSITIONS = "embeddings.position"
+# of a dataset, read for the similarity of its tokens
+ROWS = 200_000
+# dimensions of that similarity: first the most frequent tokens, then singular vectors
+FREQUENT, DIMENSIONS = 2_000, 100
+# tokens apart at most
+CONTEXT = 5
+# tokens of which another is the mean, and the temperature of the softmax over their cosines
+NEAREST, TEMPERATURE = 10, 0.1
+# rows of similarities at a time
+CHUNK = 1_024
 
 
-def with_vocabulary(model: Pretrained, tokenizer: Tokenizer, sources: Sequence[Sequence[int]]) -> Pretrained:
-    """The model with the vocabulary of `tokenizer`, each new token's vectors the mean of those of its old `sources`, as at the
-    start of a run.
+class Similar(NamedTuple):
+    """Of M new tokens the most similar shared ones and their shares: int64 [M], int64 [M, K], fp32 [M, K]."""
+
+    tokens: Tensor
+    nearest: Tensor
+    shares: Tensor
+
+
+def with_vocabulary(
+    model: Pretrained, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], similar: Similar | None = None
+) -> Pretrained:
+    """The model with the vocabulary of `tokenizer`, each new token's vectors the mean of those of its old `sources`, or of the
+    `similar` new tokens that it has, as at the start of a run.
 
     Where positions follow the padding's id (RoBERTa), they are moved behind the new one.
     """
@@ -39,6 +64,10 @@ def with_vocabulary(model: Pretrained, tokenizer: Tokenizer, sources: Sequence[S
     for name in mapping.PADDED:
         if name in weights:
             entries = mixed(weights[name][: old.vocab_size], sources, draw)
+            if similar:
+                table = entries.view(len(entries), -1)
+                made = F.embedding_bag(similar.nearest, table, per_sample_weights=similar.shares, mode="sum")
+                entries[similar.tokens] = made.view(-1, *entries.shape[1:])
             weights[name] = F.pad(entries, [0, 0] * (entries.dim() - 1) + [0, new.padded_vocab - new.vocab_size])
     if first:
         weights[POSITIONS] = F.pad(weights[POSITIONS][old.first_position :], [0, 0, first, 0])
@@ -60,6 +89,44 @@ def mixed(entries: Tensor, sources: Sequence[Sequence[int]], draw: torch.Generat
     deviation = table.std(0) if entries.dim() > 1 else 0.0
     made[without] = table.mean(0) + deviation * torch.randn(int(without.sum()), table.shape[1], generator=draw)
     return made.view(len(sources), *entries.shape[1:])
+
+
+def similar_tokens(old: Tokenizer, new: Tokenizer, dataset: Dataset) -> Similar:
+    """Of each token that only `new` has the NEAREST shared ones in a dataset of `new`; of tokens that the dataset has."""
+    vectors = cooccurrence(dataset, new.vocab_size)
+    known, special = set(old.token_bytes()), set(new.special_ids.values())
+    shared = torch.tensor([i in special or token in known for i, token in enumerate(new.token_bytes())])
+    seen = vectors.any(1)
+    tokens, candidates = (seen & ~shared).nonzero()[:, 0], (seen & shared).nonzero()[:, 0]
+    count = min(NEAREST, len(candidates))  # a dataset has the special ones at least
+    found = [(vectors[part] @ vectors[candidates].T).topk(count) for part in tokens.split(CHUNK)]
+    cosines, places = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Similar(tokens, candidates[places], (cosines / TEMPERATURE).softmax(1))
+
+
+def cooccurrence(dataset: Dataset, size: int) -> Tensor:
+    """fp32 [size, DIMENSIONS], of length 1, or 0 of a token that is not there: the tokens by those around them (Levy & Goldberg
+    2014, "Neural Word Embedding as Implicit Matrix Factorization": positive pointwise mutual information, its singular vectors)."""
+    firsts = range(0, min(dataset.rows, ROWS), CHUNK)
+    chunks = [dataset.read(np.arange(first, min(first + CHUNK, firsts.stop))).ids for first in firsts]  # [R, T] each
+    total = sum(np.bincount(ids.ravel(), minlength=size) for ids in chunks)
+    frequent = torch.from_numpy(total).argsort(descending=True, stable=True)[:FREQUENT]
+    column = frequent.new_full((size,), -1)
+    column[frequent] = torch.arange(len(frequent))
+    counts = torch.zeros(size * len(frequent))
+    for ids in (torch.from_numpy(chunk.astype(np.int64)) for chunk in chunks):
+        for apart in range(1, CONTEXT + 1):
+            for token, around in ((ids[:, apart:], ids[:, :-apart]), (ids[:, :-apart], ids[:, apart:])):
+                place = token * len(frequent) + column[around]
+                place = place[column[around] >= 0]
+                counts.index_add_(0, place, torch.ones(len(place)))
+    table = counts.view(size, -1)
+    rows, columns = table.sum(1, keepdim=True), table.sum(0)
+    table = table.mul_(rows.sum()).div_(rows.clamp(min=1)).div_(columns.clamp(min=1)).clamp_(min=1).log_()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        u, s, _ = torch.svd_lowrank(table, q=min(DIMENSIONS, *table.shape), niter=4)
+    return F.normalize(u * s.sqrt(), dim=1) * (rows > 0)
 
 
 def sources_of(old: Tokenizer, new: Tokenizer) -> list[list[int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,11 +15,12 @@ from torch import Tensor
 from megabert import config as configuration
 from megabert import hf
 from megabert.commands import convert, export
+from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import Pretrained
-from megabert.hf.vocabulary import sources_of
+from megabert.hf.vocabulary import similar_tokens, sources_of
 from megabert.model import unpacked_inputs
-from tests.helpers import fast_tokenizers, runs, wordpiece
+from tests.helpers import fast_tokenizers, rows, runs, wordpiece
 
 CPU = torch.device("cpu")
 TABLES = ("embeddings.word.weight", "embeddings.word.decoder", "embeddings.word.bias")
@@ -99,6 +102,47 @@ def test_punctuation_cut_off_has_both_forms(tmp_path):
     assert found[id_of(ours, " (")] == [id_of(theirs, " ("), id_of(theirs, "(")]
     assert found[id_of(ours, " ;")] == [id_of(theirs, ";")]
     assert sources_of(ours, theirs)[id_of(theirs, "(")] == [id_of(ours, " (")]
+
+
+def test_new_tokens_are_means_of_similar_shared_ones(tmp_path, capsys):
+    """Two topics of ten shared tokens, each with one that only the new vocabulary has."""
+    old = hf.load(runs.make(tmp_path / "old", "uncased", tied=False))
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json")
+    new = Tokenizer.load(path)
+    sources, known = sources_of(old.tokenizer, new), set(old.tokenizer.token_bytes())
+    shared = [i for i, token in enumerate(new.token_bytes()) if token in known and i not in new.special_ids.values()]
+    only, never = id_of(new, " shells"), id_of(new, " sells")
+    draw = np.random.default_rng(0)
+    topics = [np.array([only, *shared[:10]]), np.array([id_of(new, " quick"), *shared[10:20]])]
+    ids = np.concatenate([draw.choice(topic, (64, 32)) for topic in topics]).astype(np.uint16)
+    ids[:, 0], ids[:, -1] = new.special_ids["cls"], new.special_ids["sep"]
+    bounds = np.full((128, 1, 2), 32, np.uint16)
+    entry = {"kind": new.kind, "file": path.name, "sha256": new.sha256}
+    entry |= {"vocab_size": new.vocab_size, "special_ids": dict(new.special_ids)}
+    arrays = ids, bounds, np.full((128, 1), -1, np.int8)
+    data = rows.make_dataset(tmp_path / "data", 128, slots=1, arrays=arrays, tokenizer=entry)
+    shutil.copy(path, data)
+    found = similar_tokens(old.tokenizer, new, Dataset(data))
+    assert found.tokens.tolist() == sorted([only, id_of(new, " quick")])
+    torch.manual_seed(1)
+    again, state = similar_tokens(old.tokenizer, new, Dataset(data)), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert all(a.equal(b) for a, b in zip(found, again, strict=True)) and state.equal(torch.get_rng_state())
+    place = found.tokens.tolist().index(only)
+    assert set(found.nearest[place].tolist()) == set(shared[:10])
+    torch.testing.assert_close(found.shares.sum(1), torch.ones(2))
+    assert (found.shares[:, 0] > found.shares[:, -1]).all()
+    arguments = ["--model", str(tmp_path / "old"), "--vocab", str(data), "--run", str(tmp_path / "new")]
+    assert convert.main(arguments) == 0
+    assert "of 372 tokens 2 have the mean of similar ones in" in capsys.readouterr().out
+    model = hf.load(tmp_path / "new")
+    theirs = [vectors(old, sources[i][0]) for i in found.nearest[place].tolist()]
+    for made, *parts in zip(vectors(model, only), *theirs, strict=True):
+        expected = sum(share * part for share, part in zip(found.shares[place], parts, strict=True))
+        torch.testing.assert_close(made, expected)
+    mean = torch.stack([vectors(old, i)[0] for i in sources[never]]).mean(0)
+    torch.testing.assert_close(vectors(model, never)[0], mean)
+    assert vectors(model, shared[0])[0].equal(vectors(old, sources[shared[0]][0])[0])
 
 
 def test_unknown_scripts_are_drawn_around_the_mean(tmp_path):
