@@ -52,8 +52,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     """
     d, ffn = model.hidden, model.ffn
     encoder = 6 * model.layers * (d * (model.qkv_columns + d) + d * (model.ffn_inputs + ffn)) * tokens
-    windows = map(model.window_of, range(model.layers))
-    attention = 12 * d * sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
+    attention = 12 * d * model.layer_pairs(tokens, pairs)
     heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + (
         6 * d * d * sequences if model.nsp else 0
     )

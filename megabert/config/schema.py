@@ -94,6 +94,11 @@ class ModelConfig(Section):
         """The layer's window; 0: it sees whole sequences."""
         return self.window if layer % self.global_every else 0
 
+    def layer_pairs(self, tokens: float, pairs: float) -> float:
+        """Pairs of a query and a key, summed over the layers: `pairs` each, in a local layer at most window + 1 a token."""
+        windows = map(self.window_of, range(self.layers))
+        return sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
+
     def theta_of(self, layer: int) -> float:
         """Base of the layer's rotary positions."""
         return self.local_rope_theta if self.window_of(layer) else self.rope_theta

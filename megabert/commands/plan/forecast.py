@@ -44,6 +44,8 @@ OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0, "stable_adamw": 212.0}
 HOST = 2e-3
 # bytes a pair and head; the other backends write no scores
 SCORES = {"fused_softmax": 22.0}
+# backends that compute a row's every pair, and hide some
+EVERY_PAIR = ("sdpa", "fused_softmax")
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,12 @@ class ForecastPoint:
 def job_of(config: Config, part: float = 1.0) -> ForecastJob:
     """What an update of a phase works on, by the manifests of its data where it names any, computed with its padding.
 
-    `sdpa` and `fused_softmax` compute a row's every pair.
+    Backends of `EVERY_PAIR` compute more than the sequences' pairs.
     """
     manifest = manifest_of(config)
     config = with_vocabulary(config, manifest)
     update = work(config, manifest)
-    every_pair = config.ops.attention in ("sdpa", "fused_softmax")
-    pairs = float(update.rows * update.seq_len**2) if every_pair else update.pairs
+    pairs = float(update.rows * update.seq_len**2) if config.ops.attention in EVERY_PAIR else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
     return ForecastJob(config, part, counts, update, update.flops(config))
 
@@ -111,6 +112,7 @@ def software_of(config: Config) -> Software:
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,
+        every_pair=config.ops.attention in EVERY_PAIR,
         host=HOST,
     )
 

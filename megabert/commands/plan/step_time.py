@@ -264,6 +264,8 @@ class Software:
     least_share: float = math.inf
     # the forward pass is done again in the backward pass
     recompute: bool = False
+    # what a mask hides is computed, too: windows save nothing
+    every_pair: bool = False
     # seconds an update that nothing hides
     host: float = 0.0
 
@@ -369,8 +371,8 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     device, software, constants = system.device, system.software, system.constants
     operations = wave_operations(model, batch, device.processors)
     # in 16 bits, also where the other products are in 8
-    scores = 12 * model.layers * model.hidden * batch.pairs / system.rate
-    scores += software.attention * model.layers * model.heads * batch.pairs / system.memory
+    pairs = model.layers * batch.pairs if software.every_pair else model.layer_pairs(batch.tokens, batch.pairs)
+    scores = 12 * model.hidden * pairs / system.rate + software.attention * model.heads * pairs / system.memory
     terms = {
         "products": operations / (system.rate * (constants.fp8 if software.fp8 else 1.0)),
         "attention": scores,

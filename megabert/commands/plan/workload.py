@@ -1,8 +1,9 @@
 """What a run needs by arithmetic on its config and its dataset's manifest: batches, work, memory, time.
 
 Memory is what training keeps on one GPU: the states as DeepSpeed allocates them (checked by a test on real engines),
-activations by the published formula; not counted are the allocator's fragments, communication buffers and CUDA itself, about
-1-2 GB. The micro-batch that is proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
+activations tensor by tensor (another compares them with what autograd keeps on the CPU); not counted are the allocator's fragments,
+communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is proposed for a GPU's memory leaves a tenth of it to them;
+on GPUs that is not measured.
 """
 
 from __future__ import annotations
@@ -116,21 +117,41 @@ def states(parameters: int, precision: str, stage: int, world: int, one_moment: 
 
 
 def activations(config: Config, seq_len: int) -> float:
-    """Bytes kept for the backward pass of one micro-batch.
+    """Bytes kept for the backward pass of one micro-batch of full rows, tensor by tensor.
 
-    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1, equation 1
-    without its attention matrices (2as/h of 5as/h: no backend here keeps them but `fused_softmax`): 34 bytes a layer,
-    token and hidden unit in 16 bits, of which 2 x 1 byte are dropout masks. With recomputation a layer keeps its input
-    and the stream, and one layer at a time is whole. Heads: logits of the predicted positions in the compute type.
+    A layer keeps of each token what its products read (two norms' outputs, the context, the activation's output), queries, keys
+    and values, both sums before norms and the feed-forward layer's first product; in fp32 the log-sum-exp of each head and the
+    norms' statistics. That is Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
+    4.1, equation 1 (34 bytes a token and hidden unit in 16 bits) without attention matrices, which grow with the row's square:
+    `fused_softmax` keeps probabilities, `sdpa` its masks, the others neither. Native operations draw dropout masks again. Behind
+    its attention the last layer computes predicted positions alone. With recomputation a layer keeps its input and the stream,
+    and one layer at a time is whole. Heads: logits of the predicted positions in the compute type; native operations keep the
+    gradient of the vocabulary's weights instead.
     """
-    model, micro = config.model, config.batch.micro_size
-    width = DTYPES[planned_precision(config)].itemsize
-    tokens = micro * seq_len
-    layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn_inputs / model.hidden) / 16
-    kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
-    predictions = largest_capacity(config, seq_len)
-    heads = micro * predictions * (2 * model.padded_vocab + 6 * model.hidden) * width
-    return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
+    model, ops, rows, d = config.model, config.ops, config.batch.micro_size, config.model.hidden
+    width, tokens = DTYPES[planned_precision(config)].itemsize, rows * seq_len
+    read = rows * min(seq_len, largest_capacity(config, seq_len) + model.nsp)
+    native = ops.layer == "native"
+    mask = d * (model.dropout > 0 and not native)
+    gate = model.ffn * (model.modern and (model.activation == "silu" or not native))
+    matrices = {"fused_softmax": model.heads * (1 + (model.attention_dropout > 0)), "sdpa": 1}
+    pairs = rows * seq_len**2 * matrices.get(ops.attention, 0)
+    attention = tokens * (5 * width * d + 4 * model.heads) + width * pairs
+    rest = width * (3 * d + model.ffn_inputs + model.ffn + gate) + 2 * mask + 16
+    layer = attention + tokens * rest
+    kinds = {(model.window_of(index), model.theta_of(index)) for index in range(model.layers)}
+    shared = tokens * (8 + 4 * d // model.heads * model.modern) * len(kinds)
+    embeddings = tokens * (width * d + mask + 20)
+    if model.activation_checkpointing:
+        layers = (model.layers - 1) * 2 * width * tokens * d + layer
+    else:
+        layers = (model.layers - 1) * layer + attention + read * rest
+    heads = read * width * d * (4 if model.transform else 1)
+    if ops.mlm_loss == "native":
+        heads += width * d * (read + model.padded_vocab)
+    else:
+        heads += 2 * width * read * model.padded_vocab
+    return layers + shared + embeddings + heads
 
 
 def report(

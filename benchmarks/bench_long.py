@@ -1,0 +1,249 @@
+"""Seconds and memory of a training step by row length, ours and transformers' ModernBERT, with equal weights and rows.
+
+    python benchmarks/bench_long.py [--quick] [--lengths 512 … 8192] [--precision fp32 bf16] [--json FILE]
+
+A step is forward and backward of --tokens tokens on the CPU, in full rows of one sequence, of which 15% are predicted. So seconds per
+token compare across lengths: those of local layers stay, those of global layers grow. Ours has the modern architecture with
+windows of 128 tokens and every third layer global, by native kernels; "all local" and "all global" are the same weights with
+windows in every layer and in none. The peer is `ModernBertForMaskedLM` with these weights, exported by `megabert.hf`, once with
+sdpa and once with eager attention; it computes logits of predicted positions alone, as ours does. Weights are in the type of
+computation on both sides. Losses and gradients' norms of both are asserted to be equal.
+
+Every measurement has a process of its own. Memory is its growth by the model and its steps, at most. Ours keeps freed memory as
+`megabert train` does; the peer has glibc's defaults, as its users have. What takes more memory than --memory-share of what is free
+is shown as "does not fit". Ratios are the peer's over ours, of p50 seconds and of memory, against the faster peer at that length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+import torch
+from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+from benchmarks.common import hardware
+from benchmarks.common.measure import Memory, quantiles
+from megabert import config as configuration
+from megabert.common.environment import keep_freed_memory
+from megabert.config import Config
+from megabert.engine import DTYPES, precision
+from megabert.hf import mapping
+from megabert.model import BertForPreTraining
+from megabert.ops.attention import local_keys
+
+WINDOW = 128
+OURS, LOCAL, GLOBAL = "ours", "ours, all local", "ours, all global"
+PEERS = {"hf sdpa": "sdpa", "hf eager": "eager"}
+SIDES = (OURS, LOCAL, GLOBAL, *PEERS)
+# relative, of loss and of the norm of all gradients
+EQUAL = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}
+MASK = 4
+
+
+class Case(NamedTuple):
+    """One measurement."""
+
+    side: str
+    precision: str
+    length: int
+    tokens: int
+    threads: int
+    # least number of steps, and seconds that they fill
+    repeats: int
+    seconds: float
+    memory_share: float
+
+
+def make_config(length: int, rows: int) -> Config:
+    """MiniLM's shape with the modern architecture."""
+    return configuration.from_dict(
+        {
+            "model": {
+                "kind": "modern", "norm": "pre", "nsp": False, "bias": False, "layers": 6, "hidden": 256, "heads": 4,
+                "vocab_size": 8192, "dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5, "init_std": 0.05,
+                "max_positions": length, "window": WINDOW, "global_every": 3,
+            },
+            "batch": {"micro_size": rows, "global_size": rows},
+        }
+    )  # fmt: skip
+
+
+def full_rows(cfg: Config) -> dict[str, torch.Tensor]:
+    """The model's inputs: random ids, of which as many as a row has room for are masked."""
+    rows, length, slots = (
+        cfg.batch.micro_size,
+        cfg.model.max_positions,
+        cfg.data.masking.capacity(cfg.model.max_positions),
+    )
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(MASK + 1, cfg.model.vocab_size, (rows * length,), generator=draw)
+    chosen = torch.stack([torch.randperm(length, generator=draw)[:slots].sort().values for _ in range(rows)])
+    positions = chosen + torch.arange(rows)[:, None] * length  # (B, K), flat
+    masked = ids.index_fill(0, positions.flatten(), MASK).view(rows, length)
+    places = torch.arange(length, dtype=torch.int32).expand(rows, length).contiguous()
+    zeros = torch.zeros_like(places)
+    bounds = {"key_start": zeros, "key_end": zeros + length, "lengths": zeros[:, :1] + length}
+    heads = {"cls_positions": positions[:, :1].int(), "nsp_labels": torch.full((rows, 1), -100)}
+    predicted = {"mlm_positions": positions.int(), "mlm_labels": ids[positions]}
+    tokens = {"input_ids": masked.int(), "segment_ids": zeros, "position_ids": places}
+    return tokens | bounds | heads | predicted
+
+
+def peer_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same rows as transformers takes them."""
+    ids = inputs["input_ids"].long()
+    labels = torch.full((ids.numel(),), -100)
+    labels[inputs["mlm_positions"].flatten().long()] = inputs["mlm_labels"].flatten()
+    return {"input_ids": ids, "labels": labels.view_as(ids)}
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Seconds, memory, loss and norm of the gradients. Run in a process that has computed nothing yet."""
+    torch.set_num_threads(case.threads)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    resource.setrlimit(resource.RLIMIT_DATA, (round(case.memory_share * free),) * 2)
+    memory = Memory(torch.device("cpu"))
+    if case.side not in PEERS:
+        keep_freed_memory()
+    cfg, dtype = make_config(case.length, case.tokens // case.length), DTYPES[case.precision]
+    inputs = full_rows(cfg)
+    before = memory.now()
+    memory.restart()
+    torch.manual_seed(0)
+    model_cfg = cfg.model if case.side in (OURS, *PEERS) else cfg.model.model_copy(update={"window": 0})
+    model: torch.nn.Module = BertForPreTraining(model_cfg, cfg.ops, "cpu", dtype).train()
+    if case.side == LOCAL:
+        inputs["key_start"], inputs["key_end"] = local_keys(inputs["key_start"], inputs["key_end"], WINDOW)
+    if case.side in PEERS:
+        fields = mapping.to_huggingface_config(cfg.model) | {"sparse_prediction": True}
+        peer = ModernBertForMaskedLM._from_config(ModernBertConfig(**fields), attn_implementation=PEERS[case.side])
+        peer.load_state_dict(mapping.to_huggingface(model.state_dict(), cfg.model))
+        model, inputs = peer.train(), peer_inputs(inputs)
+    model.to(dtype)
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        found = model(**inputs)
+        loss = found.loss if case.side in PEERS else found.mlm_loss_sum / (inputs["mlm_labels"] >= 0).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    try:
+        loss = step()  # not timed: memory is allocated, kernels are chosen
+        seconds: list[float] = []
+        while len(seconds) < case.repeats or sum(seconds) < case.seconds:
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+    except (RuntimeError, MemoryError) as error:
+        if "allocate memory" in str(error) or isinstance(error, MemoryError):
+            return {"seconds": None}
+        raise
+    gradients = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
+    return {
+        "seconds": quantiles(seconds),
+        "repeats": len(seconds),
+        "microseconds_per_token": quantiles(seconds)["p50"] / case.tokens * 1e6,
+        "memory_peak_gib": (memory.peak() - before) / 2**30,
+        "loss": loss,
+        "gradient_norm": float(gradients.sum().sqrt()),
+    }
+
+
+def in_child(case: Case) -> dict[str, Any]:
+    """`measure` in a process forked from this one, which must not have computed anything on several threads."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(measure, case).result()
+
+
+def check_equal(kind: str, found: dict[str, dict[str, Any]]) -> None:
+    """Asserts that a step of the peers is the step of ours."""
+    for name, tolerance in zip(("loss", "gradient_norm"), EQUAL[kind], strict=True):
+        for peer in PEERS:
+            if found[peer]["seconds"]:
+                ours, theirs = found[OURS][name], found[peer][name]
+                assert math.isclose(ours, theirs, rel_tol=tolerance), f"{kind} {name}: ours {ours}, {peer} {theirs}"
+
+
+def compare(what: str, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ratios of seconds and of memory against the faster peer."""
+    best = min((p for p in PEERS if found[p]["seconds"]), key=lambda p: found[p]["seconds"]["p50"], default=None)
+    if best is None:
+        return []
+    pairs = {
+        "seconds": (found[best]["seconds"]["p50"], found[OURS]["seconds"]["p50"]),
+        "peak memory": (found[best]["memory_peak_gib"], found[OURS]["memory_peak_gib"]),
+    }
+    return [
+        {"what": f"{name}, {what}", "ours": OURS, "peer": best, "ratio": theirs / mine}
+        for name, (theirs, mine) in pairs.items()
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    print(
+        f"\n{result['precision']}, {result['tokens'] // result['length']} rows of {result['length']} tokens", flush=True
+    )
+    for side, r in result["results"].items():
+        if not r["seconds"]:
+            print(f"  {side:<18} does not fit")
+            continue
+        s = r["seconds"]
+        print(
+            f"  {side:<18} p20 {s['p20']:7.3f} p50 {s['p50']:7.3f} p80 {s['p80']:7.3f} s   "
+            f"{r['microseconds_per_token']:8.1f} us/token   memory {r['memory_peak_gib']:6.2f} GiB   "
+            f"loss {r['loss']:.5f}   |gradient| {r['gradient_norm']:.4f}"
+        )
+    for c in result["comparisons"]:
+        print(f"  ratio {c['ratio']:.2f}   {c['what']}, against {c['peer']}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    usual = ["fp32"] + ["bf16"] * (precision.usual(torch.device("cpu")) == "bf16")
+    add("--quick", action="store_true", help="two short lengths, one step each")
+    add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="T", help="tokens of a row")
+    add("--tokens", type=int, default=8192, help="of a step; each length divides it")
+    add("--precision", nargs="+", choices=["fp32", "bf16"], default=usual, help="default: %(default)s on this machine")
+    add("--threads", type=int, default=2)
+    add("--repeats", type=int, default=3, help="steps of a measurement at least")
+    add("--seconds", type=float, default=2.0, help="that the steps of a measurement fill at least")
+    add("--memory-share", type=float, default=0.7, metavar="X", help="of free memory that a measurement may take")
+    hardware.add_json(parser)
+    args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
+    if args.quick:
+        args.lengths, args.tokens, args.repeats, args.seconds = [128, 256], 256, 1, 0.0
+    for length in args.lengths:
+        if length < 1 or args.tokens % length:
+            parser.error(f"--lengths {length} does not divide --tokens {args.tokens}")
+    print(hardware.describe(), flush=True)
+    results = []
+    for kind in args.precision:
+        for length in args.lengths:
+            limits = (args.tokens, args.threads, args.repeats, args.seconds, args.memory_share)
+            found = {side: in_child(Case(side, kind, length, *limits)) for side in SIDES}
+            check_equal(kind, found)
+            comparisons = compare(f"{kind}, rows of {length}", found)
+            result = {"precision": kind, "length": length, "tokens": args.tokens, "threads": args.threads}
+            results.append(result | {"results": found, "comparisons": comparisons})
+            show(results[-1])
+    if args.json:
+        hardware.write_json(args.json, {"benchmark": "long", "unit": "seconds of a step", "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
