@@ -19,6 +19,7 @@ from benchmarks.race.records import Records
 from megabert import config as configuration
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf.mapping import type_of
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/data/golden/dataset"
@@ -68,7 +69,12 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
     if recipe.system == recipes.PEER:
         peer = pytest.importorskip("benchmarks.peers.hf_plain_loop")
         found, sizes = peer.recipe_of({"minutes": 1.0, "seed": 1, **recipe.keys, "model.hidden": 192})
-        assert found.lr == recipe.keys["lr"] and sizes == ["model.hidden=192"]
+        assert found.lr == recipe.keys["lr"] and "model.hidden=192" in sizes
+        modern = "model.kind=modern" in sizes
+        config = configuration.load(
+            recipe.preset, [*sizes, f"model.norm={'pre' if modern else 'post'}", "model.nsp=false"]
+        )
+        assert type_of(config.model) == ("modernbert" if modern else "bert")
         with pytest.raises(ValueError, match="lrr"):
             peer.recipe_of({"minutes": 1.0, "lrr": 1})
         return
