@@ -41,9 +41,11 @@ class BuildOptions:
         (128,), "rows", "tokens a row; several make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
     )
     nsp: bool = _option(False, "rows", "sentence pairs in place of running text, for presets with model.nsp=true")
-    held_out: float = _option(0.01, "rows", "share of documents kept for evaluation", 0, 0.5)
+    held_out: float = _option(
+        0.01, "rows", "share kept for evaluation, of documents or, where they are few, of passages", 0, 0.5
+    )
     rows_per_shard: int = _option(65_536, "rows", "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
-    seed: int = _option(0, "rows", "of the shuffle, the pairs and the held-out documents", 0, 2**32 - 1)
+    seed: int = _option(0, "rows", "of the shuffle, the pairs and what is held out", 0, 2**32 - 1)
 
     vocab_size: int = _option(30_000, "tokenizer", "tokens of the tokenizer to train", 16, 1_000_000)
     model_type: str = _option(

@@ -5,6 +5,7 @@
     read             documents → clean → judge → tokens, once for all row lengths        a task: some MB of text
     dedup            hashes of all documents, sorted a task, compared by key ranges      a range of keys
     texts            the documents that are left, as Parquet, where --save-text asks     a task
+    passages         which parts of documents are held out, where documents are few      a task
     sequences        sequences of one length, ordered by a random 64-bit key             a task
     shuffle          a key range of all tasks: packed into rows, rows shuffled           about a shard
     write            shards                                                              a shard
@@ -24,7 +25,7 @@ from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, total
 from data_prep.readers.tasks import group
 from data_prep.report import summary
-from data_prep.stages import dedup, read, sequences, shuffle, texts, train_tokenizer, unpack, write
+from data_prep.stages import dedup, passages, read, sequences, shuffle, texts, train_tokenizer, unpack, write
 from data_prep.stages.sequences import DrawnSequences, KeptDocuments
 from data_prep.stages.texts import SavedTask
 from megabert.data.tokenizer import Tokenizer
@@ -93,30 +94,19 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
         sources = (tuple(result.facts.get("sources", ())) for result in documents.results)
         saved = [SavedTask(part.task, mask, files, str(folder)) for part, files in zip(kept, sources, strict=True)]
         texts.run(stages, job, saved, folder)
-    limit, held_tokens = _hold_out(job, documents)
-    job = replace(job, held_limit=limit)
+    held_tokens, cut = [result.counts["held-out tokens"] for result in documents.results], []
+    if passages.are_needed(job, documents):
+        job, held_tokens, stage = passages.run(stages, job, kept, documents)
+        cut = [stage]
 
     datasets = []
     for seq_len, place in output_folder.folders(folder, job.options.seq_len).items():
         drawn = sequences.run(stages, job, kept, held_tokens, seq_len)
         if seq_len == job.options.seq_len[-1]:
             for stage in (documents, *compared):
-                stages.journal.consume(stage, drawn.stage)
+                stages.journal.consume(stage, drawn.stage, *cut)
         datasets.append(_dataset(stages, job, drawn, plan.tokenizer, place, job.options.listed(trained)))
     return BuildOutput(plan.tokenizer, tasks, documents, datasets)
-
-
-def _hold_out(job: BuildJob, documents: Stage) -> tuple[int, list[int]]:
-    """(hash below which documents are held out, for each task a truthy number if it has any).
-
-    By the share that was asked for; of a small corpus the one document that comes first by hash, if there are two.
-    """
-    results = documents.results
-    tokens = [result.counts["held-out tokens"] for result in results]
-    if not job.held_limit or any(tokens) or sum(result.facts["documents"] for result in results) < 2:
-        return job.held_limit, tokens
-    least = min(result.facts["least hash"] for result in results if result.facts["documents"])
-    return least + 1, [int(result.facts.get("least hash") == least) for result in results]
 
 
 def _dataset(
@@ -134,6 +124,8 @@ def _dataset(
         manifest = write.manifest(split, made, held, tokenizer, f"../{name}", listed, None)
         manifests.append((held_folder, manifest))
         held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
+        if job.passage:
+            held_entry |= {"passages": held.counts["passages"], "passage_tokens": job.passage}
     split = shuffle.RowSplit("train", seq_len, slots, len(drawn.train), dtype, str(folder))
     made = write.run(stages, job, *shuffle.run(stages, job, train.counts["tokens"], split, drawn.stage))
     manifest = write.manifest(split, made, train, tokenizer, name, listed, held_entry)

@@ -59,8 +59,9 @@ class BuildJob:
     # an item that finished under "stop" is the same under "skip"
     on_error: str = field(repr=False)
     tokenizer_sha256: str = ""
-    # documents whose 64-bit hash is below are held out
+    # documents, or passages of so many tokens, whose 64-bit hash is below are held out
     held_limit: int = 0
+    passage: int = 0
     # of the corpora
     weights: tuple[float, ...] = (1.0,)
     # names of the sources, where there are several

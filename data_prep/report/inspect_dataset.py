@@ -102,13 +102,16 @@ def _dataset(folder: Path, samples: int, masking: MaskingConfig) -> list[str]:
         raise ValueError(f"{tokenizer.path}: not the tokenizer that {folder} was built with (SHA-256 differs)")
     lengths = dataset.read(np.arange(0, m.rows, -(-m.rows // HISTOGRAM_ROWS))).bounds[:, :, 0].astype(np.int64)
     used = lengths > 0
+    held_out = f"{m.held_out['rows']:,} rows" if m.held_out else "0 rows"
+    if m.held_out and "passages" in m.held_out:
+        held_out += f" of {m.held_out['passages']:,} passages of about {m.held_out['passage_tokens']:,} tokens"
     facts = {
         "dataset": str(folder),
         "fingerprint": m.fingerprint,
         "rows": f"{m.rows:,} of {m.seq_len} tokens, up to {m.max_sequences} sequences each, "
         f"{len(m.shards)} shards, {sum(shard.bytes for shard in m.shards) / 1e6:,.1f} MB",
         "tokenizer": f"{m.tokenizer['file']} ({tokenizer.kind}), {m.vocab_size:,} tokens, sha256 {tokenizer.sha256[:16]}…",
-        "held out": f"{m.held_out['rows'] if m.held_out else 0:,} rows",
+        "held out": held_out,
         **{
             name.replace("_", " "): f"{value:,}" if isinstance(value, int) else str(value)
             for name, value in sorted(m.statistics.items())

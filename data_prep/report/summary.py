@@ -29,6 +29,7 @@ def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult)
         "repeated": {unit: drawn.counts[f"repeated {unit}"] for unit in UNITS},
         "held_out": {
             "rows": held_out["rows"] if held_out else 0,
+            "passages": held_out.get("passages", 0) if held_out else 0,
             "documents": held.counts["documents"],
             "sentences": held.counts["sentences"],
             "tokens": held.counts["corpus tokens"],
@@ -111,10 +112,12 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     }
     for length, d in s["datasets"].items():
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
+        held = d["held_out"]
+        what = f"{held['passages']:,} passages" if held["passages"] else f"{held['documents']:,} documents"
         lines[f"rows {length}"] = (
             f"{d['rows']:,} in {d['shards']} shards, fill {d['fill']:.2%}, {d['sequences']:,} sequences, random next {random_next}, "
             f"cut off {d['truncated_tokens']:,} tokens; {d['documents']:,} documents, {d['tokens']:,} tokens, "
-            f"{d['shard_bytes'] / mb:,.1f} MB; held out {d['held_out']['documents']:,} documents, {d['held_out']['rows']:,} rows"
+            f"{d['shard_bytes'] / mb:,.1f} MB; held out {what}, {held['rows']:,} rows"
         )
     lines |= {
         "speed": f"{speed}{s['seconds']:.1f} s by {s['workers']} workers, tokenizer {s['tokenizer_seconds']:.1f} s",

@@ -162,10 +162,8 @@ class _TaskFiles:
         batch = self._drop_lines(batch, table)
         keep = self._judge(batch, table, documents)
         held_out = keep & (table["hash"] < job.held_limit)
+        result.counts["held-out documents"] += int(held_out.sum())
         result.counts["held-out tokens"] += int(table["tokens"][held_out].sum())
-        if keep.any():
-            least = int(table["hash"][keep].min())
-            result.facts["least hash"] = min(result.facts.get("least hash", least), least)
         self._hash(batch, table, keep, documents)
         encoded = batch.encoded.select(keep)
         self._files["documents"].write(table[keep])

@@ -19,7 +19,7 @@ from data_prep.common.errors import BadInput
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer, total
-from data_prep.stages import read
+from data_prep.stages import passages, read
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
 from megabert.data.tokenizer import Tokenizer
@@ -137,8 +137,6 @@ def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
         base += len(unit.tokens)
         parts.append(chosen)
         keys.append(rng.integers(0, 1 << 64, len(chosen.labels), dtype=np.uint64))
-        result.counts["documents"] += int((unit.document_sizes > 0).sum())
-        result.counts["sentences"] += len(unit.sentence_lengths)
         result.counts["corpus tokens"] += len(unit.tokens)
         result.counts["borrowed tokens"] += chosen.borrowed
         result.counts["truncated tokens"] += chosen.truncated
@@ -152,28 +150,41 @@ def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list
     weight = job.weights[part.corpus]
     whole = max(1, int(weight))
     for table, unit in part.load(job):
-        training = table["hash"] >= job.held_limit
-        copies = [unit.select(training)] * whole
+        segments = passages.split(job, table, unit)
+        full = ~segments.held & (segments.encoded.document_sizes > 0)
+        copies = [full] * whole
         if weight > whole:
-            copies.append(unit.select(training & choose_share(table["hash"], weight - whole)))
-        for copy in copies[1:]:
-            result.counts["repeated documents"] += int((copy.document_sizes > 0).sum())
-            result.counts["repeated sentences"] += len(copy.sentence_lengths)
-            result.counts["repeated tokens"] += len(copy.tokens)
-        result.counts["bytes"] += int(table["bytes"][training & (unit.document_sizes > 0)].sum())
-        units += copies
+            copies.append(full & choose_share(table["hash"], weight - whole)[segments.document])
+        for number, copy in enumerate(copies):
+            units.append(segments.encoded.select(copy))
+            documents, sentences = len(np.unique(segments.document[copy])), int(segments.sentences[copy].sum())
+            result.counts["documents"] += documents
+            result.counts["sentences"] += sentences
+            if number:
+                result.counts["repeated documents"] += documents
+                result.counts["repeated sentences"] += sentences
+                result.counts["repeated tokens"] += len(units[-1].tokens)
+        result.counts["bytes"] += int(segments.bytes[full].sum())
     return [unit for unit in units if len(unit.tokens)]
 
 
 def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
-    """Held-out documents as one unit, none where there are none, and the source of each token, uint8 [t]."""
+    """Held-out documents or passages as one unit, none where there are none, and the source of each token, uint8 [t].
+
+    Documents of which a part is trained on are counted there.
+    """
     units, sources = [], [np.zeros(0, np.uint8)]
     for part in item.parts:
         for table, unit in part.load(job):
-            held = table["hash"] < job.held_limit
-            units.append(unit.select(held))
-            sources.append(np.repeat(table["source"][held], units[-1].document_tokens()))
-            result.counts["bytes"] += int(table["bytes"][held & (unit.document_sizes > 0)].sum())
+            segments = passages.split(job, table, unit)
+            full = segments.encoded.document_sizes > 0
+            held, trained = segments.held & full, ~segments.held & full
+            units.append(segments.encoded.select(held))
+            sources.append(np.repeat(table["source"][segments.document[held]], units[-1].document_tokens()))
+            result.counts["documents"] += len(np.setdiff1d(segments.document[held], segments.document[trained]))
+            result.counts["passages"] += int(held.sum())
+            result.counts["sentences"] += int(segments.sentences[held].sum())
+            result.counts["bytes"] += int(segments.bytes[held].sum())
     joined = Encoded.join(units, work_files.id_dtype(read.encoder_of(job)[0]))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)
 

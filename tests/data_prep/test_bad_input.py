@@ -86,7 +86,9 @@ def test_an_output_that_holds_something_is_refused(build, tmp_path):
     write(tmp_path / "out" / "shard-000007.tar", b"half")
     assert build(good).returncode == 0
     before = contents(tmp_path / "out")
-    assert set(before) == {"build.json", "manifest.json", "report.json", "shard-000000.tar", "tokenizer.model"}
+    dataset = {"manifest.json", "shard-000000.tar"}
+    held_out = {f"held_out/{name}" for name in dataset}
+    assert set(before) == dataset | held_out | {"build.json", "report.json", "tokenizer.model"}
     expect_error(build(good, extra=("--seed", "9")), "another build", "seed was 0, is 9", "--overwrite")
     assert contents(tmp_path / "out") == before
     assert build(good, extra=("--overwrite", "--seed", "9")).returncode == 0

@@ -106,7 +106,7 @@ def test_held_out_documents_are_in_no_training_row(built):
     assert len(markers[0]) > 2000 and len(markers[1]) > 30 and not markers[0] & markers[1]
 
 
-def test_lowercase_tokenizer_and_one_held_out_document(topics, command, tmp_path):
+def test_lowercase_tokenizer_and_one_held_out_passage(topics, command, tmp_path):
     for i, text in enumerate(topics[:30]):
         (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")
     output = tmp_path / "out"
@@ -116,7 +116,8 @@ def test_lowercase_tokenizer_and_one_held_out_document(topics, command, tmp_path
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     held = json.loads((output / "held_out" / "manifest.json").read_text())
-    assert held["statistics"]["documents"] == 1 and held["tokenizer"]["file"] == "../tokenizer.model"
+    assert held["statistics"]["documents"] == 0 and held["tokenizer"]["file"] == "../tokenizer.model"
+    assert Dataset(output).manifest.held_out["passages"] == 1 and 100 < held["statistics"]["corpus_tokens"] < 300
     tokenizer = Tokenizer.load(output / "tokenizer.model")
     assert tokenizer.vocab_size == 600
     assert tokenizer.encode_batch(["STATEMENT"]) == tokenizer.encode_batch(["statement"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
@@ -42,11 +42,13 @@ class TokenizerEntry(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class HeldOutEntry(TypedDict):
-    """The dataset of the documents that are kept for evaluation."""
+    """The dataset of the documents that are kept for evaluation, or of so many passages of about so many tokens."""
 
     path: Literal["held_out"]
     rows: Count
     manifest_sha256: Sha256
+    passages: NotRequired[Count]
+    passage_tokens: NotRequired[Count]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))

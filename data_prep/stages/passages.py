@@ -1,0 +1,120 @@
+"""Held-out passages, for a corpus with too few documents to hold out whole ones.
+
+A document is cut into passages of about equal length, at sentence ends. Those with the smallest hashes of their tokens are held out,
+so that equal passages are in one part, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from data_prep.common.arrays import segment_counts, segment_hashes
+from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.work_files import BuildJob, ItemResult, total
+from data_prep.stages import read
+from data_prep.tokens.encoder import Encoded
+from megabert.common.logs import log
+
+if TYPE_CHECKING:
+    from data_prep.stages.sequences import KeptDocuments
+
+# whole documents are held out where they are at least so many and their tokens miss the share by at most this factor
+FEWEST_DOCUMENTS, MISS = 5, 2
+# tokens of a passage; fewer, down to LEAST, where they would be more than the share
+TOKENS, LEAST = 1024, 128
+
+
+def are_needed(job: BuildJob, documents: Stage) -> bool:
+    """Whether whole documents of those that were read are too few, or too much or little text, for the share asked for."""
+    counts = total(documents.results).counts
+    asked = job.options.held_out * (counts["tokens read"] - counts["dropped tokens"])
+    fits = asked / MISS <= counts["held-out tokens"] <= asked * MISS
+    return job.options.held_out > 0 and not (fits and counts["held-out documents"] >= FEWEST_DOCUMENTS)
+
+
+def run(
+    stages: Stages, job: BuildJob, kept: list[KeptDocuments], documents: Stage
+) -> tuple[BuildJob, list[int], Stage]:
+    """Choose the passages: the job with their size and limit, for each task the tokens that are held out, and the stage.
+
+    Of a text of a single passage nothing is held out.
+    """
+    counts, share = total(documents.results).counts, job.options.held_out
+    tokens = counts["tokens read"] - counts["dropped tokens"]
+    job = replace(job, passage=min(TOKENS, max(LEAST, int(share * tokens))), held_limit=0)
+    stage = stages.map("passages", find, job, kept)
+    found = [np.array(result.facts["passages"], np.uint64).reshape(-1, 2) for result in stage.results]
+    hashes, sizes = np.concatenate(found).T
+    distinct, place = np.unique(hashes, return_inverse=True)
+    reached = np.cumsum(np.bincount(place, sizes.astype(np.int64)))
+    if len(distinct) > 1:
+        last = int(np.abs(reached[:-1] - share * reached[-1]).argmin())
+        job = replace(job, held_limit=int(distinct[last]) + 1)
+        log.info(
+            f"held out: {(hashes < job.held_limit).sum():,} passages of about {job.passage:,} tokens, {reached[last] / reached[-1]:.2%} of "
+            f"the text; whole documents would be {counts['held-out documents']:,} with {counts['held-out tokens'] / tokens:.2%}"
+        )
+    return job, [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in found], stage
+
+
+def find(job: BuildJob, part: KeptDocuments) -> ItemResult:
+    """The fact "passages" of a task: the hash and the tokens of each."""
+    result, passages = ItemResult(), []
+    for _, unit in part.load(job):
+        edges, hashes = _cut(job, unit)
+        passages += np.stack([hashes, np.diff(edges).astype(np.uint64)], axis=1).tolist()
+    result.facts["passages"] = passages
+    return result
+
+
+class Segments(NamedTuple):
+    """Documents as segments, each of them held out or not. [g]: the document each is of, sentences that begin in it, bytes, held out."""
+
+    encoded: Encoded
+    document: np.ndarray
+    sentences: np.ndarray
+    bytes: np.ndarray
+    held: np.ndarray
+
+
+def split(job: BuildJob, table: np.ndarray, unit: Encoded) -> Segments:
+    """The segments of a unit: whole documents, or held-out passages and the runs of text between them."""
+    if not job.passage:
+        held = table["hash"] < job.held_limit
+        return Segments(unit, np.arange(len(table)), unit.document_sizes, table["bytes"], held)
+    edges, hashes = _cut(job, unit)
+    ends, held = np.cumsum(unit.document_tokens()), hashes < job.held_limit
+    document = np.searchsorted(ends, edges[:-1], side="right")
+    begins = np.ones(len(held), bool)
+    begins[1:] = (np.diff(document) > 0) | held[1:] | held[:-1]
+    edges = np.append(edges[:-1][begins], len(unit.tokens))
+    document, held = document[begins], held[begins]
+    starts = np.cumsum(unit.sentence_lengths) - unit.sentence_lengths
+    parts = np.union1d(starts, edges[:-1])
+    encoded = Encoded(unit.tokens, np.diff(parts, append=len(unit.tokens)), segment_counts(parts, edges))
+    share = np.diff(edges) / unit.document_tokens()[document]
+    size = np.rint(table["bytes"][document] * share).astype(np.int64)
+    return Segments(encoded, document, segment_counts(starts, edges), size, held)
+
+
+def _cut(job: BuildJob, unit: Encoded) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [p + 1]: edges in tokens of the passages of all documents, uint64 [p]: their hashes).
+
+    A passage ends at the first sentence end behind its size; where none is near, in front of a word.
+    """
+    size, tokens = job.passage, unit.document_tokens()
+    first = np.cumsum(tokens) - tokens
+    cuts = np.maximum(tokens // size - 1, 0)  # of each document, whose last passage is the longest
+    number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts) + 1
+    at = np.repeat(first, cuts) + number * size
+    ends = np.cumsum(unit.sentence_lengths)
+    sentence = ends[np.searchsorted(ends, at)]
+    begins = read.encoder_of(job)[0].word_start[unit.tokens]
+    word = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))[at]
+    word = np.where(word > at - size // 2, word, at)
+    at = np.where(sentence < at + size // 2, sentence, word)
+    edges = np.sort(np.concatenate([first[tokens > 0], at, [len(unit.tokens)]]))
+    return edges, segment_hashes(unit.tokens, edges, job.options.seed)
