@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
     add("--run", type=Path, default=Path("runs/continue"), help="folder of texts, shards and runs")
     add("--seeds", type=int, default=3)
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     what = "of the base model, and of each run"
     add("--tokens", type=int, nargs=2, default=[2_000_000, 150_000], metavar="N", help=what)
     add("--rows", type=int, default=256, help="held-out rows of a score")
@@ -90,9 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     if "base" not in runs:
         recipe = RaceRecipe("base", "the model that is continued", keys=BASE)
         note("base", trained(recipe, args.tokens[0], old, base, 42, scorers))
-    for seed, (name, (keys, share)) in product(range(42, 42 + args.seeds), VARIANTS.items()):
+    for seed, name in product(range(42, 42 + args.seeds), args.variants):
         if (key := f"{name} {seed}") in runs:
             continue
+        keys, share = VARIANTS[name]
         keys = keys | {"init_from": str(base)}
         if share:
             keys["data.mix"] = f"{{{json.dumps(str(old.train))} = {share}}}"
@@ -106,12 +108,12 @@ def main(argv: list[str] | None = None) -> int:
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """Bits a byte on new and on old text by variant, mean ± sample deviation over the seeds."""
     lines = ["| | new text | old text |", "|---|---|---|"]
-    for name in ("base", *VARIANTS):
+    for name in dict.fromkeys(key.rpartition(" ")[0] or key for key in runs):
         cells = []
         for text in ("new", "old"):
-            bits = [run[text]["bits"] for key, run in runs.items() if key in (name, f"{name} {key.rpartition(' ')[2]}")]
+            bits = [run[text]["bits"] for key, run in runs.items() if (key.rpartition(" ")[0] or key) == name]
             spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
-            cells.append(f"{statistics.mean(bits):.3f}{spread}" if bits else "")
+            cells.append(f"{statistics.mean(bits):.3f}{spread}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "replay": Command("megabert.commands.replay", "repeat an interval of a run and compare"),
     "report": Command("megabert.commands.report", "one HTML file about a run"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
+    "average": Command("megabert.commands.average", "the mean of a run's checkpoints, as a run"),
     "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
     "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),
 }

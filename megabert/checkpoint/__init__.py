@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megabert.checkpoint.manifest import DamagedCheckpoint
     from megabert.checkpoint.start import (
+        FREE,
         check_compatible,
         kept_manifests,
         load_weights,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from megabert.checkpoint.store import Checkpoints
 
 START = (
-    *("check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "start_engine"),
+    *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "start_engine"),
     "write_start",
 )
 MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"} | dict.fromkeys(START, "start")

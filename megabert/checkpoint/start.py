@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
 # Of a phase that a run has been in.
 FIXED_IN_PHASE = ("batch.global_size", "model.rope_theta", "model.local_rope_theta")
-# Of the model section, which is fixed otherwise.
+# Of the model section, which is fixed otherwise: they do not change what the weights compute.
 FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "frequency_bias")
 # May change during a run, but a causal model is another kind of model.
 STRATEGY = "data.masking.strategy"

@@ -35,4 +35,4 @@ def test_table_of_the_study() -> None:
     }
     lines = bench_continue.table(runs).splitlines()
     assert lines[2:4] == ["| base | 2.000 | 1.000 |", "| plain | 1.600 ± 0.141 | 1.200 ± 0.141 |"]
-    assert "| re-warm |  |  |" in lines and "| replay, re-warm | 3.000 | 1.000 |" in lines
+    assert lines[4:] == ["| replay, re-warm | 3.000 | 1.000 |"]

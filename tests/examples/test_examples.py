@@ -72,6 +72,26 @@ def test_own_text(corpus, tmp_path) -> None:
     assert (tmp_path / "out/hf/model.safetensors").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_continue(corpus, tmp_path) -> None:
+    """General text and one's own are halves of the corpus, told apart by name in the figures before and after."""
+    lines = (corpus / "topics.jsonl").read_text().splitlines(keepends=True)
+    for name, half in (("general", lines[::2]), ("own", lines[1::2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(half))
+    sizes = {"VOCAB": "600", "SEQ_LEN": "64", "BASE": SMALL, "EXTRA": f"{SMALL} eval.interval=2 checkpoint.interval=2"}
+    out = tmp_path / "out"
+    shown = run("examples/continue.sh", out, tmp_path / "general.jsonl", tmp_path / "own.jsonl", **sizes)
+    before, after, mean = (json.loads(line) for line in shown.splitlines() if line.startswith('{"step"'))
+    for figures in (before, after, mean):
+        assert {f"eval/loss_by_dataset/{name}" for name in ("general", "own")} <= figures.keys()
+    assert before["step"] == 8 and 0 < after["step"] <= 8 and mean["step"] == 0
+    assert (out / "continued/best").resolve().name == f"step-{after['step']:08d}"
+    logged = [json.loads(line) for line in (out / "continued/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/objective"] for line in logged if "train/objective" in line] == ["masked"] * 2
+    assert any("phase 1 of 2" in line for line in shown.splitlines())
+
+
 OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 

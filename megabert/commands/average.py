@@ -1,0 +1,96 @@
+"""The mean of a run's checkpoints, as a run folder: weights alone.
+
+megabert average --run RUN --output DIR                      of all checkpoints that the run has kept
+megabert average --run RUN --last 3 --output DIR
+megabert average --run RUN --steps 800 900 1000 --output DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, code_of, command
+from megabert.common.files import appearing, canonical, refuse_existing
+from megabert.common.logs import log
+from megabert.common.run_files import CONFIG, checkpoints_of
+
+if TYPE_CHECKING:
+    from megabert.hf import Pretrained
+
+
+def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[int] = ()) -> list[int]:
+    """Write the run folder `output`, with the mean of the newest `last` checkpoints (0: of all) or of those of `steps`: these.
+
+    The mean is taken in fp64 and stored as fp32. Raises ValueError naming the checkpoint that is missing or of another model;
+    nothing is written then.
+    """
+    folder = checkpoints_of(run)
+    known = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    chosen = sorted(set(steps)) or known[-last:]
+    if missing := sorted(set(chosen) - set(known)):
+        raise ValueError(f"--steps {missing[0]}: {folder} has no such checkpoint; it has {', '.join(map(str, known))}")
+    if len(chosen) < max(last, 2):
+        raise ValueError(
+            f"{folder}: {len(chosen)} checkpoints to average, of {max(last, 2)}; checkpoint.keep decides how many a run keeps"
+        )
+    refuse_existing(Path(output), CONFIG)
+    from megabert import checkpoint, hf
+
+    paths = [folder / f"step-{step:08d}" for step in chosen]
+    newest = hf.load(paths[-1])
+    sums = {name: weight.double() for name, weight in newest.weights.items()}
+    for path in paths[:-1]:
+        other = hf.load(path)
+        _check_alike(other, newest, path)
+        for name, weight in other.weights.items():
+            sums[name] += weight
+    weights = {name: (total / len(paths)).float() for name, total in sums.items()}
+    state = {name: value for name, value in newest.state.items() if name != "step"}
+    state |= {"dataset": f"none, the mean of steps {chosen} of {Path(run).name}: begin a new run with init_from"}
+    with appearing(output, CONFIG) as new:
+        for name, data in newest.tokenizer.files().items():
+            (new / name).write_bytes(data)
+        checkpoint.write_start(new, weights, state)
+        (new / CONFIG).write_bytes(canonical(state))
+    return chosen
+
+
+def _check_alike(other: Pretrained, newest: Pretrained, path: Path) -> None:
+    """Raises ValueError naming the first field in which the models of two checkpoints differ."""
+    from megabert.checkpoint import FREE
+
+    one, two = ({"tokenizer": model.tokenizer.sha256} | model.config.model.model_dump() for model in (other, newest))
+    for name, wanted in two.items():
+        if name not in FREE and one[name] != wanted:
+            raise ValueError(
+                f"{path}: its {name} is {one[name]}, the newest one's {wanted}; average checkpoints of one model"
+            )
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.average"), description=__doc__)
+    add = parser.add_argument
+    add("--run", required=True, metavar="RUN", help="run folder")
+    add("--output", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--last", type=int, default=0, metavar="N", help="the newest checkpoints; 0: all")
+    which.add_argument(
+        "--steps", type=int, nargs="+", default=[], metavar="STEP", help="the checkpoints of these steps"
+    )
+    args = parser.parse_args(argv)
+    if args.last < 0 or args.last == 1:
+        raise ValueError(f"--last {args.last}: give at least 2 checkpoints")
+    chosen = average(args.run, args.output, args.last, args.steps)
+    log.info(
+        f"{args.output}: the mean of steps {', '.join(f'{step:,}' for step in chosen)}. To use it, --model {args.output}"
+    )
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))
