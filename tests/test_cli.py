@@ -309,7 +309,7 @@ MISTAKES = {
     "average --run nowhere --output x": f"nowhere{CHECKPOINTS}",
     "average --run run --output x": "run/checkpoints: 1 checkpoints to average, of 2; ",
     "average --run run --output x --last 1": "--last 1: give at least 2 checkpoints",
-    "average --run run --output x --steps 3": "--steps 3: run/checkpoints has no such checkpoint; it has 0",
+    "average --run run --output x --steps 3": "--steps 3: run/checkpoints has no such checkpoint; it has 1",
     "convert --model run": "the following arguments are required: --run",
     "convert --model run --rnu x": "unknown option --rnu; did you mean --run?",
     "convert --model nowhere --run x": f"nowhere{NO_FOLDER}",
