@@ -301,6 +301,7 @@ class Trainer:
         """Trains until the schedule ends or `stop_after` is reached; false when the ranks were asked to stop before. Either
         way everything is saved; raises Failed where it cannot be."""
         if self.world.agree_any(self.stop.requested):
+            log.info("stopped: nothing was trained since the start; the same command resumes")
             return False
         self.watchdog.opened()
         self.start()

@@ -20,6 +20,7 @@ from megabert import __main__ as cli
 from megabert.commands import convert
 from megabert.common import arguments
 from megabert.common.arguments import Parser
+from megabert.distributed import signals
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW_MACHINE = 5  # a shared one, against the 0.3 s of a quiet one
@@ -385,6 +386,7 @@ def test_every_command_has_mistakes() -> None:
     assert names >= {*CALLS}
 
 
+NOTHING = signals.NOTHING.decode()
 WAITING = """
 import importlib, sys, time
 def slow(name):  # as imports on a cold disk are
@@ -396,13 +398,32 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("train", 85), ("finetune", 85), ("fill", -signal.SIGTERM)])
-def test_a_signal_before_the_imports_ends_a_training_to_be_started_again(name: str, code: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WAITING, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("name", "number", "code", "said"),
+    [
+        ("train", signal.SIGTERM, 85, NOTHING),
+        ("train", signal.SIGINT, 85, f"\n{NOTHING}"),
+        ("finetune", signal.SIGTERM, 85, NOTHING),
+        ("glue", signal.SIGINT, 85, f"\n{NOTHING}"),
+        ("fill", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("fill", signal.SIGINT, 130, "error: interrupted\n"),
+    ],
+)
+def test_a_signal_in_the_imports_is_one_line(name: str, number: int, code: int, said: str) -> None:
+    # a shell's background jobs ignore SIGINT
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, name],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("importing megabert.")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == code
+        process.send_signal(number)
+        _, error = process.communicate(timeout=20)
+        assert (process.returncode, error) == (code, said)
     finally:
         process.kill()
         process.wait()

@@ -88,6 +88,14 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
     )
 
 
+def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys) -> None:
+    ours = trainer(tiny.config(zero__stage=0, log__tensorboard=False), world, tmp_path / "run")
+    ours.stop = StopAt(1)  # type: ignore[assignment]
+    assert not ours.train() and ours.state.step == 0
+    assert capsys.readouterr().out == "stopped: nothing was trained since the start; the same command resumes\n"
+    ours.close()
+
+
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}

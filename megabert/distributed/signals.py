@@ -17,9 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megabert.common.errors import leave_exit_code
+
 # Exit code: everything is saved, start the same command again.
 REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+# Before there is anything to save.
+NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
 # To who pressed Ctrl-C.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
 # One request may reach a process twice: with its group and through its launcher.
@@ -53,8 +57,10 @@ def _leave() -> None:
     last = False
     while not last:
         last = _taken_over.is_set()  # then signals that are pending already are handled once more
-        if signal.sigtimedwait(SIGNALS, 0.1) is not None:
-            os._exit(REQUEUE)
+        if (received := signal.sigtimedwait(SIGNALS, 0.1)) is not None:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
+            os._exit(leave_exit_code(REQUEUE))
 
 
 def ignore_signals() -> None:
