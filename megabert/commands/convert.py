@@ -127,7 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     log.info(f"  megabert prep build --tokenizer {tokenizer}{' --nsp' * model.nsp} --input PATH… --output DATA")
     log.info(f"  megabert train --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
     log.info(
-        "which is 12,500 updates of 256 rows at a rate of 1e-4 (schedule.total_steps=…, optimizer.lr=… for others)"
+        "which is 12,500 updates of 256 rows at a rate of 1e-4 (schedule.total_steps=…, optimizer.lr=… for others); with "
+        "data.mix='{\"GENERAL\" = 0.25}', a dataset of general text, less is forgotten (docs/continue.md)"
     )
     return OK
 

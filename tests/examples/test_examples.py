@@ -80,6 +80,7 @@ def test_continue(corpus, tmp_path) -> None:
     for name, half in (("general", lines[::2]), ("own", lines[1::2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(half))
     sizes = {"VOCAB": "600", "SEQ_LEN": "64", "BASE": SMALL, "EXTRA": f"{SMALL} eval.interval=2 checkpoint.interval=2"}
+    sizes["PHASES"] = '[{share = 0.3, data.masking.strategy = "causal"}, {share = 0.7}]'
     out = tmp_path / "out"
     shown = run("examples/continue.sh", out, tmp_path / "general.jsonl", tmp_path / "own.jsonl", **sizes)
     before, after, mean = (json.loads(line) for line in shown.splitlines() if line.startswith('{"step"'))
