@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megabert import config as configuration
+from megabert.commands import report
 from megabert.data.mixture import names_of
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -83,6 +84,8 @@ def test_each_dataset_of_a_run_is_evaluated(world: World, tmp_path: Path, other:
     both = evaluate_run(tmp_path, [str(DATA), str(other)])
     assert both == {name: pytest.approx(value, rel=1e-5) for name, value in (found | {"step": 2}).items()}
     assert not any("by_dataset" in name for name in alone["other"])
+    assert report.main([str(tmp_path)]) == 0
+    assert "Loss, held out, other" in (tmp_path / "report.html").read_text()
 
 
 def test_a_member_without_a_split_is_named(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
