@@ -40,7 +40,7 @@ def run(
 ) -> tuple[BuildJob, list[int], Stage]:
     """Choose the passages: the job with their size and limit, for each task the tokens that are held out, and the stage.
 
-    Of a text of a single passage nothing is held out.
+    Nothing is held out of a text of a single passage, or where less than the longest row would be left.
     """
     counts, share = total(documents.results).counts, job.options.held_out
     tokens = counts["tokens read"] - counts["dropped tokens"]
@@ -50,8 +50,8 @@ def run(
     hashes, sizes = np.concatenate(found).T
     distinct, place = np.unique(hashes, return_inverse=True)
     reached = np.cumsum(np.bincount(place, sizes.astype(np.int64)))
-    if len(distinct) > 1:
-        last = int(np.abs(reached[:-1] - share * reached[-1]).argmin())
+    last = int(np.abs(reached[:-1] - share * reached[-1]).argmin()) if len(distinct) > 1 else -1
+    if last >= 0 and reached[-1] - reached[last] >= max(job.options.seq_len):
         job = replace(job, held_limit=int(distinct[last]) + 1)
         log.info(
             f"held out: {(hashes < job.held_limit).sum():,} passages of about {job.passage:,} tokens, {reached[last] / reached[-1]:.2%} of "

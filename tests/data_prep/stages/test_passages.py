@@ -100,6 +100,18 @@ def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
     assert contents(make("stopped")) == whole
 
 
+def test_a_text_of_hardly_a_row_is_not_held_out(topics, tokenizer_file, tmp_path):
+    (tmp_path / "in.txt").write_text(topics[1][:1400])
+    tokenizer = Tokenizer.load(tokenizer_file)
+    for length in (32, 192):
+        plan = BuildPlan(
+            [Corpus("input", (f"{tmp_path}/in.txt",))], tmp_path / f"{length}", BuildOptions((length,)), tokenizer
+        )
+        report = build(plan, Pool(1), progress=False)
+        assert 256 < report["read"]["tokens"] < 320
+        assert (Dataset(tmp_path / f"{length}").manifest.held_out is None) == (length == 192)
+
+
 def test_equal_passages_are_in_one_part(tokenizer_file, tmp_path):
     """Two documents that begin alike; a text without a sentence end is cut in front of words."""
     draw = np.random.default_rng(0)
