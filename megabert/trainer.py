@@ -178,8 +178,8 @@ class TrainState:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
-        """That of a checkpoint."""
-        return cls(**{one.name: saved[one.name] for one in fields(cls)})
+        """That of a checkpoint; a field that it does not have is as at the start."""
+        return cls(**{one.name: saved[one.name] for one in fields(cls) if one.name in saved})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.pretraining import open_run
 from megabert.train import main
-from megabert.trainer import Trainer
+from megabert.trainer import Trainer, TrainState
 from tests.helpers.job import Job
 from tests.helpers.loop import StopAt
 from tests.test_held_out_by_dataset import DATA, SMALL, random_rows
@@ -92,6 +92,10 @@ def test_patience_needs_evaluations(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--config", "tiny", "--data", str(plain), "--run", str(tmp_path / "run"), *SMALL, *TEN]
     assert main(words) == 2
     assert f"eval.patience=2: {plain} has no held-out split" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_best_step_resumes() -> None:
+    assert TrainState.of({"step": 3, "cursor": 4, "tokens": 5}) == TrainState(step=3, cursor=4, tokens=5)
 
 
 # rank 1 has losses of its own, which count for nothing
