@@ -24,7 +24,15 @@ from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, continue_data, fitted_to, members, names_of, token_counts
+from megabert.data.mixture import (
+    AnyDataset,
+    continue_data,
+    fitted_to,
+    members,
+    names_of,
+    token_counts,
+    with_vocabulary_size,
+)
 from megabert.data.pairs import read_pairs
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -149,8 +157,9 @@ def complete_config(
     config: Config, datasets: Sequence[AnyDataset], run_dir: Path, world: World
 ) -> tuple[Config, Origin]:
     """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
-    for dataset in datasets:
-        config = fitted_to(config, dataset.manifest)
+    for phase, dataset in zip(phases_of(config), datasets, strict=True):
+        fitted_to(phase.config, dataset.manifest)
+    config = with_vocabulary_size(config, datasets[0].manifest.vocab_size)
     if config.eval.patience and members(datasets[0])[0].held_out_path is None:
         raise ValueError(
             f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"

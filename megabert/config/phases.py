@@ -15,7 +15,8 @@ from megabert.config.schema import Config, check, flat, validated
 
 # keys that a phase may change, and sections of which it may change any key
 CHANGEABLE = (
-    *("data.path", "data.mix", "data.masking", "batch", "optimizer.lr", "model.rope_theta", "model.local_rope_theta"),
+    *("data.path", "data.mix", "data.seq_len", "data.masking", "batch", "optimizer.lr"),
+    *("model.rope_theta", "model.local_rope_theta"),
     *(f"schedule.{key}" for key in ("name", "power", "final_ratio", "decay_share", "budget_warmup")),
 )
 
@@ -116,9 +117,12 @@ def _changed(config: Config, changes: Mapping[str, Any], where: str) -> Config:
     for name in flat(changes):
         if not any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE):
             raise ValueError(f"{where}.{name}: stays the same during a run; a phase changes {', '.join(CHANGEABLE)}")
-    tree = config.model_dump() | {"phases": [], "objective": {"causal_share": 0.0}}
-    if changes.get("data", {}).keys() & {"path", "mix"}:
+    tree, data = config.model_dump() | {"phases": [], "objective": {"causal_share": 0.0}}, changes.get("data", {})
+    if data.keys() & {"path", "mix"}:
         tree["data"]["mix"] = {}
+    if "path" in data:
+        # another dataset may have other rows
+        tree["data"]["seq_len"] = 0
     if "schedule" in changes:
         tree["schedule"] |= {"warmup_steps": 0, "budget_warmup": 0.0}
     _merge(tree, changes)

@@ -148,6 +148,9 @@ class DataConfig(Section):
 
     path: str = Field("", description="dataset folder written by data_prep (also --data)")
     mix: dict[str, float] = Field({}, description='other datasets and their shares of all rows: {"data/books" = 0.3}')
+    seq_len: int = Field(
+        0, ge=0, description="tokens of a row, for a plan without data; a dataset with others is refused; 0: any"
+    )
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
     masking: MaskingConfig = MaskingConfig()
@@ -378,6 +381,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     groups = f"model.kv_heads={model.key_heads} does not divide model.heads={model.heads}"
     yield model.heads % model.key_heads > 0, groups
     yield model.window % 2 > 0, f"model.window={model.window} is odd; half of it lies on each side of a token"
+    longer = f"data.seq_len={config.data.seq_len} is above model.max_positions={model.max_positions}; raise that"
+    yield config.data.seq_len > model.max_positions, longer
     no_bias = "model.frequency_bias=true needs a bias of the decoder; set model.decoder_bias=true"
     yield model.frequency_bias and not model.decoder_bias, no_bias
     if not model.modern:

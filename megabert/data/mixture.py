@@ -159,6 +159,12 @@ def fitted_to(config: Config, manifest: Manifest) -> Config:
     model = config.model
     if model.vocab_size not in (0, manifest.vocab_size):
         raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {manifest.vocab_size}; remove it")
+    length = config.data.seq_len
+    if length not in (0, manifest.seq_len):
+        raise ValueError(
+            f"data.seq_len={length} but {config.data.path} has rows of {manifest.seq_len} tokens; set data.path (of a phase "
+            "phases.N.data.path) to a dataset of such rows, or data.seq_len to 0"
+        )
     if manifest.seq_len > model.max_positions:
         raise ValueError(f"model.max_positions={model.max_positions} is below the dataset's seq_len={manifest.seq_len}")
     pairs = manifest.options.get("nsp")

@@ -218,6 +218,32 @@ def test_a_plan_goes_through_the_phases(capsys) -> None:
     assert float(shown.partition("all phases: ")[2].split()[0]) == pytest.approx(sum(days), rel=0.01)
 
 
+def test_each_phase_has_its_row_length(capsys) -> None:
+    assert plan.main(["--config", "base_modernbert"]) == 0
+    shown = capsys.readouterr().out
+    lengths = [int(line.partition("steps, ")[2].split()[0]) for line in shown.splitlines() if line.startswith("batch ")]
+    assert lengths == [1024] * 6 + [8192] * 2
+    assert shown.count("no dataset named: full rows of 1024 tokens assumed (data.seq_len)") == 6
+    (memory,) = (line.split() for line in shown.splitlines() if line.endswith("<- this run"))
+    assert float(memory[5]) < 80
+    assert plan.main(["--config", "base_modernbert", "--gpus", "h100", "phases.8.data.seq_len=4096"]) == 0
+    shown = capsys.readouterr().out
+    assert "576 rows of 8192 tokens" in shown and "full rows of 4096 tokens assumed (data.seq_len)" in shown
+
+
+def test_an_assumed_row_length_is_named(capsys, tmp_path) -> None:
+    halves = "phases=[{share=0.5},{share=0.5}]"
+    for overrides, key in (([], "data.seq_len"), (["model.nsp=false", halves], "phases.2.data.seq_len")):
+        assert plan.main([*TINY, *overrides]) == 0
+        said = f"full rows of 512 tokens assumed (model.max_positions); or give {key}=N"
+        assert said in capsys.readouterr().out
+        assert plan.main([*TINY, *overrides, f"{key}=64"]) == 0
+        assert "64 tokens a row" in capsys.readouterr().out
+    make_dataset(tmp_path, 16, slots=8, seq_len=128, statistics={"sequences": 64, "tokens": 1600})
+    assert plan.main([*TINY, "--data", str(tmp_path), "model.nsp=false"]) == 0
+    assert "assumed" not in capsys.readouterr().out
+
+
 def test_the_plan_counts_all_the_data(tmp_path) -> None:
     for name, rows, tokens in (("a", 24, 90), ("b", 16, 128)):
         counts = {"sequences": 4 * rows, "tokens": tokens * rows}

@@ -59,6 +59,7 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         ([*FP8, "model.layers=2"], "precision=fp8 keeps the first and the last layer in bf16: model.layers=2 leaves"),
         ([*FP8, "model.hidden=776", "model.heads=8"], "precision=fp8 needs multiples of 16: model.hidden is 776"),
         ([*FP8, "model.intermediate=3000"], "precision=fp8 needs multiples of 16: model.intermediate is 3000"),
+        (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
         (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),

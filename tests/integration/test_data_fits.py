@@ -24,6 +24,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "dataset"
         ),
         ({}, ["model.max_positions=32"], "model.max_positions=32 is below the dataset's seq_len=64"),
         ({}, ["model.vocab_size=77"], "model.vocab_size=77 but the tokenizer has"),
+        ({}, ["data.seq_len=128"], "data.seq_len=128 but "),
     ],
 )
 def test_plan_and_train_refuse_the_same_data(changes, overrides, message, tmp_path):
@@ -40,7 +41,8 @@ def test_plan_and_train_refuse_the_same_data(changes, overrides, message, tmp_pa
 
 
 def test_plan_warns_once_of_pairs_without_their_head():
-    done = command("-m", "megabert", "plan", "--config", "tiny_phases", "--data", GOLDEN)
+    phases = ("model.nsp=false", "phases=[{share=0.5},{share=0.3},{share=0.2}]")
+    done = command("-m", "megabert", "plan", "--config", "tiny", "--data", GOLDEN, *phases)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("phase ") == 3 and done.stderr.count("warning: the dataset's rows are sentence pairs") == 1
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--over {size}: give numbers of GPUs from 1 on")
         if size > fabric.node and size % fabric.node:
             raise ValueError(f"--over {size} is not a whole number of nodes of {fabric.node}; see --nodes-of")
-    from megabert.commands.plan import forecast, published, quality
+    from megabert.commands.plan import forecast, published, quality, workload
 
     place = f"{args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}"
     days = dict.fromkeys(sizes, 0.0)
@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         job = forecast.job_of(phase.config, phase.end - phase.begin)
         points = forecast.forecast(job, sizes, device, fabric)
         work = f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}"
-        print(f"projection, not measured: {place}: {work}{f', phase {number} of {len(phases)}' * (len(phases) > 1)}\n")
+        print(f"projection, not measured: {place}: {work}{f', phase {number} of {len(phases)}' * (len(phases) > 1)}")
+        if rows := workload.assumed_rows(phase.config, number * bool(config.phases)):
+            print(rows)
+        print()
         print(forecast.table(job, points, device))
         if quality.applies(job):
             print(f"\n{quality.table(job, points, device, args.price)}")

@@ -62,11 +62,12 @@ class Work:
 
 
 def work(config: Config, manifest: Manifest | None) -> Work:
-    """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
+    """One update's work; without a manifest full rows of one sequence of `data.seq_len` tokens, or (0) of `model.max_positions`.
 
     A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
     """
-    rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
+    rows, masking = config.batch.global_size, config.data.masking
+    length = config.data.seq_len or config.model.max_positions
     tokens, sequences = float(rows * length), float(rows)
     if manifest is not None:
         share, length = rows / manifest.rows, manifest.seq_len
@@ -74,6 +75,17 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
     predictions = tokens - sequences if masking.causal else tokens * masking.rate
     return Work(rows, length, tokens, pairs, predictions, sequences)
+
+
+def assumed_rows(phase: Config, number: int) -> str:
+    """What is assumed of the rows of a phase that names no dataset, "" where one is named. `number`: of the phase, 0 in a run
+    without phases."""
+    if phase.data.path:
+        return ""
+    if length := phase.data.seq_len:
+        return f"no dataset named: full rows of {length} tokens assumed (data.seq_len)"
+    key = f"phases.{number}.data.seq_len" if number else "data.seq_len"
+    return f"no dataset named: full rows of {phase.model.max_positions} tokens assumed (model.max_positions); or give {key}=N"
 
 
 def manifest_of(config: Config) -> Manifest | None:
@@ -159,13 +171,15 @@ def report(
 ) -> str:
     """The plan as text, phase by phase, and the memory of the one that needs most; with `memory_gib` also the micro-batch that
     fills it. Raises ValueError naming the value that contradicts another."""
-    phases, lines, largest = phases_of(config), [], (0.0, config, 0)
+    phases, lines, largest, named = phases_of(config), [], (0.0, config, 0), bool(config.phases)
     for number, phase in enumerate(phases, 1):
         manifest = manifest_of(phase.config)
         config = with_vocabulary(fit_micro_size(phase.config, world_size), manifest)
         update = work(config, manifest)
         lines += [f"phase {number} of {len(phases)}: {phase.changes}"] if len(phases) > 1 else []
         lines += _work_lines(config, manifest, update, phase.end - phase.begin, world_size)
+        if assumed := assumed_rows(config, number * named):
+            lines.append(f"rows     {assumed}")
         largest = max(
             largest, (needed(config, update.seq_len, world_size), config, update.seq_len), key=lambda of: of[0]
         )
@@ -184,8 +198,7 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
         steps = min(steps, math.ceil(share * schedule.budget_tokens / update.tokens))
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
     run = (
-        f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
-        + (data or " (no dataset named: full rows assumed)"),
+        f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens{data}",
         f", {steps * flops:.4g} the run",
     )
     if schedule.unit == "minutes":
