@@ -53,10 +53,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_rows(folder, 40, seed=0, held_out={"path": "held_out", "rows": 12, "manifest_sha256": sha256})
 
 
-def trained(world: World, folder: Path, *overrides: str) -> dict[str, float]:
+def trained(world: World, folder: Path, *overrides: str, **options: Any) -> dict[str, float]:
     """The last held-out figures of a run."""
     cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *overrides])
-    trainer = open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0))  # type: ignore[arg-type]
+    trainer = open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)  # type: ignore[arg-type]
     assert trainer.train()
     trainer.close()
     return trainer.last_eval
@@ -86,6 +86,21 @@ def test_each_dataset_of_a_run_is_evaluated(world: World, tmp_path: Path, other:
     assert not any("by_dataset" in name for name in alone["other"])
     assert report.main([str(tmp_path)]) == 0
     assert "Loss, held out, other" in (tmp_path / "report.html").read_text()
+
+
+def test_each_phase_evaluates_the_datasets_of_all(world: World, tmp_path: Path, other: Path) -> None:
+    """Masked as the last phase is, with the rotary base of the phase the run is in."""
+    second = f'data.path="{other}", model.rope_theta=50.0, data.masking.rate=0.4'
+    overrides = (
+        *("model.kind=modern", "model.norm=pre", "model.nsp=false", "eval.interval=1", "optimizer.lr=0.1"),
+        *(f"phases=[{{share=0.5}},{{share=0.5,{second}}}]", "schedule.name=constant"),
+    )
+    for step in (1, 2):
+        found = trained(world, tmp_path, *overrides, stop_after=step)
+        assert 0.35 < found["eval/predictions"] / (8 * 64) < 0.4
+        alone = evaluate_run(tmp_path, [str(DATA), str(other)])
+        assert found == {name: pytest.approx(alone[name], rel=1e-6) for name in found}
+        assert sum("loss_by_dataset" in name for name in found) == 2
 
 
 def test_a_member_without_a_split_is_named(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

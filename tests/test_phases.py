@@ -16,6 +16,7 @@ import torch
 from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import load_weights, write_start
+from megabert.commands import verify
 from megabert.config import Config, phase_at, phases_of
 from megabert.data.mixture import continue_data, open_mixture
 from megabert.data.shards import Dataset
@@ -27,7 +28,7 @@ from megabert.pretraining import open_run
 from megabert.trainer import Trainer
 from tests.helpers.forked import Forked
 from tests.helpers.job import Job
-from tests.helpers.loop import StopAt
+from tests.helpers.loop import Killed, StopAt
 from tests.helpers.rows import SPECIAL, VOCAB, make_dataset, make_rows
 
 DATA = Path(__file__).parent / "data" / "golden" / "dataset"
@@ -58,22 +59,30 @@ def opened(world: World, folder: Path, *overrides: str, **options: Any) -> Train
 
 
 def trained(
-    world: World, folder: Path, *overrides: str, stops: tuple[int | None, ...] = (None,)
+    world: World, folder: Path, *overrides: str, stops: tuple[int | None, ...] = (None,), **options: Any
 ) -> tuple[dict[int, dict[str, Any]], dict[str, torch.Tensor]]:
     """Log lines by step, and the weights, of a run that was stopped at `stops`."""
     for stop_after in stops:
-        trainer = opened(world, folder, *overrides, stop_after=stop_after)
+        trainer = opened(world, folder, *overrides, stop_after=stop_after, **options)
         assert trainer.train()
         weights = trainer.engine.consolidated_weights()
         trainer.close()
+    return logged(folder), weights
+
+
+def logged(folder: Path) -> dict[int, dict[str, Any]]:
+    """Log lines of updates by step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "train/loss" in line}, weights
+    return {line["step"]: line for line in lines if "train/loss" in line}
 
 
-def same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
-    assert list(ours[0]) == list(theirs[0]) == list(range(1, STEPS + 1))
+FIGURES = ("train/loss", "train/grad_norm", "train/lr", "train/objective", "train/phase", "data/row_digest")
+
+
+def same(ours: tuple[Any, Any], theirs: tuple[Any, Any], steps: int = STEPS) -> None:
+    assert list(ours[0]) == list(theirs[0]) == list(range(1, steps + 1))
     for step, line in theirs[0].items():
-        for name in ("train/loss", "train/grad_norm", "train/lr", "train/objective", "data/row_digest"):
+        for name in FIGURES:
             assert ours[0][step][name] == line[name], (step, name)
     for name, weight in theirs[1].items():
         assert torch.equal(ours[1][name], weight), name
@@ -212,13 +221,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def longer(folders: dict[str, Path]) -> str:
+    """Keys of a phase of rows of 128 under a larger rotary base."""
+    return f'data.path="{folders["long"]}", batch={{global_size=4, micro_size=2}}, model.rope_theta=5e4'
+
+
+def phased(*phases: str) -> tuple[str, ...]:
+    """Settings of a run of these phases, at a constant rate."""
+    shape = ("model.kind=modern", "model.norm=pre", "model.window=32", "schedule.name=constant")
+    tables = ",".join("{" + phase + "}" for phase in phases)
+    return (*shape, "objective.causal_share=0", f"phases=[{tables}]")
+
+
 def three(folders: dict[str, Path]) -> tuple[str, ...]:
     """4 updates of rows of 64, 3 of rows of 128 under a larger rotary base, then 3 of decay with other text mixed in."""
-    longer = f'data.path="{folders["long"]}", batch={{global_size=4, micro_size=2}}, model.rope_theta=5e4'
+    long = longer(folders)
     last = f'data.mix={{"{folders["best"]}"=0.5}}, data.masking.rate=0.2, schedule.name="sqrt", optimizer.lr=1e-3'
-    phases = f"phases=[{{share=4}},{{share=3,{longer}}},{{share=3,{longer},{last}}}]"
-    shape = ("model.kind=modern", "model.norm=pre", "model.window=32", "schedule.name=constant")
-    return (*shape, "objective.causal_share=0", phases)
+    return phased("share=4", f"share=3,{long}", f"share=3,{long},{last}")
 
 
 def test_phases_begin_where_their_shares_say() -> None:
@@ -227,6 +246,13 @@ def test_phases_begin_where_their_shares_say() -> None:
     assert [sum(phase_at(phases, step / 300) == number for step in range(300)) for number in range(3)] == [100, 110, 90]
     tenths = phases_of(config("objective.causal_share=0", "phases=[{share=0.1},{share=0.2},{share=0.7}]"))
     assert [phase_at(tenths, step / 10) for step in range(10)] == [0, 1, 1, *[2] * 7]
+
+
+def test_another_dataset_has_its_own_row_length() -> None:
+    kept, other = 'data.mix={"b"=0.5}', 'data.path="b"'
+    tables = f"phases=[{{share=0.2}},{{share=0.2,{kept}}},{{share=0.2,{other}}},{{share=0.4,{other},data.seq_len=256}}]"
+    phases = phases_of(config("objective.causal_share=0", "data.seq_len=64", tables))
+    assert [phase.config.data.seq_len for phase in phases] == [64, 64, 0, 256]
 
 
 def test_a_phase_has_its_peak_or_its_own_schedule() -> None:
@@ -287,6 +313,173 @@ def test_a_run_of_three_phases_stopped_anywhere_is_the_same(
     lines = map(json.loads, (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines())
     *_, end = (line["eval/mlm_loss"] for line in lines if "eval/mlm_loss" in line)
     assert found["eval/mlm_loss"] == pytest.approx(end, rel=2e-3)
+
+
+def test_verify_reads_the_data_of_every_phase(
+    world: World, tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, places = tmp_path / "run", [DATA, folders["long"], folders["best"]]
+    one_each = ("schedule.total_steps=3", *(f"phases.{number}.share=1" for number in (1, 2, 3)))
+    trained(world, run, *three(folders), *one_each)
+    assert verify.main([str(run)]) == 0
+    rows = sum(Dataset(place).rows for place in places)
+    assert f"data         {rows:,} rows of {', '.join(map(str, places))}: every byte" in capsys.readouterr().out
+    for number, place in enumerate(places):
+        copy = Path(shutil.copytree(place, tmp_path / str(number)))
+        moved = ["--data", *map(str, places[:number]), str(copy)]
+        assert verify.main([str(run), *moved]) == 0
+        shard = max(copy.glob("*.tar"))
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        assert verify.main([str(run), *moved]) == 2
+        assert f"error: {shard}: " in capsys.readouterr().err
+    other = [str(DATA), str(folders["best"])]
+    assert verify.main([str(run), "--data", *other]) == 2
+    assert "best0: is not the dataset of phase 2 of this run (another fingerprint)" in capsys.readouterr().err
+    assert verify.main([str(run), "--data", *other, *other]) == 2
+    assert "--data names 4 folders; the run has 3: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_resume_names_what_changed_in_phases(
+    world: World, tmp_path: Path, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = three(folders)
+    trained(world, tmp_path, *recipe, stops=(5,))
+    for change, message in (
+        ("phases.1.batch.global_size=4", r"phases\.1: batch\.global_size is 4 but the checkpoint was made with 8"),
+        (f"phases.2.data.path={folders['best']}", r"phases\.2: dataset fingerprint is"),
+        ("phases.2.model.rope_theta=6e4", r"phases\.2: model\.rope_theta is 60000\.0 but"),
+        ("phases=[]", "the run is in phase 2, and by the phases and the budget given it would be in phase 1"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot resume: {message}"):
+            opened(world, tmp_path, *recipe, change)
+    opened(world, tmp_path, *recipe, "phases.3.optimizer.lr=2e-3", "phases.2.data.masking.rate=0.25").close()
+    for change in ("phases.3.optimizer.lr was 0.001 and is 0.002", "phases.2.data.masking.rate was None and is 0.25"):
+        assert f"{change} from here on" in caplog.text
+    assert "phases was" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_by_a_phase(world: World, tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Of the first phase's data again, behind its rows; the whole is the run that had three phases from the start."""
+    first = ("share=4", f"share=6,{longer(folders)}")
+    extended = (*phased(*first, "share=2"), "schedule.total_steps=12")
+    straight, run = trained(world, tmp_path / "straight", *extended), tmp_path / "run"
+    trained(world, run, *phased(*first))
+    with pytest.raises(ValueError, match=r"this run is finished, .* with --extend it does"):
+        opened(world, run, *extended)
+    same(trained(world, run, *extended, extend=True), straight, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spike", "interval", "cursors", "change"),
+    [
+        (6, 1, range(13), 4),
+        (3, 1, range(14), 8),
+        # seen on entering the second phase, after an update that is then forgotten
+        (3, 3, [*range(5), *range(4, 14)], 8),
+    ],
+)
+def test_a_rollback_continues_in_its_phase(
+    world: World, tmp_path: Path, folders: dict[str, Path], spike: int, interval: int, cursors: Any, change: int
+) -> None:
+    """The loss of update `spike` of the data is 50 times as high; the second phase begins with update `change` of the data."""
+    overrides = (
+        *phased("share=4", f"share=6,{longer(folders)}"),
+        *("spikes.policy=rollback", "spikes.window=8", "spikes.threshold=300", f"log.interval={interval}"),
+    )
+    weights = []
+    for name, stops in (("straight", (None,)), ("stopped", (8, None))):
+        seen: list[Any] = []
+        for stop_after in stops:
+            trainer = opened(world, tmp_path / name, *overrides, stop_after=stop_after)
+            usual, train_update = trainer.engine._weights, trainer.engine.train_update
+
+            def update(
+                update: Any,
+                *rest: Any,
+                trainer: Trainer = trainer,
+                usual: Any = usual,
+                train: Any = train_update,
+                seen: list[Any] = seen,
+            ) -> Any:
+                trainer.engine._weights = usual * (50.0 if update.step == spike else 1.0)
+                seen.append((len(trainer.state.phase_starts), update.step, update.row_ids.tolist()))
+                return train(update, *rest)
+
+            trainer.engine.train_update = update  # type: ignore[method-assign]
+            assert trainer.train()
+            weights.append(trainer.engine.consolidated_weights())
+            trainer.close()
+        assert [cursor for _, cursor, _ in seen] == list(cursors)
+        assert trainer.state.phase_starts == [0, change] and trainer.state.step == STEPS
+        assert (tmp_path / name / "trouble.jsonl").read_text().count("\n") == 1
+        for phase, cursor, row_ids in seen:
+            assert phase == 1 + (cursor >= change)
+            dataset, size, first = (Dataset(DATA), 8, 0) if phase == 1 else (Dataset(folders["long"]), 4, change)
+            positions = (cursor - first) * size + np.arange(size)
+            assert row_ids == dataset.order(trainer.config.seed, positions)[0].tolist(), cursor
+    straight, _, resumed = weights
+    assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
+
+
+@pytest.mark.slow
+def test_phases_by_tokens_resume_in_the_second(world: World, tmp_path: Path, folders: dict[str, Path]) -> None:
+    recipe = (
+        *phased("share=0.5", f'share=0.5,{longer(folders)},schedule.name="linear"'),
+        *(*BY_TOKENS, "schedule.total_steps=20"),
+    )
+    straight = trained(world, tmp_path / "straight", *recipe)
+    lines = list(straight[0].values())
+    tokens, phases = ([line[name] for line in lines] for name in ("data/tokens", "train/phase"))
+    assert phases == [1] + [1 + (used >= TOKENS / 2) for used in tokens[:-1]] and phases.count(2) > 3
+    assert tokens[-2] < TOKENS <= tokens[-1]
+    stop = phases.index(2) + 2
+    same(trained(world, tmp_path / "stopped", *recipe, stops=(stop, stop + 1, None)), straight, len(lines))
+
+
+@pytest.mark.slow
+def test_phases_by_minutes_repeat_as_first_timed(world: World, tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Updates of 6 seconds each: stopped in the second phase the run is the same. Killed there, it repeats updates of both phases
+    at their first rates, though each takes no time any more."""
+    overrides = (
+        *phased("share=0.4", f'share=0.6,{longer(folders)},schedule.name="linear"'),
+        *("schedule.by=minutes", "schedule.budget_minutes=1.0", "schedule.total_steps=20", "checkpoint.interval=3"),
+        "checkpoint.asynchronous=false",
+    )
+
+    def timed(name: str, seconds: float, stop_after: int | None = None, killed_after: int = -1) -> Any:
+        trainer = opened(world, tmp_path / name, *overrides, stop_after=stop_after)
+        report, train_update = trainer.report, trainer.engine.train_update
+
+        def update(*arguments: Any) -> Any:
+            if trainer.state.step == killed_after:
+                raise Killed
+            return train_update(*arguments)
+
+        trainer.report = lambda update, _: report(update, seconds)  # type: ignore[method-assign]
+        trainer.engine.train_update = update  # type: ignore[method-assign]
+        try:
+            assert trainer.train()
+            return logged(tmp_path / name), trainer.engine.consolidated_weights()
+        finally:
+            trainer.close()
+
+    straight = timed("straight", 6.0)
+    assert [line["train/phase"] for line in straight[0].values()] == [1] * 4 + [2] * 6
+    for stop_after in (6, 8):
+        timed("stopped", 6.0, stop_after)
+    same(timed("stopped", 6.0), straight)
+    with pytest.raises(Killed):
+        timed("killed", 6.0, killed_after=5)
+    before = logged(tmp_path / "killed")
+    again, _ = timed("killed", 0.0, 5)
+    assert [line["train/phase"] for line in before.values()] == [1] * 4 + [2]
+    for step in (4, 5):
+        assert [again[step][name] for name in FIGURES] == [before[step][name] for name in FIGURES], step
 
 
 # ends every rank before its share of an update of the data is trained

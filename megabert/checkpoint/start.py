@@ -75,14 +75,21 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
     """Log each setting that is not the one of the checkpoint's state. Raises ValueError where its run is finished and another
     schedule would begin it again, unless it may `extend` the run."""
-    before = flat(saved["config"])
-    for name, value in flat(config.model_dump()).items():
-        if before.get(name) != value:
-            log.info(f"{name} was {before.get(name)!r} and is {value!r} from here on")
+    before, now = _settings(saved["config"]), _settings(config.model_dump())
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            log.info(f"{name} was {before.get(name)!r} and is {now.get(name)!r} from here on")
     used = saved["step"], saved["seconds"] / 60, saved["tokens"]
     over = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
     if over and not finished(config.schedule, *used) and not extend:
         raise ValueError("this run is finished, and the schedule given would train it on; with --extend it does")
+
+
+def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value, and `phases.N.section.key` -> value of what phases change."""
+    settings = flat(tree)
+    phases = settings.pop("phases", [])
+    return settings | flat({f"phases.{number}": phase for number, phase in enumerate(phases, 1)})
 
 
 def _field(tree: Mapping[str, Any], name: str) -> Any:

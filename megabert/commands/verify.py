@@ -65,19 +65,30 @@ def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[
     return steps, state
 
 
-def check_data(state: Mapping[str, Any], data: str) -> str:
-    """A line on the dataset, every byte of which is read. Raises ValueError naming what is damaged, or that it is another."""
+def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
+    """A line on the datasets of all phases, of which every byte is read; `moved` replaces their folders, the first ones. Raises
+    ValueError naming what is damaged, or is another dataset."""
+    from megabert.config import Config, phases_of
     from megabert.data import mixture
     from megabert.data.shards import verify
 
-    folder, mix = data or state["config"]["data"]["path"], state["config"]["data"]["mix"]
-    opened = mixture.open_mixture(folder, mix, shards=False)
-    if opened.manifest.fingerprint != state["dataset"]:
-        raise ValueError(f"{folder}: is not the dataset of this run (another fingerprint); name its folder with --data")
-    for part in (folder, *mix):
-        for problem in verify(part):
+    phases = [phase.config.data for phase in phases_of(Config.model_validate(state["config"]))]
+    named = list(dict.fromkeys(folder for data in phases for folder in (data.path, *data.mix)))
+    if len(moved) > len(named):
+        raise ValueError(f"--data names {len(moved)} folders; the run has {len(named)}: {', '.join(named)}")
+    places, rows = dict(zip(named, [*moved, *named[len(moved) :]], strict=True)), dict[str, int]()
+    for number, (data, fingerprint) in enumerate(zip(phases, state["phase_datasets"], strict=True), 1):
+        mix = {places[folder]: share for folder, share in data.mix.items()}
+        opened = mixture.open_mixture(places[data.path], mix, shards=False)
+        if opened.manifest.fingerprint != fingerprint:
+            folders, of = ", ".join((places[data.path], *mix)), f"phase {number} of " * (len(phases) > 1)
+            moved_where = f"give --data the folders where {', '.join(named)} are now"
+            raise ValueError(f"{folders}: is not the dataset of {of}this run (another fingerprint); {moved_where}")
+        rows |= {str(part.folder): part.rows for part in mixture.members(opened)}
+    for folder in rows:
+        for problem in verify(folder):
             raise ValueError(problem)
-    return f"{opened.rows:,} rows of {', '.join((folder, *mix))}"
+    return f"{sum(rows.values()):,} rows of {', '.join(rows)}"
 
 
 @command
@@ -85,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.verify"), description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder")
-    add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
+    moved = "its datasets, where they are no longer in their places, in the order in which the run names them"
+    add("--data", nargs="+", default=[], metavar="DIR", help=moved)
     add("--head", default="", metavar="DIGEST", help="head that was published, or that of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_of(args.run)
