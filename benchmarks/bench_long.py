@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def make_config(length: int, rows: int) -> Config:
-    """MiniLM's shape with the modern architecture."""
+    """Six layers of 256 in the modern architecture."""
     return configuration.from_dict(
         {
             "model": {

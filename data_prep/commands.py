@@ -6,15 +6,17 @@ import argparse
 import json
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.common.errors import BadInput
-from data_prep.common.records import Corpus
+from data_prep.common.records import PYDOC, Corpus
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
+from data_prep.readers import files
 from megabert.common.arguments import Parser, called_as
-from megabert.common.environment import cores
+from megabert.common.environment import cores, launched
 from megabert.common.errors import OK
 from megabert.common.logs import log
 
@@ -60,14 +62,14 @@ def _add_build(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """What the parsed arguments ask for; the exit code."""
+    if args.command == "build":
+        return _build(args)
     # slow imports: --help answers before them
     from data_prep.executor import pool
     from data_prep.report import inspect_dataset
     from megabert.data import shards
 
     pool.collect_seldom()
-    if args.command == "build":
-        return _build(args)
     if args.command == "inspect":
         print(inspect_dataset.inspect(args.folder, args.rows))
         return OK
@@ -81,14 +83,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
+    part, options, given = _part(args), BuildOptions.of(args), corpora(args.input, args.weight)
+    if not launched():
+        for path in chain.from_iterable(corpus.paths for corpus in given):
+            if path != PYDOC and not files.MAGIC.search(path):
+                files.matches(path)
+    # slow imports: plain mistakes are answered before them
     from data_prep.build import BuildPlan, build, build_part
     from data_prep.executor import output_folder, pool
     from data_prep.report.summary import summary_text
 
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
-    part, options = _part(args), BuildOptions.of(args)
-    plan = BuildPlan(corpora(args.input, args.weight), Path(args.output), options, _tokenizer(args), args.on_error)
+    pool.collect_seldom()
+    plan = BuildPlan(given, Path(args.output), options, _tokenizer(args), args.on_error)
     with pool.opened(_workers(args)) as executor:
         if executor is None:
             return OK

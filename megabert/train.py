@@ -147,17 +147,12 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     if not trainer.complete:
         return f"--stop-after reached: {saved}; the same command without it resumes"
     figures = trainer.last_eval
-    best, loss = (
-        run,
-        (
-            f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
-            if figures
-            else ""
-        ),
-    )
+    best, loss = run, ""
     if trainer.state.best_step >= 0:
         best = shlex.quote(f"{args.run}/{BEST}")
         loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
+    elif figures:
+        loss = f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
     lines = [
         f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
         f'fill     --model {best} "The capital of France is [MASK]."',

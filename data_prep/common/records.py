@@ -12,6 +12,8 @@ from operator import attrgetter
 from pathlib import PurePath
 
 AUTO = "auto"
+# an input that is no path: the documentation of the installed Python modules
+PYDOC = "pydoc"
 TABLES = ("parquet", "arrow")
 ARCHIVES = ("zip", "tar")
 # formats of files that only one worker can read, from the beginning

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TypeVar
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
-from data_prep.common.records import ARCHIVES, AUTO, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
+from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
@@ -31,7 +31,6 @@ MOST_UNCUT = 3
 PROBES = 4
 # unpacked bytes a compressed one, a rough figure that only steers grouping
 EXPANSION = 4
-PYDOC = "pydoc"
 # a tar that is compressed as a whole
 TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
 

@@ -39,16 +39,21 @@ def open_regular(path: str) -> BinaryIO:
     return file
 
 
+def matches(item: str) -> list[str]:
+    """The file or folder of that name, or those that a glob matches. Raises BadInput where there is none, ValueError for a URL."""
+    refuse_url(item)
+    found = [item] if os.path.lexists(item) else _match(item)
+    if not found:
+        raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
+    return found
+
+
 def expand(item: str, problems: Problems) -> Iterator[str]:
     """Files of one input in order.
 
     Raises BadInput when there is no such file; what can't be read follows the policy of `problems`.
     """
-    refuse_url(item)
-    matches = [item] if os.path.lexists(item) else _match(item)
-    if not matches:
-        raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
-    for path in matches:
+    for path in matches(item):
         if os.path.isdir(path):
             yield from _walk(path, problems)
         else:

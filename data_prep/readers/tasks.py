@@ -19,6 +19,7 @@ from itertools import chain, islice, pairwise, repeat
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import (
     AUTO,
+    PYDOC,
     TABLES,
     UNCUT,
     Corpus,
@@ -29,7 +30,7 @@ from data_prep.common.records import (
     source_names,
 )
 from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
-from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
+from data_prep.readers.documents import EXPANSION, HEAD_BYTES
 
 # of text, estimated by the size on disk: least and most
 TASK_BYTES = (4 << 20, 64 << 20)

@@ -154,7 +154,7 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
     assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
     assert "BERT has no causal encoder" in capsys.readouterr().err and not (tmp_path / "hf").exists()
     for model, option, message in (
-        (source, ["--tokenizer", "x"], "--tokenizer: is for runs"),
+        (source, ["--tokenizer", str(path)], "--tokenizer: is for runs"),
         (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
     ):
         assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2

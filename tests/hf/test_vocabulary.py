@@ -213,7 +213,7 @@ def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
     )
     (tmp_path / "empty").mkdir()
     assert "empty: holds no tokenizer" in refused(old, tmp_path / "empty", capsys)
-    assert "missing: tokenizer file not found" in refused(old, tmp_path / "missing", capsys)
+    assert "missing: no such file" in refused(old, tmp_path / "missing", capsys)
     (tmp_path / "empty" / "manifest.json").write_text(json.dumps({}))
     assert "manifest.json" in refused(old, tmp_path / "empty", capsys)
     assert "is a run, whose heads stay" in refused(old, tmp_path / "old", capsys, "--no-nsp")
