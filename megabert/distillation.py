@@ -163,7 +163,7 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
     tree["data"]["path"] = tree["init_from"] = ""
     tree["data"]["mix"] = {}  # of the teacher's data
     # A student learns from its teacher's masked predictions throughout.
-    tree["objective"]["causal_share"], tree["phases"] = 0.0, []
+    tree["objective"]["causal_share"], tree["data"]["masking"]["causal_every"], tree["phases"] = 0.0, 0, []
     tree["distill"] = Config().distill.model_dump() | {"teacher": source}
     values = changed(tree).items()
     return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values]

@@ -124,9 +124,12 @@ class Means:
 
     def figures(self) -> dict[str, float]:
         """`train/…` figures; {} where no update was applied. Waits for the device."""
-        if self._sums is None or not (sums := self._sums.cpu())[-1]:
+        sums = self.state()
+        if not sums.get("updates"):
             return {}
-        return dict(zip(self._names[:-1], (sums[:-1] / sums[-1]).tolist(), strict=True))
+        names = [name for name in sums if name != "updates"]
+        means = torch.tensor([sums[name] for name in names]) / torch.tensor(sums["updates"])
+        return dict(zip(names, means.tolist(), strict=True))
 
 
 class Meter:
@@ -154,17 +157,25 @@ class Meter:
         """One update. The figures of a skipped update are not averaged in, its counts are."""
         for name, count in self.counts_of(update).items():
             self.counts[name] = self.counts.get(name, 0) + count
-        self._means.add(result)
+        self._means.setdefault(update.objective, Means(self._terms)).add(result)
 
     def synced(self, seconds: float, sums: Mapping[str, int]) -> None:
         """An update took so long on the slowest rank; `sums` of all ranks' counts."""
         self.seconds += seconds
         self.totals = {name: count + self._before.get(name, 0) for name, count in sums.items()}
 
-    def drain(self) -> dict[str, float]:
-        """Figures of the window, which begins again."""
+    def drain(self) -> dict[str, Any]:
+        """Figures of the window, which begins again. `train/objective` names the objective that they are of; causal updates among
+        masked ones have theirs apart, as `train/causal_...`."""
         seconds = max(self.seconds, 1e-9)
-        values = self._means.figures()
+        values: dict[str, Any] = {}
+        # masked before causal
+        for objective in sorted(self._means, reverse=True):
+            found = self._means[objective].figures()
+            if values:
+                values |= {name.replace("train/", f"train/{objective}_"): value for name, value in found.items()}
+            elif found:
+                values = found | {"train/objective": objective}
         for name, total in self.totals.items():
             if "/" in name:
                 values[name] = total / seconds if name.endswith("_per_sec") else total
@@ -173,13 +184,15 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """The window so far, of all ranks, as JSON."""
-        return {"seconds": self.seconds, "totals": self.totals, "means": self._means.state()}
+        means = {objective: of.state() for objective, of in self._means.items()}
+        return {"seconds": self.seconds, "totals": self.totals, "by_objective": means}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from a `state`; {} begins a window."""
         self.seconds, self.counts = saved.get("seconds", 0.0), {}
         self.totals = self._before = dict(saved.get("totals", {}))
-        self._means = Means(self._terms, saved.get("means"))
+        means = saved.get("by_objective", {})
+        self._means = {objective: Means(self._terms, sums) for objective, sums in means.items()}
 
 
 class PretrainingMeter(Meter):
@@ -200,7 +213,7 @@ class PretrainingMeter(Meter):
             "attending pairs": round(attending_pairs(squares, update.tokens, update.objective == "causal")),
         }
 
-    def drain(self) -> dict[str, float]:
+    def drain(self) -> dict[str, Any]:
         flops = training_flops(
             self._model,
             tokens=self.totals["perf/tokens_per_sec"],
@@ -222,6 +235,8 @@ def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, objective
     accuracy = f"{objective} {values['train/mlm_accuracy']:6.2%}"
     if "train/nsp_accuracy" in values:
         accuracy += f"  NSP {values['train/nsp_accuracy']:6.2%}"
+    if "train/causal_loss" in values:
+        accuracy += f"  causal loss {values['train/causal_loss']:.4f} {values['train/causal_mlm_accuracy']:6.2%}"
     place = f"/{schedule.total_steps:,}"
     if schedule.unit != "steps":
         used = share_used(schedule, 0, values["time/train_seconds"] / 60, values.get("data/tokens", 0))

@@ -445,7 +445,7 @@ class Pretraining:
         return self._samples.look(self.engine.module, self.world.device)
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
-        objective = values.get("train/objective", self.config.data.masking.objective)
+        objective = values["train/objective"]
         if "train/phase" in values:
             objective = f"phase {values['train/phase']} of {len(self.phases)}  {objective}"
         return progress_line(values, self.config.schedule, objective, eta_seconds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import SupportsFloat
@@ -83,22 +83,31 @@ class Judgement:
 
 
 class SpikePolicy:
-    """Judges each update by its loss and by whether it was applied; `bad` counts updates in a row that were not."""
+    """Judges each update by its loss, compared with those of its objective, and by whether it was applied; `bad` counts updates in
+    a row that were not."""
 
     def __init__(self, settings: SpikesConfig, max_bad_steps: int) -> None:
         self.settings, self.max_bad_steps = settings, max_bad_steps
-        self.spikes = Spikes(settings.window, settings.threshold)
+        self._spikes: dict[str, Spikes] = {}
         self.bad = self.rollbacks = 0
 
-    def resume(self, losses: Iterable[float], bad: int) -> None:
-        """Judge from here on as after these losses. The number of rollbacks is that of this process and stays."""
-        self.spikes = Spikes(self.settings.window, self.settings.threshold, losses)
+    def resume(self, losses: Mapping[str, Iterable[float]], bad: int) -> None:
+        """Judge from here on as after these losses of each objective. The number of rollbacks is that of this process and stays."""
+        window, threshold = self.settings.window, self.settings.threshold
+        self._spikes = {objective: Spikes(window, threshold, known) for objective, known in losses.items()}
         self.bad = bad
 
-    @property
-    def veto(self) -> Callable[[float], bool] | None:
+    def state(self) -> dict[str, list[float]]:
+        """The losses known of each objective."""
+        return {objective: spikes.state() for objective, spikes in self._spikes.items()}
+
+    def spikes(self, objective: str) -> Spikes:
+        """Those among the updates of an objective."""
+        return self._spikes.setdefault(objective, Spikes(self.settings.window, self.settings.threshold))
+
+    def veto(self, objective: str) -> Callable[[float], bool] | None:
         """Given to the engine, which does not apply an update whose loss it is true for."""
-        return self.spikes.is_spike if self.settings.policy == "skip" else None
+        return self.spikes(objective).is_spike if self.settings.policy == "skip" else None
 
     @property
     def immediate(self) -> bool:
@@ -106,7 +115,7 @@ class SpikePolicy:
         forgets the updates after the spike."""
         return self.settings.policy == "skip"
 
-    def judge(self, loss: SupportsFloat, *, skipped: bool, vetoed: bool) -> Judgement:
+    def judge(self, loss: SupportsFloat, objective: str, *, skipped: bool, vetoed: bool) -> Judgement:
         """What an update leads to. The flags are those of `megabert.engine.UpdateResult`; `loss` is read, which waits for
         the device, unless the policy is "off"."""
         policy, troubles = self.settings.policy, []
@@ -116,9 +125,9 @@ class SpikePolicy:
         self.bad = self.bad + 1 if skipped else 0
         spike = False
         if policy != "off":
-            value = float(loss)
-            score = self.spikes.score(value)
-            self.spikes.add(value)
+            value, spikes = float(loss), self.spikes(objective)
+            score = spikes.score(value)
+            spikes.add(value)
             if spike := score > self.settings.threshold:
                 then = {"warn": "", "skip": "; the update is skipped on every rank", "rollback": "; rolling back"}
                 text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"

@@ -17,9 +17,8 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from megabert.checkpoint import Checkpoints
 from megabert.checkpoint.rate_record import RateRecord
 from megabert.common.errors import BadTraining
-from megabert.common.files import write_whole
 from megabert.common.logs import log
-from megabert.common.run_files import BEST, SLOW_RANKS, TROUBLE
+from megabert.common.run_files import BEST, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import World, refuse_together
@@ -186,12 +185,13 @@ class TrainState:
 @dataclass(frozen=True)
 class Unjudged:
     """An update that was done and not looked at: its step, its place and rows in the data (not its batches, whose memory
-    the loader uses again), and its result."""
+    the loader uses again), its objective and its result."""
 
     step: int
     cursor: int
     epoch: int
     row_ids: list[int]
+    objective: str
     result: UpdateResult
 
 
@@ -285,11 +285,7 @@ class Trainer:
         # the update to roll back to before
         self.spike: Unjudged | None = None
         self.rows = RowDigest()
-        self.ranks = RankFigures(world, engine.own_time, watchdog, config.watchdog)
-        # (rank, cause) of the slow ranks that the run folder's record has
-        self.slow: list[tuple[int, str]] = []
-        if world.is_main:
-            (run_dir / SLOW_RANKS).unlink(missing_ok=True)
+        self.ranks = RankFigures(world, engine.own_time)
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)
@@ -366,7 +362,7 @@ class Trainer:
         self.profiler.update(self.state.step + 1)
         lr = self.rate()
         update = self.ranks.take(self.updates)
-        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto(update.objective))
 
     def rate(self) -> float:
         """The next update's learning rate, in its phase; where both follow the clock, as the first time the update was done."""
@@ -402,7 +398,7 @@ class Trainer:
         if self.spike is not None:
             # a rollback follows
             return
-        self.spike_policy.resume([], state.bad)
+        self.spike_policy.resume({}, state.bad)
         state.phase_starts = [*state.phase_starts, *[state.cursor] * later]
         log.info(f"step {state.step + 1}: phase {number + 1} of {len(self.phases)}: {self.phase.changes}")
         self.updates.close()
@@ -425,7 +421,7 @@ class Trainer:
         self.state.step += 1
         self.state.cursor = update.step + 1
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
-        self.newest = Unjudged(**place, row_ids=update.row_ids.tolist(), result=result)
+        self.newest = Unjudged(**place, row_ids=update.row_ids.tolist(), objective=update.objective, result=result)
         self.unjudged.append(self.newest)
         self.workload.meter.add(result, update)
         self.rows.add(update)
@@ -489,7 +485,7 @@ class Trainer:
         """An object for the sinks and a line for the terminal, from the ranks' reports of this update."""
         assert self.known is not None
         state = self.state
-        seconds, self.logged_seconds = state.seconds - self.logged_seconds, state.seconds
+        self.logged_seconds = state.seconds
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
@@ -498,21 +494,10 @@ class Trainer:
             values["data/tokens"] = state.tokens
         if len(self.phases) > 1:
             values["train/phase"] = len(state.phase_starts)
-            values["train/objective"] = self.phase.config.data.masking.objective
-        values |= self.ranks.drain(self.known.ranks, seconds)
-        self.record_slow(values.get("perf/slow_ranks", []))
+        values |= self.ranks.drain(self.known.ranks)
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.eta_seconds))
-
-    def record_slow(self, ranks: list[dict[str, Any]]) -> None:
-        """Keep `slow-ranks.json`: the ranks that are slow now, by which launch/job.sh may leave their nodes out."""
-        slow, path = [(one["rank"], one["cause"]) for one in ranks], self.run_dir / SLOW_RANKS
-        if self.world.is_main and slow != self.slow:
-            self.slow = slow
-            path.unlink(missing_ok=True)
-            if ranks:
-                write_whole(path, as_json({"step": self.state.step, "slow_ranks": ranks}).encode())
 
     @property
     def row_digest(self) -> int:
@@ -568,7 +553,8 @@ class Trainer:
         """Look at one update's loss and whether it was applied, act on it; the decision."""
         result = done.result
         self.state.skipped += result.skipped
-        judgement = self.spike_policy.judge(result.host_loss, skipped=result.skipped, vetoed=result.vetoed)
+        flags = {"skipped": result.skipped, "vetoed": result.vetoed}
+        judgement = self.spike_policy.judge(result.host_loss, done.objective, **flags)
         self.state.bad = self.spike_policy.bad
         for trouble in judgement.troubles:
             self.state.spiked += trouble.kind == "spike"
@@ -613,7 +599,7 @@ class Trainer:
     def checkpoint_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the engine's own tensors."""
         assert not self.unjudged, "its losses belong to the state"
-        own = asdict(self.state) | {"row_digest": self.row_digest, "losses": self.spike_policy.spikes.state()}
+        own = asdict(self.state) | {"row_digest": self.row_digest, "losses_by_objective": self.spike_policy.state()}
         own |= {"meter": self.workload.meter.state()}
         return dict(self.provenance) | own | self.workload.state()
 
@@ -623,7 +609,7 @@ class Trainer:
         self.saves.step = self.state.step
         self.saved_seconds = self.logged_seconds = self.state.seconds
         self.rows, self.known = RowDigest(saved["row_digest"]), None
-        self.spike_policy.resume(saved["losses"], self.state.bad)
+        self.spike_policy.resume(saved.get("losses_by_objective", {}), self.state.bad)
         self.workload.meter.resume(saved["meter"])
         self.workload.resume(saved)
 

@@ -165,11 +165,13 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
         init_from="older",
         model__nsp=False,
         objective__causal_share=0.3,
+        data__masking__causal_every=4,
     )
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
     assert found.model == teacher.model.model_copy(update={"layers": 2})
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
-    assert not found.objective.causal_share  # which a teacher cannot be combined with
+    # which a teacher cannot be combined with
+    assert not found.objective.causal_share and not found.data.masking.causal_every
     assert found.optimizer == teacher.optimizer and found.batch == teacher.batch and found.ops == teacher.ops
     mixed = configuration.load("tiny", ['data.mix={"data/books"=0.3}'])
     assert not configuration.load("", distillation.student_overrides(mixed, "/runs/teacher", 1)).data.mix

@@ -63,12 +63,12 @@ def test_state_is_all_it_takes_to_go_on():
 
 def policy(name: str = "warn", max_bad_steps: int = 3, **settings: object) -> SpikePolicy:
     made = SpikePolicy(SpikesConfig(policy=name, window=8, threshold=5.0, **settings), max_bad_steps)
-    made.resume([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0], bad=0)
+    made.resume({"masked": [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0]}, bad=0)
     return made
 
 
-def judged(of: SpikePolicy, loss: float, skipped=False, vetoed=False) -> Judgement:
-    return of.judge(loss, skipped=skipped, vetoed=vetoed)
+def judged(of: SpikePolicy, loss: float, skipped=False, vetoed=False, objective="masked") -> Judgement:
+    return of.judge(loss, objective, skipped=skipped, vetoed=vetoed)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,23 @@ def test_a_spike_leads_to_what_the_policy_says(name, skipped, decision, kinds):
     found = judged(of, 9.0, skipped=skipped, vetoed=skipped)
     assert found.decision is decision and [trouble.kind for trouble in found.troubles] == kinds
     assert [trouble.action for trouble in found.troubles] == [name] * len(kinds)
-    assert (of.veto is not None) == (name == "skip")
-    if of.veto is not None:
-        assert of.veto(50.0) and not of.veto(2.0)
+    veto = of.veto("masked")
+    assert (veto is not None) == (name == "skip")
+    if veto is not None:
+        assert veto(50.0) and not veto(2.0)
+
+
+def test_losses_compare_within_their_objective():
+    """Causal updates at twice the loss of the masked ones are no spikes; one that stands out among them is, also after a resume."""
+    of = policy("skip")
+    for loss in (4.0, 4.1, 3.9, 4.0):
+        assert judged(of, loss, objective="causal").decision is Decision.OK
+    again = policy("skip")
+    again.resume(of.state(), bad=0)
+    for one in (of, again):
+        masked, causal = one.veto("masked"), one.veto("causal")
+        assert masked is not None and causal is not None
+        assert masked(4.0) and not causal(4.0) and causal(9.0)
 
 
 def test_updates_in_a_row_that_are_not_applied_end_the_run():
@@ -96,7 +110,7 @@ def test_updates_in_a_row_that_are_not_applied_end_the_run():
     assert judged(of, 2.0).decision is Decision.OK and of.bad == 0
     decisions = [judged(of, math.nan, skipped=True).decision for _ in range(3)]
     assert decisions == [Decision.SKIP, Decision.SKIP, Decision.ABORT]
-    of.resume([], bad=2)
+    of.resume({}, bad=2)
     last = judged(of, math.inf, skipped=True)
     assert last.decision is Decision.ABORT and "3 updates in a row were not applied" in last.reason
     assert [trouble.kind for trouble in last.troubles] == ["non-finite"]
@@ -105,7 +119,7 @@ def test_updates_in_a_row_that_are_not_applied_end_the_run():
 def test_rollbacks_are_bounded():
     of = policy("rollback", max_rollbacks=1)
     assert judged(of, 9.0).decision is Decision.ROLLBACK
-    of.resume([2.0, 2.1, 1.9, 2.0], bad=0)  # as after the rollback: what is counted is the process' own
+    of.resume({"masked": [2.0, 2.1, 1.9, 2.0]}, bad=0)  # as after the rollback: what is counted is the process' own
     last = judged(of, 9.0)
     assert last.decision is Decision.ABORT and "a spike after 1 rollbacks" in last.reason
 
@@ -115,4 +129,4 @@ def test_without_a_policy_the_loss_is_never_read():
         def __float__(self) -> float:
             raise AssertionError("reading it waits for the device")
 
-    assert policy("off").judge(Unread(), skipped=False, vetoed=False).decision is Decision.OK
+    assert policy("off").judge(Unread(), "masked", skipped=False, vetoed=False).decision is Decision.OK

@@ -112,6 +112,12 @@ def load(name: str) -> RaceRecipe:
     return recipe
 
 
+def rows_an_update(settings: Config) -> float:
+    """A mean over the phases, whose shares are of updates."""
+    phases = config.phases_of(settings)
+    return sum((phase.end - phase.begin) * phase.config.batch.global_size for phase in phases)
+
+
 def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
     """The overrides of a run of ours on a track, and the configuration they make. Raises ValueError."""
     overrides = [*recipe.overrides(), f"seed={seed}"]
@@ -121,7 +127,7 @@ def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int)
         overrides += ["schedule.by=minutes", f"schedule.budget_minutes={track.minutes}"]
         overrides += [f"schedule.budget_warmup={recipe.warmup}", "schedule.total_steps=1000000000"]
     else:
-        rows = config.load(recipe.preset, overrides).batch.global_size
+        rows = rows_an_update(config.load(recipe.preset, overrides))
         updates = max(1, round(track.tokens / (rows * tokens_a_row)))
         overrides += [f"schedule.total_steps={updates}"]
         overrides += [f"schedule.warmup_steps={round(recipe.warmup * updates)}"]

@@ -47,9 +47,8 @@ class Trained:
 def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
     """Trains an entry for the track's budget in the folder `run`, or resumes there. Raises ValueError where it fails."""
     overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
-    rows = config.batch.global_size
     seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
-    interval = max(1, round(seen / rows / POINTS))
+    interval = max(1, round(seen / recipes.rows_an_update(config) / POINTS))
     overrides += [f"checkpoint.interval={interval}", f"checkpoint.keep={KEPT}", "eval.interval=0"]
     command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--config", recipe.preset]
     command += ["--data", str(data.train), "--run", str(run), *overrides]
@@ -57,8 +56,7 @@ def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
     points, tree = [], {}
     for folder in sorted(run.glob("checkpoints/step-*")):
         state = json.loads((folder / "manifest.json").read_text())["state"]
-        tokens = round(state["step"] * rows * data.tokens_a_row)
-        points.append(CurvePoint(round(state["seconds"], 2), state["step"], tokens, folder))
+        points.append(CurvePoint(round(state["seconds"], 2), state["step"], state["tokens"], folder))
         tree = state["config"]
     return Trained(hardware.shown(command), tuple(points), rate(run), tree)
 

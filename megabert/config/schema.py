@@ -118,6 +118,9 @@ class MaskingConfig(Section):
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
     max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
+    causal_every: int = Field(
+        0, ge=0, description="with token: each n-th update is causal (16: 1 to 15 masked); 0: none"
+    )
 
     @property
     def causal(self) -> bool:
@@ -129,6 +132,16 @@ class MaskingConfig(Section):
         """What an update with this masking trains."""
         return "causal" if self.causal else "masked"
 
+    @property
+    def causal_part(self) -> float:
+        """Share of the updates that are causal."""
+        return 1.0 if self.causal else 1 / self.causal_every if self.causal_every else 0.0
+
+    def of_update(self, step: int) -> MaskingConfig:
+        """The masking of update `step` of the data (0 for the first)."""
+        mixed_in = self.causal_every and (step + 1) % self.causal_every == 0
+        return self.model_copy(update={"strategy": "causal"}) if mixed_in else self
+
     def capacity(self, seq_len: int) -> int:
         """K, the prediction slots of a row of `seq_len` positions."""
         if self.causal:
@@ -137,8 +150,8 @@ class MaskingConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What updates train, by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025). Evaluation is
-    always masked LM."""
+    """What updates train, by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025); at a fixed ratio:
+    data.masking.causal_every. Evaluation is always masked LM."""
 
     causal_share: float = Field(0.0, ge=0, lt=1, description="share of the budget trained causally, before masked LM")
 
@@ -285,16 +298,9 @@ class SpikesConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """The end of a job that hangs, and ranks that are slower than the others."""
+    """The end of a job that hangs."""
 
     timeout_seconds: float = Field(600.0, ge=0, description="seconds without progress that end the job; 0: off")
-    slow_ratio: float = Field(
-        1.08, gt=1, description="times the median of the ranks that name a slow one; 1.08 finds 10% in spite of noise"
-    )
-    # what takes less passes by itself: a save in the background, another job's peak on a file system
-    slow_minutes: float = Field(
-        3.0, gt=0, description="of training, over which a rank is slow; and over 50 updates, where they take longer"
-    )
 
 
 class LogConfig(Section):
@@ -346,8 +352,8 @@ class Config(Section):
     def causal_updates(self) -> bool:
         """Whether any update is causal."""
         maskings = [phase.get("data", {}).get("masking", {}) for phase in self.phases]
-        of_phases = any(masking.get("strategy") == "causal" for masking in maskings)
-        return self.data.masking.causal or self.objective.causal_share > 0 or of_phases
+        of_phases = any(m.get("strategy") == "causal" or m.get("causal_every") for m in maskings)
+        return self.data.masking.causal_part > 0 or self.objective.causal_share > 0 or of_phases
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
@@ -382,7 +388,12 @@ def check(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     """Whether fields contradict each other, and how."""
     model, masking, schedule, attention = config.model, config.data.masking, config.schedule, config.ops.attention
-    causal = "objective.causal_share above 0" if config.objective.causal_share else "data.masking.strategy=causal"
+    mixing = {
+        "objective.causal_share": config.objective.causal_share,
+        "data.masking.causal_every": masking.causal_every,
+    }
+    mixed = [name for name, value in mixing.items() if value]
+    causal = f"{mixed[0]} above 0" if mixed else "data.masking.strategy=causal"
     width = f"model.hidden / model.heads = {model.hidden // model.heads}"
     yield model.hidden % model.heads > 0, f"model.heads={model.heads} does not divide model.hidden={model.hidden}"
     groups = f"model.kv_heads={model.key_heads} does not divide model.heads={model.heads}"
@@ -401,6 +412,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         yield model.nsp, "model.kind=modern needs model.nsp=false; it is true"
         yield model.hidden // model.heads % 2 > 0, f"model.kind=modern turns pairs of columns: {width} is odd"
     yield masking.mask + masking.random > 1, "data.masking.mask + data.masking.random exceed 1"
+    every_one = "data.masking.causal_every=1 makes every update causal; set it to 0 and data.masking.strategy to causal"
+    yield masking.causal_every == 1, every_one
     if config.causal_updates:
         no_pair = "[CLS] attends only to itself, so it cannot predict whether B follows A; set model.nsp=false"
         yield model.nsp, f"{causal}: {no_pair}"
@@ -410,8 +423,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     if config.objective.causal_share:
         ends = "objective.causal_share is for runs that end with masked LM"
         yield masking.causal, f"{ends}; set it to 0, or data.masking.strategy to token"
-        one = "objective.causal_share: distill.teacher needs one objective throughout; set it to 0"
-        yield config.distill.teacher != "", one
+    one = f"{' and '.join(mixed)}: distill.teacher needs one objective throughout; set it to 0"
+    yield len(mixed) > 0 and config.distill.teacher != "", one
     if config.precision == "fp8":
         kept = "precision=fp8 keeps the first and the last layer in bf16"
         yield model.layers < 3, f"{kept}: model.layers={model.layers} leaves none; use bf16"

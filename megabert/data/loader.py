@@ -19,7 +19,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,10 @@ class _Source:
         if micro_batch < 1:
             raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
         return _Source(dataset, vocabulary, seed, micro_batch, masking or MaskingConfig())
+
+    def of_update(self, step: int) -> _Source:
+        """The source with the masking of update `step`."""
+        return replace(self, masking=self.masking.of_update(step))
 
     def layout(self, rows: int) -> BatchLayout:
         m = self.dataset.manifest
@@ -167,13 +171,13 @@ class _Updates(torch.utils.data.Dataset):
         following = step + (worker.num_workers if worker else 1)
         self.ahead = following, *self.rows(following)
         ahead = self.ahead[1]
-        problem, code = "", errors.OK
+        problem, code, source = "", errors.OK, self.source.of_update(step)
         try:
-            self.source.dataset.read_ahead(ahead[ahead >= 0])
-            narrow, wide = self.source.make(row_ids, epochs)
+            source.dataset.read_ahead(ahead[ahead >= 0])
+            narrow, wide = source.make(row_ids, epochs)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
-            narrow, wide = self.source.make(np.full_like(row_ids, -1), epochs)
+            narrow, wide = source.make(np.full_like(row_ids, -1), epochs)
         return _Made(torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
 
 
@@ -298,9 +302,10 @@ class Loader:
         narrow, wide = made.narrow, made.wide
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        batches = self.source.layout(self.rows).micro_batches(narrow, wide, self.source.micro_batch)
-        epoch = self.source.dataset.epoch(self._updates.first(self.step))
-        update = Update(self.step, epoch, batches, made.problem, made.code, self.source.masking.objective)
+        source = self.source.of_update(self.step)
+        batches = source.layout(self.rows).micro_batches(narrow, wide, source.micro_batch)
+        epoch = source.dataset.epoch(self._updates.first(self.step))
+        update = Update(self.step, epoch, batches, made.problem, made.code, source.masking.objective)
         self.step += 1
         return update
 

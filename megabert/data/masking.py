@@ -4,7 +4,8 @@ Random numbers are hashes of (seed, epoch, row id, position), so there is no sta
 every other special id are neither predicted nor drawn as a replacement. The strategies:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
-    causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
+    causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; by
+           `causal_every` in some updates alone, which their number decides
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
 bias, and at least 1.

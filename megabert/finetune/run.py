@@ -146,7 +146,7 @@ class TaskMeter(Meter):
         items = sum(batch.items for batch in update.batches)
         return {"perf/items_per_sec": items, "perf/tokens_per_sec": update.tokens}
 
-    def drain(self) -> dict[str, float]:
+    def drain(self) -> dict[str, Any]:
         values = super().drain()
         (kind,) = self._terms
         accuracy = values.pop(f"train/{kind}_accuracy", None)

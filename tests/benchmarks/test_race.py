@@ -84,7 +84,7 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
         if track.minutes:
             assert config.schedule.budget_minutes == track.minutes
         else:
-            seen = config.schedule.total_steps * config.batch.global_size * 115.0
+            seen = config.schedule.total_steps * recipes.rows_an_update(config) * 115.0
             assert seen == pytest.approx(track.tokens, rel=0.001)
 
 
@@ -93,6 +93,20 @@ def test_the_preset_is_the_recipe_of_the_record() -> None:
     preset = configuration.load("mini_modern", ["seed=1"])
     kept = {"checkpoint", "eval", "log"}
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
+
+
+def test_the_control_ramps_batch_and_masking_as_published() -> None:
+    _, config = recipes.our_config(recipes.load("gpt-bert"), track_of("20m-tokens"), tokens_a_row=128.0, seed=1)
+    phases = [phase.config for phase in configuration.phases_of(config)]
+    # 32,768 tokens, from a quarter on: 7,812 updates are 160 M tokens
+    assert [phase.batch.global_size for phase in phases] == [64, 128, 192, 256] and recipes.rows_an_update(
+        config
+    ) == 160
+    assert [(phase.data.masking.rate, phase.data.masking.causal_every) for phase in phases] == [
+        (0.3, 16), (0.25, 16), (0.2, 16), (0.15, 16)
+    ]  # fmt: skip
+    words = recipes.load("words-10m")
+    assert config.model.layers == words.keys["model.layers"] and config.model.hidden == words.keys["model.hidden"]
 
 
 def test_recipe_digest_covers_only_what_is_trained() -> None:

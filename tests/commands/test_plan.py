@@ -189,6 +189,10 @@ def test_the_work_of_an_update_by_hand() -> None:
     causal = base("data.masking.strategy=causal", "model.nsp=false")
     update = workload.work(causal, None)
     assert (update.tokens, update.predictions, update.pairs) == (131_072, 131_072 - 256, 256 * (512 * 513 / 2))
+    # a quarter of such updates among masked ones
+    mix = workload.work(base("data.masking.causal_every=4", "model.nsp=false"), None)
+    assert mix.predictions == 0.75 * 131_072 * 0.15 + 0.25 * update.predictions
+    assert mix.pairs == 256 * (0.75 * 512**2 + 0.25 * 512 * 513 / 2)
     logits = 32 * 512 * 2 * causal.model.padded_vocab * 2
     assert workload.activations(causal, 512) - workload.activations(base(), 512) > 0.8 * logits
 
@@ -210,6 +214,9 @@ def test_a_plan_goes_through_the_phases(capsys) -> None:
     # memory is that of the causal phase
     causal = base(*overrides[:1], "data.masking.strategy=causal", *overrides[2:])
     assert text.partition("memory")[2] == workload.report(causal, 8).partition("memory")[2]
+    mix = workload.report(base("model.nsp=false", "data.masking.causal_every=16"), 8)
+    assert "26,608 predictions (a mean: 1 of 16 updates is causal)" in mix
+    assert mix.partition("memory")[2] == workload.report(causal, 8).partition("memory")[2]
     command = ["--config", "base", "--gpus", "h100", "--over", "8", "--", "precision=bf16", *overrides]
     assert plan.main(command) == 0
     shown = capsys.readouterr().out

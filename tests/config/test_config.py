@@ -26,6 +26,7 @@ def phases(second: str, *overrides: str) -> list[str]:
 CAUSAL_LAST = 'data.masking.strategy="causal"'
 FP8 = ["precision=fp8"]
 CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
+MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,12 @@ CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
         ([*CAUSAL, "data.masking.strategy=causal"], "objective.causal_share is for runs that end with masked LM"),
         ([*CAUSAL, "distill.teacher=x"], "distill.teacher needs one objective throughout"),
         ([*CAUSAL, "ops.attention=cudnn"], "ops.attention=cudnn is not causal, which objective.causal_share above 0"),
+        (["data.masking.causal_every=16"], "data.masking.causal_every above 0: [CLS] attends only to itself"),
+        (["data.masking.causal_every=1"], "data.masking.causal_every=1 makes every update causal"),
+        ([*MIXED, "ops.attention=cudnn"], "is not causal, which data.masking.causal_every above 0 needs"),
+        ([*MIXED, "distill.teacher=x"], "data.masking.causal_every: distill.teacher needs one objective throughout"),
+        (phases("data.masking.causal_every=1", "model.nsp=false"), "phases.2: data.masking.causal_every=1 makes every"),
+        (phases("data.masking.causal_every=2"), "[CLS] attends only to itself"),
         (["schedule.name=budget"], "schedule.name=budget needs schedule.budget_minutes"),
         (["schedule.by=minutes"], "schedule.by=minutes needs schedule.budget_minutes"),
         (["schedule.by=tokens"], "schedule.by=tokens needs schedule.budget_tokens"),

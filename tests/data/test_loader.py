@@ -216,6 +216,26 @@ def test_a_causal_batch_equals_the_hand_computed_one(tmp_path):
     assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
 
 
+@pytest.mark.parametrize(("workers", "start"), [(0, 0), (2, 4)])
+def test_each_third_update_is_causal(dataset, workers, start):
+    mix = MaskingConfig(causal_every=3)
+    loaders = [
+        loader_of(dataset, start_step=start, **options) for options in ({"masking": mix, "workers": workers}, {})
+    ]
+    for step, (update, masked) in zip(range(start, start + 5), zip(*loaders, strict=True), strict=False):
+        assert update.objective == ("causal" if step in (2, 5, 8) else "masked")
+        assert (update.row_ids == masked.row_ids).all()
+        for batch, plain in zip(update.batches, masked.batches, strict=True):
+            assert batch.causal == (update.objective == "causal")
+            if batch.causal:
+                assert batch.mlm_labels.shape[1] == 32 and batch.predictions == batch.tokens - batch.sequences
+            else:
+                assert all(batch.inputs()[name].equal(plain.inputs()[name]) for name in TENSORS)
+    for loader in loaders:
+        loader.close()
+    assert not any(batch.causal for batch in eval_batches(dataset, vocabulary(), micro_batch=8, seed=1, masking=mix))
+
+
 def test_lengths_are_compact_on_a_device(tmp_path, dataset):
     (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1)
     assert compact_lengths(batch.lengths, 12).tolist() == [6, 4, 2, 12]

@@ -139,5 +139,9 @@ def test_held_out_rows_are_masked_as_in_the_last_phase() -> None:
     assert held_out_masking(whole) == MaskingConfig(strategy="causal") and largest_capacity(whole, 128) == 128
     cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
     assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
+    cfg = config("data.masking.causal_every=4", "eval.rate=0.25")
+    assert not held_out_masking(cfg).causal and largest_capacity(cfg, 128) == 128
+    late = config("phases=[{share=0.5},{share=0.5, data.masking.causal_every=4}]")
+    assert not held_out_masking(late).causal and largest_capacity(late, 128) == 128
     cfg = config("phases=[{share=0.5, data.masking.rate=0.4},{share=0.5, data.masking.rate=0.3}]")
     assert held_out_masking(cfg) == MaskingConfig(rate=0.3)

@@ -72,8 +72,9 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     if manifest is not None:
         share, length = rows / manifest.rows, manifest.seq_len
         tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
-    pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
-    predictions = tokens - sequences if masking.causal else tokens * masking.rate
+    whole, causal = tokens**2 / sequences, masking.causal_part
+    pairs = (1 - causal) * whole + causal * attending_pairs(whole, tokens, True)
+    predictions = (1 - causal) * tokens * masking.rate + causal * (tokens - sequences)
     return Work(rows, length, tokens, pairs, predictions, sequences)
 
 
@@ -196,6 +197,8 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
     steps = round(share * schedule.total_steps)
     if schedule.unit == "tokens":
         steps = min(steps, math.ceil(share * schedule.budget_tokens / update.tokens))
+    masking = config.data.masking
+    mean = f" (a mean: 1 of {masking.causal_every} updates is causal)" if 0 < masking.causal_part < 1 else ""
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
     run = (
         f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens{data}",
@@ -210,7 +213,7 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
     return [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
-        f" {update.predictions:,.0f} predictions",
+        f" {update.predictions:,.0f} predictions{mean}",
         f"run      {run[0]}",
         f"work     {flops:.4g} FLOPs an update{run[1]}",
     ]
