@@ -18,6 +18,7 @@ RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metric
 MAX_RESTARTS=${MAX_RESTARTS:-3}               # restarts in a row without progress before a job gives up
 RESTARTS=${RESTARTS:-3}                       # restarts on the nodes that a job has, before it is requeued
 NODES=${NODES:-${SLURM_JOB_NUM_NODES:-1}}     # nodes that train; those that sbatch -N takes beyond them are spare
+EXCLUDE_SLOW=${EXCLUDE_SLOW:-0}               # 1: restarts leave out nodes that RUN/slow-ranks.json names, like failed ones
 NETWORK=${NETWORK:-}                          # the cluster's own network for the ranks' sockets, e.g. 10.78.0.0/24; empty: NCCL's and gloo's choice
 # module load cuda/13.0                       # whatever your site needs
 # export NCCL_SOCKET_IFNAME=ib0               # the cluster's own network: ranks trust whoever reaches their ports

@@ -14,6 +14,7 @@ check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
 ((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, which the job has"
 for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check VOCAB "$NUMBER" "a number"
+check EXCLUDE_SLOW "0|1" "0 or 1"
 check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
 check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
 check CONTAINER_RUNTIME 'apptainer|pyxis' "apptainer or pyxis"
@@ -91,11 +92,12 @@ ends_itself() { [[ $(job_field JobState) =~ ^(CANCELLED|COMPLETING)$ ]]; }
 meeting=${MASTER_ADDR:-} # where the ranks are to meet, if that is given: rank 0's node then stays
 nodes=()                 # of an attempt, in SLURM's order; none without scontrol
 failed=()                # that the ranks of the last attempt named
-named=()                 # that any attempt in this allocation named, the newest first
+slow=()                  # whose ranks were slow when it ended, with EXCLUDE_SLOW=1
+named=()                 # that any attempt in this allocation named: failed ones, the newest first, then slow ones
 
 has() { [[ " ${*:2} " == *" $1 "* ]]; } # has WORD words…
 
-# choose_nodes: NODES of those that the job has; where it has more, the ones that failures named are left out
+# choose_nodes: NODES of those that the job has; where it has more, the ones that are `named` are left out
 choose_nodes() {
   local all node spare first=${meeting:+1} out=()
   mapfile -t all < <(job_nodes)
@@ -109,12 +111,19 @@ choose_nodes() {
   done
 }
 
+# slow_nodes: those that a run's record of slow ranks names, written in the last attempt; a script that trains replaces it
+slow_nodes() { :; }
+
 # name_nodes: those that the ranks of the last attempt named; where they are most of its nodes, they prove nothing
 name_nodes() {
   local node
   mapfile -t failed < <(find "$job/ranks" -type f -exec sed -n 's/^failed=//p' {} + | sort -u)
   if [ "${#failed[@]}" -gt $(((NODES + 1) / 2)) ]; then failed=(); fi
   for node in "${failed[@]}"; do if ! has "$node" "${named[@]}"; then named=("$node" "${named[@]}"); fi; done
+  slow=()
+  if [ "$EXCLUDE_SLOW" = 1 ]; then mapfile -t slow < <(slow_nodes); fi
+  if [ "${#slow[@]}" -gt $(((NODES + 1) / 2)) ]; then slow=(); fi
+  for node in "${slow[@]}"; do if ! has "$node" "${named[@]}"; then named+=("$node"); fi; done
 }
 
 # drop_failed: give the failed nodes back to SLURM, which then does not end the job for them; false where too few are left
@@ -150,7 +159,7 @@ wait_for_lost_node() {
   return 1
 }
 
-# requeue: this job again, without the nodes that failures named as far as enough others are there
+# requeue: this job again, without the nodes that are named as far as enough others are there
 requeue() {
   local out count partition node
   out=$(job_field ExcNodeList | sed 's/(null)//')
@@ -205,8 +214,8 @@ run_or_restart() {
     if [ -z "$stopping" ]; then before_restart "$count"; fi
     if [ "$ended" != 4 ] || [ -n "$stopping" ] || [ -z "$answered" ] || [ "$within" -gt "$RESTARTS" ]; then break; fi
     choose_nodes
-    echo "$(date -Is) $what ended with 4, failed nodes: ${failed[*]:-none named}; restart $within of $RESTARTS in this job" \
-      "on ${nodes[*]:-its nodes}; attempts in a row without progress: $count"
+    echo "$(date -Is) $what ended with 4, failed nodes: ${failed[*]:-none named}${slow[*]:+, slow nodes: ${slow[*]}};" \
+      "restart $within of $RESTARTS in this job on ${nodes[*]:-its nodes}; attempts in a row without progress: $count"
   done
   echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! requeue; then

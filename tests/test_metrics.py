@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging.handlers
+import os
 import queue
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +20,11 @@ from megabert import config as configuration
 from megabert import metrics
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.logs import duration, log
+from megabert.common.run_files import SLOW_RANKS
 from megabert.config import Config, ModelConfig
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, host_name
 from megabert.engine import rank_times
-from megabert.engine.rank_times import Stragglers
+from megabert.engine.rank_times import SlowRanks
 from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, TensorBoard, training_flops
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
@@ -138,67 +141,158 @@ def seconds(updates: int, **slow: float) -> list[float]:
     return [updates * 0.2 * (1 + 0.0025 * rank) * slow.get(f"r{rank}", 1.0) for rank in range(RANKS)]
 
 
+HOSTS = ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"]
+# of each rank: nothing lost, and the round trip of a message
+ZEROS, LINKS = [0.0] * RANKS, [1e-4] * 2 + [4e-4] * 6
+
+
+def judge(
+    slow: SlowRanks, updates: int, each: float = 0.3, **figures: list[float]
+) -> list[tuple[int, str, float, str]]:
+    """So many updates of `each` seconds, with a rank's sums as `seconds` gives them; the new slow ranks."""
+    links = [updates * seconds for seconds in LINKS]
+    given = {"compute": seconds(updates), "host": ZEROS, "data_wait": ZEROS, "message": links} | figures
+    return [tuple(found) for found in slow.add(updates, updates * each, given)]
+
+
+def scaled(values: list[float], rank: int, to: float) -> list[float]:
+    return [*values[:rank], to, *values[rank + 1 :]]
+
+
 @pytest.mark.parametrize("interval", [10, 30, 200])
 def test_a_rank_10_percent_slower_is_named_once(interval: int) -> None:
-    found, stragglers, done = [], Stragglers(), 0
-    while done < 200:
+    found, slow, done = [], SlowRanks(HOSTS, 1.08, 30.0), 0
+    while done < 400:
         done += interval
-        for slow in stragglers.add(interval, seconds(interval, r3=1.1), [0.0] * RANKS):
-            found.append((slow.rank, round(slow.ratio, 2), slow.waits))
-            assert 50 <= done < 50 + interval
-    assert found == [(3, 1.1, 0.0)] and list(stragglers.named) == [3]
+        for rank in judge(slow, interval, compute=seconds(interval, r3=1.1)):
+            found.append(rank)
+            # by 50 updates and 30 seconds, whichever takes longer
+            assert 100 <= done < 100 + interval
+    assert found == [(3, "n2", 1.1, "device")] and [rank.rank for rank in slow.named] == [3]
+
+
+def test_a_rank_is_slow_over_50_updates_however_long() -> None:
+    slow = SlowRanks(HOSTS, 1.08, 30.0)
+    assert not judge(slow, 40, each=10.0, compute=seconds(40, r3=1.5))
+    assert judge(slow, 10, each=10.0, compute=seconds(10, r3=1.5))
 
 
 def test_a_rank_slow_again_is_named_again() -> None:
-    stragglers = Stragglers()
+    slow = SlowRanks(HOSTS, 1.08, 15.0)
     named = []
     for factor in (1.0, 1.0, 1.2, 1.2, 1.0, 1.0, 1.2, 1.2):
-        named.append([slow.rank for slow in stragglers.add(25, seconds(25, r5=factor), [0.0] * RANKS)])
+        named.append([one[0] for one in judge(slow, 25, compute=seconds(25, r5=factor))])
     assert named == [[], [], [5], [], [], [], [5], []]
 
 
-def test_noise_names_nobody_and_waits_for_data_count() -> None:
-    stragglers = Stragglers()
+def test_noise_and_equal_slowness_name_nobody() -> None:
+    slow = SlowRanks(HOSTS, 1.08, 15.0)
     for number in range(40):
-        assert not stragglers.add(5, seconds(5, **{f"r{number % RANKS}": 1.3}), [0.0] * RANKS)
-    (slow,) = Stragglers().add(50, seconds(50), [0.0] * 6 + [4.0, 0.0])
-    assert slow.rank == 6 and slow.waits == pytest.approx(4 / (4 + 10.15), abs=0.01)
-    (slow,) = Stragglers().add(50, [10.0, 11.0], [0.0, 0.0])  # of two ranks the faster one is the median
-    assert slow.rank == 1
+        assert not judge(slow, 5, compute=seconds(5, **{f"r{number % RANKS}": 1.3}))
+    for times in (1.0, 3.0):  # all ranks: a hot room, a slow file system, a slow network
+        same = {name: [times * 5.0] * RANKS for name in ("compute", "host", "data_wait", "message")}
+        assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, each=times, **same)
 
 
-SLEEP, STEPS = 0.15, 60  # seconds a micro-batch, updates
+@pytest.mark.parametrize(
+    ("cause", "figures"),
+    [
+        ("data", {"data_wait": [4.0 * (rank == 6) for rank in range(RANKS)]}),
+        # late with its work, as the others are a tenth of the time
+        ("host", {"compute": seconds(50, r6=1.4), "host": scaled(seconds(50, **{f"r{r}": 0.1 for r in range(8)}), 6, 5.0)}),
+        # on a machine where every rank waits for cores
+        ("host", {"compute": seconds(50, r6=2.0), "host": scaled([t * 0.67 for t in seconds(50)], 6, 17.0)}),
+        # a host that is as late as the others' is not the cause
+        ("device", {"compute": seconds(50, r6=1.4), "host": [t / 2 for t in seconds(50, r6=1.4)]}),
+        # rows that come late are not, where the device loses more
+        ("device", {"compute": seconds(50, r6=1.4), "data_wait": [0.5 * (rank == 6) for rank in range(RANKS)]}),
+        ("network", {"message": [50 * (0.08 if rank == 6 else link) for rank, link in enumerate(LINKS)]}),
+    ],
+)  # fmt: skip
+def test_a_slow_rank_has_a_cause(cause: str, figures: dict[str, list[float]]) -> None:
+    (found,) = judge(SlowRanks(HOSTS, 1.08, 15.0), 50, **figures)
+    assert (found[0], found[1], found[3]) == (6, "n4", cause)
 
 
-def trains_with_a_slow_rank(world: World, folder: str) -> list[str]:
-    """Rank 1 sleeps in its forward passes. What is logged."""
+def test_a_link_is_slow_beside_others_alone() -> None:
+    late = [50 * (0.08 if rank in (6, 7) else link) for rank, link in enumerate(LINKS)]
+    assert [found[0] for found in judge(SlowRanks(HOSTS, 1.08, 15.0), 50, message=late)] == [6, 7]
+    # 10 ms are Python's own
+    assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, message=[t / 8 for t in late])
+    # between two hosts either may be the cause
+    assert not judge(SlowRanks(["n1"] * 6 + ["n4"] * 2, 1.08, 15.0), 50, message=late)
+    # ranks that compute all the time wait for no link
+    assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, each=0.205, message=late)
+
+
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    figures = {"compute": [10.0, 11.0], "host": [0.0, 0.0], "data_wait": [0.0, 0.0], "message": [0.0, 0.0]}
+    (found,) = SlowRanks(["n1", "n1"], 1.08, 3.0).add(50, 11.0, figures)
+    assert found == (1, "n1", 1.1, "device")
+
+
+BUSY, LATE, STEPS = 0.01, 0.05, 90  # seconds a micro-batch, on every rank and more on the slow one; updates
+ONCE = 2.0  # seconds that rank 1 takes longer in its first update, its evaluation and its save
+STOPS = 'trap "kill -CONT $0; exit" TERM; while kill -STOP $0; do sleep 0.1; kill -CONT $0; sleep 0.05; done'
+
+
+def compute_for(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
+    """Rank 1 waits for its rows, is stopped two thirds of the time, computes more, or is late elsewhere. What is logged."""
     logged = logging.handlers.QueueHandler(queue.Queue())
     log.addHandler(logged)
     cfg = tiny.config(
-        precision="bf16", zero__stage=1, log__interval=20, log__tensorboard=False, checkpoint__asynchronous=False
+        precision="bf16", zero__stage=1, log__interval=10, log__tensorboard=False, checkpoint__asynchronous=False,
+        watchdog__slow_ratio=1.5, watchdog__slow_minutes=0.02,
     )  # fmt: skip
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
-    ours.workload.saved_at = -1  # type: ignore[attr-defined]
+    ours.workload.saved_at = 35  # type: ignore[attr-defined]
+    ours.workload.evaluation_due = lambda step: step == 25  # type: ignore[method-assign]
     ours.stop_after = None
-    if world.rank == 1:
-        ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
+    slow = cause if world.rank == 1 else ""
+    ours.engine.module.register_forward_pre_hook(lambda *_: compute_for(BUSY + LATE * (slow == "device")))
+    stops = subprocess.Popen(["sh", "-c", STOPS, str(os.getpid())]) if slow == "host" else None
+    if slow == "data":
+        ours.updates = (time.sleep(2 * LATE) or update for update in ours.updates)
+    if slow == "elsewhere":
+        first, save = iter([ONCE]), ours.saves.start
+        ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(next(first, 0.0)))
+        ours.workload.evaluate = lambda *_: time.sleep(ONCE) or {}  # type: ignore
+        ours.saves.start = lambda *state: (time.sleep(ONCE), save(*state))  # type: ignore
     with pytest.raises(Killed):
         ours.train()
+    if stops is not None:
+        stops.terminate()
+        stops.wait()
     log.removeHandler(logged)
     return [logged.queue.get().getMessage() for _ in range(logged.queue.qsize())]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_of_two_real_ranks_the_slow_one_is_named(tmp_path: Path) -> None:
-    texts, others = run_ranks(2, trains_with_a_slow_rank, str(tmp_path))
+@pytest.mark.parametrize("cause", ["data", "host", "device", "elsewhere"])
+def test_of_two_real_ranks_the_slow_one_is_named(cause: str, tmp_path: Path) -> None:
+    (tmp_path / SLOW_RANKS).write_text("of an earlier start")
+    texts, others = run_ranks(2, trains_with_a_slow_rank, str(tmp_path), cause)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    compute, wait = (lines[-1][f"perf/rank_{name}_seconds"] for name in ("compute", "data_wait"))
-    assert compute[1] > compute[0] + 0.8 * SLEEP and abs(wait[1] - wait[0]) < 0.5 * SLEEP
-    assert lines[-1]["perf/slowest_rank"] == 1 and lines[-1]["perf/stragglers"] == [1]
-    (line,) = [text for text in texts if "is slow:" in text]
-    assert "rank 1 (host " in line and "over the last 50 updates" in line, line
     assert not any("is slow:" in text for text in others)
+    named = [text for text in texts if "is slow:" in text]
+    if cause == "elsewhere":
+        assert not named and not (tmp_path / SLOW_RANKS).exists() and not lines[-1]["perf/slow_ranks"]
+        return
+    (slow,) = lines[-1]["perf/slow_ranks"]
+    assert lines[-1]["perf/slowest_rank"] == 1
+    assert slow == {"rank": 1, "host": host_name(), "ratio": slow["ratio"], "cause": cause} and slow["ratio"] > 1.5
+    # more than one where other processes take the cores now and then
+    assert all(f"rank 1 (host {host_name()}) is slow: " in line for line in named)
+    assert f"minutes; cause: {cause} (" in named[-1], named
+    record = json.loads((tmp_path / SLOW_RANKS).read_text())
+    assert [(one["rank"], one["cause"]) for one in record["slow_ranks"]] == [(1, cause)]
 
 
 def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
@@ -275,7 +369,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path, config(), 0)
     for step in (1, 2, 3):
         sink.write({"step": step, "train/loss": 10.0 - step, "note": 1})
-    sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/stragglers": [1]})
+    sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/slow_ranks": [{"rank": 1}]})
     sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
     sink.show(10, Shown(SAMPLES))
     sink.close()

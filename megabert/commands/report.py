@@ -141,6 +141,11 @@ def read_metrics(run: ReportedRun) -> None:
         if before and now and before != now:
             after, objective = line.get("train/objective"), run.last.get("train/objective")
             run.events.append(ReportEvent(step, "phase", f"{now} by this log line, {after}; {objective} before"))
+        slow = {(one["rank"], one["cause"]) for one in run.last.get("perf/slow_ranks", [])}
+        for one in line.get("perf/slow_ranks", []):
+            if (one["rank"], one["cause"]) not in slow:
+                text = f"rank {one['rank']} (host {one['host']}), {one['ratio']:.2f} times the median of the ranks"
+                run.events.append(ReportEvent(step, "slow rank", f"{text}; cause: {one['cause']}"))
         run.last |= line
         for name in DRAWN & line.keys():
             # values that JSON has no number for are strings ("nan")

@@ -9,6 +9,8 @@ from pathlib import Path
 CONFIG = "config.json"
 # one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or whose loss jumped
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
+# the ranks that are slow at the newest log line; not there while none is
+SLOW_RANKS = "slow-ranks.json"
 # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 BEST = "best"
 # the id under which Weights & Biases knows the run

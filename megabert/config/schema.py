@@ -298,9 +298,16 @@ class SpikesConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """The end of a job that hangs."""
+    """The end of a job that hangs, and ranks that are slower than the others."""
 
     timeout_seconds: float = Field(600.0, ge=0, description="seconds without progress that end the job; 0: off")
+    slow_ratio: float = Field(
+        1.08, gt=1, description="times the median of the ranks that name a slow one; 1.08 finds 10% in spite of noise"
+    )
+    # what takes less passes by itself: a save in the background, another job's peak on a file system
+    slow_minutes: float = Field(
+        3.0, gt=0, description="of training, over which a rank is slow; and over 50 updates, where they take longer"
+    )
 
 
 class LogConfig(Section):

@@ -40,7 +40,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megabert.common.errors import FAILED, leave_exit_code
-from megabert.distributed.ranks import World, wait_for_ranks
+from megabert.distributed.ranks import World, host_name, wait_for_ranks
 
 # Until the first update is done the time-out is at least this: checkpoints are read, backends are measured.
 START_SECONDS = 600.0
@@ -65,6 +65,8 @@ EXPLAIN_SECONDS = 8.0
 # This package, which may be installed among the libraries.
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+# Heartbeats over which their round trip is averaged: about a minute.
+ROUND_TRIPS = 64
 # Where ranks wait for each other.
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
 
@@ -123,6 +125,8 @@ class Watchdog:
         self._idle = self._mute = self._pending = 0.0
         # The longest time without progress that ended in some, since `opened`; None before.
         self._longest: float | None = None
+        # Mean seconds of a message to the store and its answer, over the last ROUND_TRIPS since `opened`, and how many there were.
+        self.round_trip, self._round_trips = 0.0, 0
         # Every rank is watched.
         self.started = False
         self._failed = self._unreachable = self._good = False
@@ -134,8 +138,7 @@ class Watchdog:
     def start(self) -> None:
         """Start sending heartbeats and watching those of the others. A collective."""
         world = self.world
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # where SLURM has a name of its own for it
-        places = world.gather([host, pid_namespace(), os.getpid()])
+        places = world.gather([host_name(), pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
         # A launcher that restarts ranks may keep its store: heartbeats of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
@@ -159,6 +162,7 @@ class Watchdog:
     def opened(self) -> None:
         """Training starts: how long its signs of progress take is measured from here on."""
         self._longest = 0.0
+        self._round_trips = 0
 
     def stop(self, good: bool) -> None:
         """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
@@ -178,7 +182,9 @@ class Watchdog:
         while not self._leaving.wait(TICK):
             try:
                 self._send_heartbeat()
+                started = time.perf_counter()
                 self._read_heartbeats()
+                self._average(time.perf_counter() - started)
                 self._share_verdict()
                 self._answers += 1
                 self._unreachable = False
@@ -199,6 +205,10 @@ class Watchdog:
         left = self._leaving.is_set() and self._good
         place = {"beat": self._beat, "step": self._step, "doing": doing, "waiting": waiting}
         return place | {"entered": entered(), "left": left, "idle": self._idle}
+
+    def _average(self, seconds: float) -> None:
+        self._round_trips = count = min(self._round_trips + 1, ROUND_TRIPS)
+        self.round_trip += (seconds - self.round_trip) / count
 
     def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]

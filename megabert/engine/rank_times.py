@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import socket
 import sys
 import time
 from collections import deque
@@ -15,44 +14,71 @@ import torch
 
 from megabert.common.environment import seconds_short_of_cores
 from megabert.common.logs import log
-from megabert.distributed.ranks import World
+from megabert.config import WatchdogConfig
+from megabert.distributed.ranks import World, host_name
+from megabert.distributed.watchdog import Watchdog
 
-# A rank is a straggler whose time is so many times the median of the ranks (1.08 names one that is 10% slower in spite of
-# noise) for so many updates.
-STRAGGLER_RATIO, STRAGGLER_UPDATES = 1.08, 50
+# A rank is judged by at least so many updates: a single one may be slow by chance.
+SLOW_UPDATES = 50
+# A link is slow where messages take so many times the median of the ranks, and so many seconds more: a heartbeat waits up to
+# 5 ms for Python's lock, and a round trip within a cluster takes less than 1 ms.
+MESSAGE_RATIO, MESSAGE_SECONDS = 10.0, 0.02
+# Of each rank: what it computes by itself, how much of that its host held up, what it waits for rows, and what a message to
+# rank 0 takes.
+FIGURES = ("compute", "host", "data_wait", "message")
+CAUSES = {
+    "data": "it waits for rows",
+    "host": "its process waits for a core, or launches its work late",
+    "device": "its device computes more slowly",
+    "network": "the round trip of its messages to rank 0",
+}
 # Cores are shared when processes wait for one in this share of at least so many seconds.
 SHORT_OF_CORES, SHARED_SECONDS = 0.3, 10.0
 
 
 class OwnTime:
     """Seconds that this rank computes by itself, inside `with` blocks in which it waits for no other rank: of the device's
-    queue on CUDA, where nothing here waits for it, otherwise of the clock."""
+    queue on CUDA, where nothing here waits for it, otherwise of the clock.
+
+    `host_seconds` are those of them that the host held up: on the CPU those in which this thread did not run, on CUDA those of
+    updates before which the device had done all that was queued (also where the host had just read a result back).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
+        # with whether the host is late
+        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []
+        self._late = False
+        self._seconds = self.host_seconds = 0.0
+
+    def begin_update(self) -> None:
+        """The host comes to its next update."""
+        self._late = self._cuda and torch.cuda.current_stream().query()
 
     def __enter__(self) -> None:
-        self._start = self._mark()
+        self._start, self._ran = self._mark(), time.thread_time()
 
     def __exit__(self, *error: object) -> None:
         if self._cuda:
-            self._queued.append((self._start, self._mark()))
+            self._queued.append((self._start, self._mark(), self._late))
         else:
-            self._seconds += self._mark() - self._start
+            seconds = self._mark() - self._start
+            self._seconds += seconds
+            self.host_seconds += max(seconds - (time.thread_time() - self._ran), 0.0)
 
     def seconds(self) -> float:
         """The sum so far, of what the device has done."""
         while self._queued and self._queued[0][1].query():
-            start, end = self._queued.pop(0)
-            self._seconds += start.elapsed_time(end) / 1e3
+            start, end, late = self._queued.pop(0)
+            seconds = start.elapsed_time(end) / 1e3
+            self._seconds += seconds
+            self.host_seconds += seconds * late
         return self._seconds
 
     def reset(self) -> None:
         """Restart from 0."""
         self.seconds()
-        self._seconds = 0.0
+        self._seconds = self.host_seconds = 0.0
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -62,36 +88,71 @@ class OwnTime:
         return event
 
 
-class Straggler(NamedTuple):
-    """A slow rank: its time in times of the median, and the share of it that was waiting for data."""
+class SlowRank(NamedTuple):
+    """A slow rank, its time in times of the ranks' median (of network: that of its messages), and one of CAUSES."""
 
     rank: int
+    host: str
     ratio: float
-    waits: float
+    cause: str
 
 
-class Stragglers:
-    """Ranks that took STRAGGLER_RATIO times the median of all ranks over the last STRAGGLER_UPDATES updates."""
+class SlowRanks:
+    """Ranks that took `ratio` times the median of all ranks over at least SLOW_UPDATES updates and `seconds` of training."""
 
-    def __init__(self) -> None:
-        # updates, and seconds [2, ranks]
-        self._windows: deque[tuple[int, np.ndarray]] = deque()
-        self.named: dict[int, Straggler] = {}
+    def __init__(self, hosts: Sequence[str], ratio: float, seconds: float) -> None:
+        """`hosts` of the ranks."""
+        self._hosts, self._ratio, self._least = hosts, ratio, (SLOW_UPDATES, seconds)
+        # updates, seconds, and FIGURES of each rank: of each log line, and their sum
+        self._lines: deque[np.ndarray] = deque()
+        self._sum = np.zeros(2 + len(FIGURES) * len(hosts))
+        self.named: list[SlowRank] = []
 
-    def add(self, updates: int, compute: Sequence[float], wait: Sequence[float]) -> list[Straggler]:
-        """The seconds of each rank in so many more updates; the stragglers that were none before."""
-        self._windows.append((updates, np.array([compute, wait])))
-        while sum(count for count, _ in self._windows) - self._windows[0][0] >= STRAGGLER_UPDATES:
-            self._windows.popleft()
-        if sum(count for count, _ in self._windows) < STRAGGLER_UPDATES:
-            return []
-        parts = np.sum([seconds for _, seconds in self._windows], axis=0)
-        total = parts.sum(axis=0)
-        middle = median(total)
-        before, self.named = self.named, {}
-        for rank in np.flatnonzero(total >= STRAGGLER_RATIO * middle).tolist() if middle > 0 else ():
-            self.named[rank] = Straggler(rank, float(total[rank] / middle), float(parts[1, rank] / total[rank]))
-        return [straggler for rank, straggler in self.named.items() if rank not in before]
+    @property
+    def minutes(self) -> float:
+        """Of training that the ranks are judged by."""
+        return float(self._sum[1]) / 60
+
+    def add(self, updates: int, seconds: float, figures: Mapping[str, Sequence[float]]) -> list[SlowRank]:
+        """So many more updates, which took so long, and each rank's sums of FIGURES in them; the slow ranks that were none
+        before, or for another cause."""
+        line = np.concatenate([[updates, seconds], *(figures[name] for name in FIGURES)])
+        self._lines.append(line)
+        self._sum += line
+        while all((left := self._sum - self._lines[0])[:2] >= self._least):
+            self._sum = left
+            self._lines.popleft()
+        before, self.named = self.named, self._find() if all(self._sum[:2] >= self._least) else []
+        known = {(slow.rank, slow.cause) for slow in before}
+        return [slow for slow in self.named if (slow.rank, slow.cause) not in known]
+
+    def _find(self) -> list[SlowRank]:
+        updates, seconds = self._sum[:2]
+        compute, host, wait, message = self._sum[2:].reshape(len(FIGURES), -1)
+        total = compute + wait
+        # without what the host held up
+        device = np.maximum(compute - host, compute / 1e3)
+        found: dict[int, tuple[float, str]] = {}
+        for rank in np.flatnonzero(total >= self._ratio * max(median(total), 1e-9)).tolist():
+            computing, waiting = compute[rank] - median(compute), wait[rank] - median(wait)
+            cause = "data"
+            if computing > waiting:
+                # of what it computes longer, the larger factor
+                slower = device[rank] / median(device)
+                cause = "device" if slower >= compute[rank] / median(compute) / slower else "host"
+            found[rank] = float(total[rank] / max(median(total), 1e-9)), cause
+        # Where ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and
+        # of a single other host nobody knows at which end the link is slow.
+        far = [rank for rank, name in enumerate(self._hosts) if name != self._hosts[0]]
+        if len({self._hosts[rank] for rank in far}) > 1 and seconds >= self._ratio * max(total):
+            usual = median(message[far])
+            for rank in far:
+                slow = message[rank] - usual >= MESSAGE_SECONDS * updates and message[rank] >= MESSAGE_RATIO * usual
+                if slow and rank not in found:
+                    found[rank] = float(message[rank] / max(usual, 1e-9)), "network"
+        return [
+            SlowRank(rank, self._hosts[rank], round(ratio, 2), cause) for rank, (ratio, cause) in sorted(found.items())
+        ]
 
 
 class SharedCores:
@@ -119,17 +180,19 @@ class RankFigures:
     """This rank's times since the last log line and its memory, and what follows from those of all ranks.
 
     Every rank of an update takes as long as the slowest one, whose waits the others see as their own. What distinguishes them
-    is the time that a rank computes by itself (`OwnTime`) and the time that it waits for its data.
+    is the time that a rank computes by itself (`OwnTime`), the time that it waits for its data, and that of its heartbeats.
     """
 
-    def __init__(self, world: World, own_time: OwnTime) -> None:
-        self._world, self._own = world, own_time
+    def __init__(self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig) -> None:
+        self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
         self._waited, self._updates = 0.0, 0
-        self.stragglers = Stragglers()
+        # None until the first log line, whose updates load libraries and fill caches
+        self._slow: SlowRanks | None = None
         self._cores = SharedCores()
 
     def take(self, updates: Iterator[Any]) -> Any:
         """The next update, with the time that the host waits for it."""
+        self._own.begin_update()
         started = time.perf_counter()
         update = next(updates)
         self._waited += time.perf_counter() - started
@@ -138,43 +201,43 @@ class RankFigures:
 
     @property
     def counts(self) -> dict[str, int]:
-        """This rank's bytes and nanoseconds."""
-        return {
-            "memory": peak_memory_bytes(self._world.device),
-            "compute": round(self._own.seconds() * 1e9),
-            "wait": round(self._waited * 1e9),
-        }
+        """This rank's bytes, and its nanoseconds of FIGURES."""
+        # the first of the two brings the second up to date
+        compute, host = self._own.seconds(), self._own.host_seconds
+        seconds = (compute, host, self._waited, self._updates * self._watchdog.round_trip)
+        own = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
+        return {"memory": peak_memory_bytes(self._world.device)} | own
 
-    def drain(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """`perf/…` values of the updates since the last call, lists by rank, from `counts` of all ranks; a new straggler is
-        warned of. A collective."""
+    def drain(self, counts: Mapping[str, Sequence[int]], seconds: float) -> dict[str, Any]:
+        """`perf/…` values of the updates since the last call, which took so long, lists by rank, from `counts` of all ranks; a
+        new slow rank is warned of. A collective."""
         updates = max(self._updates, 1)
-        compute, wait = ([nanoseconds / 1e9 for nanoseconds in counts[name]] for name in ("compute", "wait"))
-        values: dict[str, Any] = {
-            "perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4),
-            "perf/rank_compute_seconds": [round(value / updates, 6) for value in compute],
-            "perf/rank_data_wait_seconds": [round(value / updates, 6) for value in wait],
-        }
+        figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
+        values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}
+        for name in FIGURES:
+            values[f"perf/rank_{name}_seconds"] = [round(value / updates, 6) for value in figures[name]]
         if self._world.size > 1:
-            if self._updates:
-                self._warn(self.stragglers.add(self._updates, compute, wait))
-            total = [c + w for c, w in zip(compute, wait, strict=True)]
+            if self._slow is None:
+                hosts, config = self._world.gather(host_name()), self._config
+                self._slow = SlowRanks(hosts, config.slow_ratio, 60 * config.slow_minutes)
+            elif self._updates:
+                self._warn(self._slow.add(self._updates, seconds, figures), self._slow.minutes)
+            total = [c + w for c, w in zip(figures["compute"], figures["data_wait"], strict=True)]
             slowest = max(range(len(total)), key=total.__getitem__)
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)
-            values["perf/stragglers"] = sorted(self.stragglers.named)
+            values["perf/slow_ranks"] = [slow._asdict() for slow in self._slow.named]
         if self._world.is_main and self._world.device.type == "cpu":
             self._cores.look()
         self._own.reset()
         self._waited, self._updates = 0.0, 0
         return values
 
-    def _warn(self, stragglers: Sequence[Straggler]) -> None:
-        hosts = self._world.gather(socket.gethostname()) if stragglers else []
-        for slow in stragglers if self._world.is_main else ():
+    def _warn(self, found: Sequence[SlowRank], minutes: float) -> None:
+        for slow in found if self._world.is_main else ():
             log.warning(
-                f"rank {slow.rank} (host {hosts[slow.rank]}) is slow: {slow.ratio:.2f} times the median of the ranks over "
-                f"the last {STRAGGLER_UPDATES} updates, {slow.waits:.0%} of it waiting for data"
+                f"rank {slow.rank} (host {slow.host}) is slow: {slow.ratio:.2f} times the median of the ranks over the last "
+                f"{minutes:.1f} minutes; cause: {slow.cause} ({CAUSES[slow.cause]})"
             )
 
 

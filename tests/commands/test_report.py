@@ -83,7 +83,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
     run = make(folder / "mini")
     spike = {"step": 20, "cursor": 19, "kind": "spike", "action": "skip", "train/loss": 99.0}
     write_lines(run / "trouble.jsonl", [spike, spike, spike | {"step": 30, "kind": "non-finite"}])
-    more = [logged(110, train__phase=1, train__objective="causal")]
+    slow = [{"rank": 3, "host": "n2", "ratio": 1.314, "cause": "host"}]
+    more = [logged(105, perf__slow_ranks=slow), logged(106, perf__slow_ranks=slow)]
+    more.append(logged(110, train__phase=1, train__objective="causal"))
     more.append(logged(120, train__phase=2, train__objective="masked", train__grad_norm="nan"))
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in more)
@@ -123,6 +125,7 @@ def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) ->
         ["20", "spike", "loss 99.0, gradient norm None; skip"],
         ["30", "non-finite", "loss 99.0, gradient norm None; skip"],
         ["50", "restart", "2026-01-02T04:04:05Z, ranks: 2, on AMD EPYC"],
+        ["105", "slow rank", "rank 3 (host n2), 1.31 times the median of the ranks; cause: host"],
         ["120", "phase", "2 by this log line, masked; causal before"],
     ):
         assert rows.count(row) == 1, row

@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -107,23 +108,32 @@ class Event:
 
 
 def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = count()
+    clock, ran = count(), count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "thread_time", lambda: 0.75 * next(ran))
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    idle = iter([False, True, False])
+    stream = SimpleNamespace(query=lambda: next(idle))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     on_cpu, queued = OwnTime(torch.device("cpu")), OwnTime(torch.device("cuda"))
     for _ in range(3):
         with on_cpu:
             pass
         next(clock)  # another rank is waited for
+        queued.begin_update()
         with queued:
             pass
     assert on_cpu.seconds() == on_cpu.seconds() == 3.0
+    # a quarter of the time this thread had no core
+    assert on_cpu.host_seconds == 0.75
     on_cpu.reset()
-    assert on_cpu.seconds() == 0.0
-    ends = [end for _, end in queued._queued]
+    assert on_cpu.seconds() == on_cpu.host_seconds == 0.0
+    ends = [end for _, end, _ in queued._queued]
     assert queued.seconds() == 0.0
     Event.done |= set(ends[:2])
     assert queued.seconds() == 0.5
+    # the second update found the device idle
+    assert queued.host_seconds == 0.25
     queued.reset()
     Event.done.add(ends[2])
     assert queued.seconds() == 0.25

@@ -81,6 +81,7 @@ def test_a_missing_environment_is_one_clear_line(tmp_path) -> None:
     ("name", "value"),
     [
         ("MAX_RESTARTS", "3; touch owned"),
+        ("EXCLUDE_SLOW", "1; touch owned"),
         ("RUNS", "relative"),
         ("DATA", "/tmp/two\nlines"),
         ("CONTAINER", "/missing.sif"),

@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,6 +140,28 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return time.time()
+
+    @contextlib.contextmanager
+    def slowed(self, rank: int) -> Iterator[None]:
+        """Inside, one rank of the job that runs is stopped two thirds of the time."""
+        pids = [pid for pid in self._processes(f"SLURM_PROCID={rank}") if "train.py" in _command(pid)]
+        over = threading.Event()
+
+        def stop_and_continue() -> None:
+            while not over.is_set():
+                for number, seconds in ((signal.SIGSTOP, 0.1), (signal.SIGCONT, 0.05)):
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                    over.wait(seconds)
+
+        thread = threading.Thread(target=stop_and_continue)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def run(self, *command: str, **env: str) -> str:
         """Standard output of a client command."""

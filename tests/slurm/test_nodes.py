@@ -18,7 +18,7 @@ import pytest
 from tests.integration.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.network import Network, address
-from tests.slurm.test_pretrain import SMALL, STEPS, Job, uninterrupted, wait_for_update
+from tests.slurm.test_pretrain import SLOW, SMALL, STEPS, Job, uninterrupted, wait_for_slow_rank, wait_for_update
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
 NODES = ("n1", "n2", "n3", "n4")
@@ -143,6 +143,17 @@ def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> No
     slow = lines["links between nodes"]
     assert slow["state"] == "note" and "slowest rank 2 (n3) to rank 3 (n4)" in slow["value"]
     assert float(slow["value"].split()[-2]) < 3, "20 mbit are 2.5 MB/s"
+
+
+def test_a_slow_link_is_named_while_the_ranks_train(cluster, network, dataset, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *FOUR, *SLOW, steps=100_000)
+    job.trained(3, PATIENCE)
+    network.slow_down("n3", "4mbit")
+    try:
+        line = wait_for_slow_rank(job, PATIENCE)
+    finally:
+        network.slow_down("n3", "10gbit")
+    assert "rank 2 (host n3) is slow: " in line and "cause: network" in line, line
 
 
 def agent(network: Network, folder: Path) -> Path:

@@ -240,6 +240,49 @@ def test_restarts_used_up_requeue_without_the_failed_node(cluster, dataset, curv
     assert job.losses() == curve and "in this job" not in job.log
 
 
+SLOW = ("watchdog.slow_ratio=1.5", "watchdog.slow_minutes=0.05")
+
+
+def wait_for_slow_rank(job: Job, timeout: float = 120) -> str:
+    """The line that names one, once it is in the log and in the run's folder."""
+    deadline = time.monotonic() + timeout
+    while not (job.folder / "runs/large_phase1/slow-ranks.json").exists():
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.1)
+    return next(line for line in job.log.splitlines() if "is slow: " in line)
+
+
+@pytest.mark.slow
+def test_a_spare_node_replaces_a_slow_one(cluster, dataset, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *TWO_RANKS, *SLOW, steps=100_000, NODES="1", EXCLUDE_SLOW="1")
+    job.trained(3)
+    with cluster.slowed(rank=1):
+        line = wait_for_slow_rank(job)
+        for rank in (0, 1):  # a fault that names no node
+            cluster.kill_rank(rank)
+    assert "rank 1 (host n1) is slow: " in line and "cause: host" in line, line
+    wait_for_update(job, time.time(), timeout=90)
+    assert "failed nodes: none named, slow nodes: n1; restart 1 of 3 in this job on n2;" in job.log, job.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exclude", ["1", "0"])
+def test_a_requeue_excludes_a_slow_node_when_asked(exclude, cluster, dataset, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, *TWO_RANKS, "--nodes=1", *SLOW, steps=100_000, EXCLUDE_SLOW=exclude)
+    job.trained(3)
+    first = cluster.job(job.number)["NodeList"]
+    with cluster.slowed(rank=1):
+        assert f"rank 1 (host {first}) is slow: " in wait_for_slow_rank(job)
+        cluster.run("scancel", "--batch", "--signal=USR2", str(job.number))
+        cluster.wait(job.number, lambda found: found["JobState"] == "PENDING", 60)
+    found = cluster.restarted(job.number, 1)
+    assert "ended with 85: requeued" in job.log
+    if exclude == "1":
+        assert found["ExcNodeList"] == first != found["NodeList"] and f"left out from now on: {first}\n" in job.log
+    else:
+        assert found["ExcNodeList"] == "(null)" and "left out" not in job.log
+
+
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(cluster, dataset, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset)
