@@ -353,7 +353,12 @@ def test_verify_reads_the_data_of_every_phase(
     world: World, tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, places = tmp_path / "run", [DATA, folders["long"], folders["best"]]
-    one_each = ("schedule.total_steps=3", *(f"phases.{number}.share=1" for number in (1, 2, 3)))
+    one_each = (
+        "schedule.total_steps=3",
+        "data.seq_len=64",
+        "phases.3.data.seq_len=128",
+        *(f"phases.{number}.share=1" for number in (1, 2, 3)),
+    )
     trained(world, run, *three(folders), *one_each)
     assert verify.main([str(run)]) == 0
     rows = sum(Dataset(place).rows for place in places)
