@@ -232,7 +232,7 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
 
 
 BUSY, LATE, STEPS = 0.01, 0.05, 90  # seconds a micro-batch, on every rank and more on the slow one; updates
-ONCE = 2.0  # seconds that rank 1 takes longer in its first update, its evaluation and its save
+ONCE = 5.0  # seconds that rank 1 takes longer in its first update, its evaluation and its save
 STOPS = 'trap "kill -CONT $0; exit" TERM; while kill -STOP $0; do sleep 0.1; kill -CONT $0; sleep 0.05; done'
 
 
