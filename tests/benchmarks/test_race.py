@@ -95,6 +95,16 @@ def test_the_preset_is_the_recipe_of_the_record() -> None:
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
 
 
+def test_the_preset_of_ten_million_words_is_the_recipe() -> None:
+    _, raced = recipes.our_config(recipes.load("words-10m"), track_of("130m-tokens"), tokens_a_row=128.0, seed=1)
+    preset = configuration.load("babylm_10m", ["seed=1"])
+    kept = {"checkpoint", "eval", "log", "schedule"}
+    assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
+    shape = {"name", "decay_share", "final_ratio"}
+    assert preset.schedule.model_dump(include=shape) == raced.schedule.model_dump(include=shape)
+    assert preset.schedule.warmup_share == pytest.approx(raced.schedule.warmup_share, rel=1e-2)
+
+
 def test_the_control_ramps_batch_and_masking_as_published() -> None:
     _, config = recipes.our_config(recipes.load("gpt-bert"), track_of("20m-tokens"), tokens_a_row=128.0, seed=1)
     phases = [phase.config for phase in configuration.phases_of(config)]

@@ -8,7 +8,7 @@ from megabert.common.arguments import presets
 
 def test_every_preset_loads() -> None:
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
-    names = ["base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]
+    names = ["babylm_100m", "babylm_10m", "base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]
     names += ["mini", "mini_modern", "small", "tiny", "tiny_phases"]
     assert presets() == names
     for name in names:
@@ -117,7 +117,7 @@ def test_warm_up_steps_bind_only_schedules_in_steps() -> None:
 
 
 def test_missing_and_malformed_files_are_named(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"--config nope: no such preset or file; presets: base, "):
+    with pytest.raises(ValueError, match=r"--config nope: no such preset or file; presets: babylm_100m, "):
         c.load("nope")
     bad = tmp_path / "bad.toml"
     bad.write_text("[model\nlayers = 1")
