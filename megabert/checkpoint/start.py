@@ -60,8 +60,8 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         number = phase_at(phases_of(now), used) + 1
         if number < len(starts):
             raise ValueError(
-                f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be in "
-                f"phase {number}; give phases whose first {len(starts) - 1} end where they did"
+                f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be back in "
+                f"phase {number}; give a budget or shares by which phase {len(starts) - 1} is over"
             )
     phases = list(zip(phases_of(before), phases_of(now), strict=False))[: len(starts)]
     for number, (old, new) in enumerate(phases):
