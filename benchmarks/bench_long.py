@@ -80,11 +80,8 @@ def make_config(length: int, rows: int) -> Config:
 
 def full_rows(cfg: Config) -> dict[str, torch.Tensor]:
     """The model's inputs: random ids, of which as many as a row has room for are masked."""
-    rows, length, slots = (
-        cfg.batch.micro_size,
-        cfg.model.max_positions,
-        cfg.data.masking.capacity(cfg.model.max_positions),
-    )
+    rows, length = cfg.batch.micro_size, cfg.model.max_positions
+    slots = cfg.data.masking.capacity(length)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(MASK + 1, cfg.model.vocab_size, (rows * length,), generator=draw)
     chosen = torch.stack([torch.randperm(length, generator=draw)[:slots].sort().values for _ in range(rows)])

@@ -100,7 +100,6 @@ def documents(name: str, args: argparse.Namespace) -> Iterator[str]:
 def prepare(name: str, args: argparse.Namespace, tokenizer: str = "") -> RaceData:
     """The shards of a text and of its held-out documents, with a vocabulary of its own or that of the file `tokenizer`."""
     folder, left = args.run / name, args.bytes
-    data = RaceData(folder / "train", folder / "held_out", "every 20th")
     if not (folder / "text").is_dir():
         with (
             appearing(folder / "text", "train.jsonl") as new,
@@ -116,10 +115,8 @@ def prepare(name: str, args: argparse.Namespace, tokenizer: str = "") -> RaceDat
         tokenizer = str(byte_level(folder))
     if tokenizer:
         made = ["--tokenizer", tokenizer, "--held-out", "0"]
-    dataset.build(folder / "text/train.jsonl", data.train, *made)
-    tokenizer = str(data.train / data.manifest.tokenizer["file"])
-    dataset.build(folder / "text/held_out.jsonl", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
-    return data
+    texts = folder / "text/train.jsonl", folder / "text/held_out.jsonl"
+    return dataset.build_both(*texts, folder, "every 20th", *made)
 
 
 def byte_level(folder: Path) -> Path:

@@ -50,30 +50,27 @@ def cut(text: Path, words: int) -> Iterator[str]:
     """Documents of exactly `words` words together. Raises ValueError where the text has fewer."""
     left = words
     for document in documents(text):
-        starts = re.finditer(r"\S+", document)
-        end = next((match.end() for n, match in enumerate(starts, 1) if n == left), None)
-        if end:
-            yield document[:end]
+        ends = [match.end() for match in re.finditer(r"\S+", document)]
+        if len(ends) >= left:
+            yield document[: ends[left - 1]]
             return
-        left -= len(document.split())
+        left -= len(ends)
         yield document
     raise ValueError(f"{text}: {words - left:,} words; --words asks for {words:,}")
 
 
 def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
-    """The shards of the words with a vocabulary of this size, and those of the held-out documents."""
+    """The shards of the words with a vocabulary of this size, or that of a tokenizer file, and of the held-out documents."""
     work = args.run / f"words-{args.words}"
     if not (work / "words.jsonl").is_file():
         with appearing(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
             file.writelines(json.dumps({"text": document}) + "\n" for document in cut(args.text, args.words))
     dataset.split(args.text, args.run / "race-text")
-    folder = args.run / f"words-{args.words}-vocab-{vocabulary}"
+    shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
+    folder, held_out = args.run / f"words-{args.words}-vocab-{shown}", args.run / "race-text/held_out"
     digest = hashlib.sha256((work / "words.jsonl").read_bytes()).hexdigest()
-    data = RaceData(folder / "train", folder / "held_out", digest)
-    dataset.build(work / "words.jsonl", data.train, "--vocab-size", str(vocabulary), "--held-out", "0.01")
-    tokenizer = str(data.train / data.manifest.tokenizer["file"])
-    dataset.build(args.run / "race-text/held_out", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
-    return data
+    options = [*dataset.vocabulary_options(vocabulary), "--held-out", "0.01"]
+    return dataset.build_both(work / "words.jsonl", held_out, folder, digest, *options)
 
 
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:

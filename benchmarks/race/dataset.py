@@ -136,15 +136,23 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
     if files_of(text):
         name = f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
     split(text, work / name / "text")
-    if isinstance(vocabulary, int):
-        folder, made = work / name / f"vocab-{vocabulary}", ["--vocab-size", str(vocabulary)]
-    else:
-        folder, made = work / name / f"vocab-{Path(vocabulary).stem}", ["--tokenizer", vocabulary]
+    shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
     documents = json.loads((work / name / "text" / MARK).read_text())["documents"]
+    texts, options = work / name / "text", [*vocabulary_options(vocabulary), "--held-out", str(1 / ONE_IN)]
+    return build_both(texts / "train", texts / "held_out", work / name / f"vocab-{shown}", documents, *options)
+
+
+def vocabulary_options(vocabulary: int | str) -> list[str]:
+    """Of a build: a vocabulary of this size, or that of a tokenizer file."""
+    return ["--vocab-size" if isinstance(vocabulary, int) else "--tokenizer", str(vocabulary)]
+
+
+def build_both(train: Path, held_out: Path, folder: Path, documents: str, *options: str) -> RaceData:
+    """The shards of a text, by `options`, and of its held-out documents, with the same tokenizer; built where they are not."""
     data = RaceData(folder / "train", folder / "held_out", documents)
-    build(work / name / "text/train", data.train, *made, "--held-out", str(1 / ONE_IN))
-    tokenizer = str(Dataset(data.train).tokenizer_path)
-    build(work / name / "text/held_out", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
+    build(train, data.train, *options)
+    tokenizer = str(data.train / data.manifest.tokenizer["file"])
+    build(held_out, data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
     return data
 
 
