@@ -44,7 +44,7 @@ SPACE: dict[str, Any] = {
 }
 # trials, and million tokens of trial 0
 TRIALS = 13
-RUNGS = ((TRIALS, 0.3), (4, 1.0), (2, 3.0))
+RUNGS = ((TRIALS, 0.3), (4, 1.0))
 SEED, SEARCH_ROWS = 1_001, 1_024
 
 
