@@ -2,6 +2,7 @@
 
     python benchmarks/bench_survival.py --kills 200 --json FILE         every run ends as the one that was never killed
     python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     nothing grows
+    python benchmarks/bench_survival.py --in-place 200 --json FILE      ranks that restart in place: seconds, and what differs
 
 Every case is one model of one layer on the CPU, with 1 or 2 ranks, its optimizer partitioned in another way; updates
 take 10-50 ms and checkpoints follow each other closely, so that a kill has all the chances a long run gives it in weeks.
@@ -22,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
+from benchmarks.survival.in_place import survive_in_place
 from benchmarks.survival.kills import survive
 from benchmarks.survival.life import Case, Failure, Server
 from benchmarks.survival.soak import soak
@@ -91,6 +93,9 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="of the cases those with TEXT in their names")
     parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
     parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
+    parser.add_argument(
+        "--in-place", type=int, default=0, metavar="KILLS", help="kills of two ranks that restart in place"
+    )
     parser.add_argument("--data", type=Path, help="dataset folder; default: Python's documentation, built now")
     parser.add_argument("--seed", type=int, default=1)
     hardware.add_json(parser)
@@ -109,11 +114,19 @@ def main() -> int:
                 result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
             except (Failure, TimeoutError) as error:
                 result["soak"] = {"updates": args.soak, "failure": str(error)}
+        if args.in_place:
+            try:
+                result["in_place"] = survive_in_place(data, folder / "in-place", args.in_place, 2, args.seed)
+            except (Failure, TimeoutError) as error:
+                result["in_place"] = {"kills": args.in_place, "failure": str(error)}
     if args.json:
         hardware.write_json(args.json, result)
     failures = dict(result.get("kills", {}).get("failures", {}))
-    if "failure" in result.get("soak", {}):
-        failures["soak"] = result["soak"]["failure"]
+    failures |= {name: result[name]["failure"] for name in ("soak", "in_place") if "failure" in result.get(name, {})}
+    if result.get("in_place", {}).get("updates_that_differ"):
+        failures["in_place"] = (
+            f"{result['in_place']['updates_that_differ']} updates differ from those of a run without kills"
+        )
     for name, part in result.items():
         print(name, {k: v for k, v in part.items() if k != "cases"} if isinstance(part, dict) else part)
     for name, reason in failures.items():

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from megabert import distillation, evaluation
-from megabert.checkpoint import Checkpoints, check_compatible, note_changes, start_engine
+from megabert.checkpoint import (
+    Checkpoints,
+    Copies,
+    NewestCopy,
+    check_compatible,
+    copies_of_keeper,
+    note_changes,
+    start_engine,
+)
 from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
@@ -57,6 +65,9 @@ class Origin:
     checkpoints: Checkpoints
     # the checkpoint to resume from; None where there is none
     path: Path | None
+    # the ranks' copies in memory, of a run in place, and the newest one, where that is newer than the checkpoint
+    copies: Copies | None
+    copy: NewestCopy | None
     # its state; {} for a new run
     state: Mapping[str, Any]
 
@@ -94,6 +105,7 @@ def open_run(
         engine=engine,
         workload=workload,
         checkpoints=origin.checkpoints,
+        copies=origin.copies,
         stop=stop,
         watchdog=watchdog,
         run_dir=run_dir,
@@ -168,8 +180,11 @@ def complete_config(
     checkpoints = Checkpoints(run_dir, world, config.checkpoint)
     path = checkpoints.latest()
     state = {} if path is None else checkpoints.state
+    copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
+    copy = None if copies is None else copies.newest(after=state.get("cursor", -1))
+    state = state if copy is None else copy.state
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
-    return config, Origin(run_dir, checkpoints, path, state)
+    return config, Origin(run_dir, checkpoints, path, copies, copy, state)
 
 
 # -- 3. model and engine ---------------------------------------------------------------------------------------------
@@ -190,7 +205,7 @@ def build_engine(
     measured = config.model_copy(update={"batch": phase.config.batch})
     chosen = choose_backends(measured, dataset, world, origin.run_dir, progress)
     config, counts = config.model_copy(update={"ops": chosen.ops}), None
-    if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
+    if config.model.frequency_bias and not origin.state and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, datasets[0], tokenizer, world)
     torch.manual_seed(config.seed)
 
@@ -243,12 +258,17 @@ def resume(
     run."""
     state = origin.state
     provenance = describe(config, datasets, tokenizer, engine)
-    if origin.path is not None:
+    if state:
         check_compatible(state, provenance)
         note_changes(state, config, extend)
-        saved = origin.checkpoints.load(engine, origin.path)
-        log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
-        return provenance, saved, 0
+        if origin.copy is not None:
+            engine.restore(origin.copy.tensors, origin.copy.counters)
+        else:
+            assert origin.path is not None
+            origin.checkpoints.load(engine, origin.path)
+        source = origin.path if origin.copy is None else "copies in memory"
+        log.info(f"resuming from {source} at step {state['step']}, {duration(state['seconds'])} trained")
+        return provenance, dict(state), 0
     if not config.init_from:
         return provenance, None, 0
     first = start_engine(engine, config.init_from, world, config.init_moments)

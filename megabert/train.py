@@ -58,6 +58,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="TIME",
         help=f"save and exit 85 in time: {TIMES}; SLURM's own limit counts too",
     )
+    add(
+        "--in-place",
+        action="store_true",
+        help="start a rank that died again in this job, all of them from copies in memory of the newest update",
+    )
     add("--extend", action="store_true", help="train a finished run on under the schedule given")
     add(
         "--print-config",
@@ -78,9 +83,25 @@ def main(argv: list[str] | None = None) -> int:
         code = answer(args)
         if code != OK or args.print_config or args.explain:
             return code
+    from megabert.distributed import keeper
+
+    if args.in_place:
+        if not keeper.follow():
+            return errors.command(keeper.keep)(Path(args.run))
+        load_all()
+        keeper.wait_for_place()
     from megabert.distributed import session
 
     return session.run(lambda ranks: command(args, ranks, started))
+
+
+def load_all() -> None:
+    """Import what a rank needs, also what is otherwise imported where it is used first."""
+    from megabert import pretraining  # noqa: F401
+    from megabert.distributed import ranks
+    from megabert.engine import import_deepspeed
+
+    import_deepspeed(ranks.discover({}))
 
 
 @errors.command

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
-from megabert.checkpoint import Checkpoints
+from megabert.checkpoint import Checkpoints, Copies
 from megabert.checkpoint.rate_record import RateRecord
 from megabert.common.errors import BadTraining
 from megabert.common.files import write_whole
@@ -260,14 +260,15 @@ class Trainer:
         provenance: Mapping[str, Any],
         saved: Mapping[str, Any] | None = None,
         cursor: int = 0,
+        copies: Copies | None = None,
         stop_after: int | None = None,
         profile: tuple[int, int] = (0, 0),
     ) -> None:
         """`provenance` goes into every checkpoint. `cursor`: the update of the data to start at where nothing was `saved`.
-        `stop_after`: the step to end at, within the schedule. `profile`: the first and the last update to profile."""
+        `copies`: of the training state in memory, where ranks restart in place. `stop_after`: the step to end at, within the schedule. `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.phases = phases_of(config)
-        self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
+        self.checkpoints, self.copies, self.stop, self.watchdog = checkpoints, copies, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         engine.progress = checkpoints.progress = watchdog.progress
         self.stop_after = stop_after
@@ -331,6 +332,8 @@ class Trainer:
             self.stop.updated(time.perf_counter() - started)
             if not self.stopping and self.save_due:
                 self.save()
+            if not self.stopping and self.copies is not None and self.copies.due(self.state.step):
+                self.copies.take(self.engine, self.checkpoint_state())
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
         if not self.over:
             log.info(f"stopped: saved at step {self.state.step:,}; the same command resumes")
@@ -356,7 +359,7 @@ class Trainer:
         """What comes before the first update of a run."""
         if self.saves.step >= 0:
             return
-        if self.workload.evaluation_due(0):
+        if not self.state.step and self.workload.evaluation_due(0):
             self.evaluate()
         if self.config.spikes.policy == "rollback" or self.save_due:
             # a checkpoint to roll back to, or the best one so far
@@ -445,7 +448,8 @@ class Trainer:
         if step == 1 or self.spike_policy.immediate or self.log_due(step) or len(self.unjudged) + 1 >= MOST_UNREAD:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
-        return last or self.workload.evaluation_due(step)
+        copied = self.copies is not None and self.copies.due(step)
+        return last or copied or self.workload.evaluation_due(step)
 
     def log_due(self, step: int) -> bool:
         """Whether to log update `step`, the end aside; known to all ranks alike before the update."""
@@ -621,7 +625,7 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
-        self.saves.step = self.state.step
+        self.saves.step = self.checkpoints.step
         self.saved_seconds = self.logged_seconds = self.state.seconds
         self.rows, self.known = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved.get("losses_by_objective", {}), self.state.bad)
@@ -634,8 +638,10 @@ class Trainer:
         self.saves.start(self.engine, self.state.step, self.checkpoint_state)
 
     def open_sinks(self) -> Sinks:
-        """The run's sinks on rank 0, with what was logged after the newest checkpoint cut off."""
-        return Sinks(self.run_dir if self.world.is_main else None, self.config, self.state.step, self.saves.step)
+        """The run's sinks on rank 0, with what was logged after the state that training continues from cut off."""
+        resumed = self.state.step > 0 or self.saves.step >= 0
+        folder = self.run_dir if self.world.is_main else None
+        return Sinks(folder, self.config, self.state.step, self.state.step if resumed else -1)
 
     def close(self) -> None:
         """End the loader's workers, close the sinks, write what was profiled; each also where another one fails."""

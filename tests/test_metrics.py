@@ -19,10 +19,11 @@ import torch
 from megabert import config as configuration
 from megabert import metrics
 from megabert.common.datasheets import datasheet_tflops
+from megabert.common.environment import host_name
 from megabert.common.logs import duration, log
 from megabert.common.run_files import SLOW_RANKS
 from megabert.config import Config, ModelConfig
-from megabert.distributed.ranks import World, host_name
+from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
 from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, TensorBoard, training_flops

@@ -26,6 +26,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megabert.checkpoint.copies import Copies, NewestCopy, copies_of_keeper
     from megabert.checkpoint.manifest import DamagedCheckpoint
     from megabert.checkpoint.start import (
         FREE,
@@ -43,7 +44,9 @@ START = (
     *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "start_engine"),
     "write_start",
 )
-MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"} | dict.fromkeys(START, "start")
+COPIES = ("Copies", "NewestCopy", "copies_of_keeper")
+MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"}
+MODULES |= dict.fromkeys(START, "start") | dict.fromkeys(COPIES, "copies")
 
 
 def __getattr__(name: str) -> Any:

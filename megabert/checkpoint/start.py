@@ -114,7 +114,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     """
     checkpoints = Checkpoints(source, _lone_rank())
     path = _newest_of(checkpoints, weights_only=True)
-    stored = StoredTensors(path, checkpoints.manifest, checkpoints.world)
+    stored = StoredTensors.of_checkpoint(path, checkpoints.manifest, checkpoints.world)
     weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.whole(WEIGHT)}
     return weights, checkpoints.state
 
@@ -132,7 +132,7 @@ def start_engine(engine: Engine, source: str | Path, world: World, moments: bool
         raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
     if moments:
         _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
-    engine.restore(StoredTensors(path, checkpoints.manifest, world), START | {"primed": moments})
+    engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, world), START | {"primed": moments})
     world.barrier()
     return checkpoints.state
 

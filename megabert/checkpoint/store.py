@@ -350,6 +350,11 @@ class Checkpoints:
         return None
 
     @property
+    def step(self) -> int:
+        """Of the checkpoint that `latest` gave; -1 where there is none."""
+        return int(self.state["step"]) if self.manifest else -1
+
+    @property
     def state(self) -> dict[str, Any]:
         """The state saved with the checkpoint that `latest` gave."""
         return self.manifest["state"]
@@ -359,7 +364,7 @@ class Checkpoints:
         collective."""
         assert not self.pending, "finish the save in flight first"
         assert path.name == f"step-{self.state['step']:08d}", "not the one that was verified last"
-        engine.restore(StoredTensors(path, self.manifest, self.world), self.manifest["engine"])
+        engine.restore(StoredTensors.of_checkpoint(path, self.manifest, self.world), self.manifest["engine"])
         if self.settings is not None and self.world.is_main:
             chain.cut(self.folder, self.state["step"])
         self.world.barrier()

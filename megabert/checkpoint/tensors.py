@@ -34,26 +34,35 @@ def write_slices(path: Path, slices: Iterable[ParameterSlice]) -> dict[str, Any]
 
     Raises OSError when the disk does not take it.
     """
-    tensors: dict[str, Tensor] = {}
-    for part in slices:
-        tensors |= {_key(kind, part.name, part.offset): values for kind, values in part.values.items()}
-    return write_tensors(path, tensors, {"format": "pt"})
+    return write_tensors(path, named(slices), {"format": "pt"})
+
+
+def named(slices: Iterable[ParameterSlice]) -> dict[str, Tensor]:
+    """The tensors of a file by their names in it."""
+    return {_key(kind, part.name, part.offset): values for part in slices for kind, values in part.values.items()}
 
 
 class StoredTensors:
-    """The tensors of a checkpoint whose files were verified. Each rank opens its share of the files (`manifest.share`) and no
-    other, and the ranks exchange what they read."""
+    """Tensors in files that several ranks saved. Each rank opens some of the files, and the ranks exchange what they read."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], world: World) -> None:
-        self._world, self._single = world, set(manifest["first_moment_only"])
-        self._index = SliceIndex(manifest["parameters"])
+    def __init__(
+        self, parameters: Mapping[str, Any], single: set[str], files: Mapping[tuple[str, int], Any], world: World
+    ) -> None:
+        """`parameters`: of a manifest; `single`: those without a second moment; `files`: what this rank has opened, by group and the
+        rank that saved it, each on one rank alone."""
+        self._index, self._single, self._files, self._world = SliceIndex(parameters), single, files, world
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, manifest: Mapping[str, Any], world: World) -> StoredTensors:
+        """Of a checkpoint whose files were verified: each rank opens its share of them (`manifest.share`)."""
+        parameters, ranks = manifest["parameters"], manifest["ranks"]
         places = {
-            file_name(group, rank, manifest["ranks"]): (group, rank)
+            file_name(group, rank, ranks): (group, rank)
             for group in set(GROUPS.values())
-            for rank in self._index.by_rank
+            for rank in SliceIndex(parameters).by_rank
         }
-        # by group and the rank that saved it
-        self._files = {places[name]: _open(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
+        files = {places[name]: open_file(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
+        return cls(parameters, set(manifest["first_moment_only"]), files, world)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -107,7 +116,7 @@ def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
 
 def _headers(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:
     """Type and shape of every tensor in a safetensors file, from its header."""
-    with _open(path, name) as file:
+    with open_file(path, name) as file:
         tensors = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {key: (tensor.get_dtype(), list(tensor.get_shape())) for key, tensor in tensors.items()}
 
@@ -117,7 +126,8 @@ def _key(kind: str, name: str, offset: int) -> str:
     return f"{kind}:{name}:{offset}"
 
 
-def _open(path: Path, name: str) -> Any:
+def open_file(path: Path, name: str) -> Any:
+    """Raises DamagedCheckpoint where it is no safetensors file."""
     try:
         return safe_open(path / name, "pt")
     except SafetensorError as error:

@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,11 @@ def nvidia_driver() -> str:
 def cores() -> int:
     """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_name() -> str:
+    """This machine, by SLURM's name where that started the process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def launched() -> bool:

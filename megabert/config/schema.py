@@ -254,6 +254,9 @@ class CheckpointConfig(Section):
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
     keep_every: int = Field(0, ge=0, description="checkpoints at multiples of it are kept forever; 0 keeps none")
     asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")
+    copy_every: int = Field(
+        1, gt=0, description="updates between copies of the training state in memory, where ranks restart --in-place"
+    )
 
 
 class EvalConfig(Section):

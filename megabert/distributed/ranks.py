@@ -144,11 +144,6 @@ def _attempt(action: Callable[[], Result], results: list[Result]) -> tuple[str, 
     return "", errors.OK
 
 
-def host_name() -> str:
-    """This machine, by SLURM's name where that started the rank."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def on_main(world: World, action: Callable[[], None]) -> None:
     """Run `action` on rank 0; its error is raised on every rank, as ValueError or Failed. A collective."""
     problem, code = world.broadcast(_attempt(action, []) if world.is_main else None)

@@ -39,8 +39,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megabert.common.environment import host_name
 from megabert.common.errors import FAILED, leave_exit_code
-from megabert.distributed.ranks import World, host_name, wait_for_ranks
+from megabert.distributed.ranks import World, wait_for_ranks
 
 # Until the first update is done the time-out is at least this: checkpoints are read, backends are measured.
 START_SECONDS = 600.0

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megabert.common.environment import seconds_short_of_cores
+from megabert.common.environment import host_name, seconds_short_of_cores
 from megabert.common.logs import log
 from megabert.config import WatchdogConfig
-from megabert.distributed.ranks import World, host_name
+from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 
 # A rank is judged by at least so many updates: a single one may be slow by chance.

@@ -149,7 +149,7 @@ SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)
 def test_parameters_are_joined_from_their_slices(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "BUCKET", bucket)
     manifest = written(tmp_path / "step-1", SPLIT)
-    stored = StoredTensors(tmp_path / "step-1", manifest, ALONE)
+    stored = StoredTensors.of_checkpoint(tmp_path / "step-1", manifest, ALONE)
     expected = [
         (kind, name, [factor * i + more for i in range(size)])
         for kind, factor, more in (("weight", 1, 0), ("exp_avg", 1, 0.5), ("exp_avg_sq", 2, 0))

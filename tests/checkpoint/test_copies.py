@@ -1,0 +1,124 @@
+"""Copies of the training state in memory: which one ranks continue from, and what is in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabert.checkpoint.copies import Copies
+from megabert.common.errors import Failed
+from megabert.config import CheckpointConfig
+from megabert.distributed import keeper
+from megabert.distributed.ranks import World
+from megabert.engine import Snapshot
+from megabert.engine.zero_layout import ParameterSlice
+from tests.helpers.ranks import run_ranks
+
+SIZE = 6
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+class Partition:
+    """A rank's share of the parameter `w`: element i of a kind is 100 x the place + 10 x the kind + i."""
+
+    def __init__(self, world: World, cursor: int) -> None:
+        self.first, self.count, self.cursor = SIZE * world.rank // world.size, SIZE // world.size, cursor
+
+    def snapshot(self) -> Snapshot:
+        parts = {kind: whole(self.cursor, kind)[self.first :][: self.count] for kind in KINDS}
+        weights = [ParameterSlice("w", self.first, {"weight": parts.pop("weight")})]
+        return Snapshot({"w": (2, 3)}, weights, [ParameterSlice("w", self.first, parts)], {"optimizer_steps": 1})
+
+
+def whole(cursor: int, kind: str) -> torch.Tensor:
+    return 100.0 * cursor + 10 * KINDS.index(kind) + torch.arange(float(SIZE))
+
+
+def opened(world: World, folder: str, host: str) -> Copies:
+    place = Path(folder, str(world.rank))
+    place.mkdir(exist_ok=True)
+    os.environ |= {keeper.FOLDER: str(place), keeper.PORT: str(7000 + world.rank), "SLURMD_NODENAME": host}
+    return Copies(place, Path(folder, "run"), world, CheckpointConfig().copy_every)
+
+
+def take(world: World, folder: str, cursors: list[int]) -> list[list[int]]:
+    """The places of the copies that a rank has after each one."""
+    copies, found = opened(world, folder, f"n{world.rank}"), []
+    for cursor in cursors:
+        copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1})
+        assert copies._last is not None and copies._writing is not None
+        copies._writing.join()
+        Path(folder, str(world.rank), keeper.DELIVERED).write_text(str(copies._last))  # as its keeper does
+        found.append(sorted(copy.cursor for copy in keeper.copies_in(Path(folder, str(world.rank)))))
+    return found
+
+
+def newest(world: World, folder: str, after: int) -> tuple[dict[str, Any], dict[str, list[float]]] | None:
+    copy = opened(world, folder, "n0").newest(after)
+    if copy is None:
+        return None
+    assert copy.counters == {"optimizer_steps": 1} and copy.tensors.shapes == {"w": [2, 3]}
+    return copy.state, {kind: tensor.tolist() for kind, _, tensor in copy.tensors.whole(*KINDS)}
+
+
+def expected(cursor: int, size: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    state = {"cursor": cursor, "step": cursor - 1, "world_size": size}
+    return state, {kind: whole(cursor, kind).tolist() for kind in KINDS}
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """The folders of two ranks with copies at the places 5, 6 and 7, of which the last two are kept."""
+    assert run_ranks(2, take, str(tmp_path), [5, 6, 7]) == [[[5], [5, 6], [6, 7]]] * 2
+    return tmp_path
+
+
+def files(folder: Path, rank: int) -> list[Path]:
+    return sorted((folder / str(rank)).glob("*.safetensors"))
+
+
+def test_ranks_continue_from_the_newest_copy(two_ranks: Path) -> None:
+    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(7, 2)] * 2
+    assert run_ranks(2, newest, str(two_ranks), 6) == [expected(7, 2)] * 2
+    assert run_ranks(2, newest, str(two_ranks), 7) == [None, None]
+
+
+def test_a_copy_that_misses_a_part_is_passed_over(two_ranks: Path) -> None:
+    files(two_ranks, 1)[-1].unlink()
+    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(6, 2)] * 2
+    files(two_ranks, 1)[0].unlink()
+    assert run_ranks(2, newest, str(two_ranks), -1) == [None, None]
+
+
+def test_one_rank_is_left_with_the_copies_of_two(two_ranks: Path) -> None:
+    for file in files(two_ranks, 1):
+        shutil.copy(file, two_ranks / "0")
+    assert run_ranks(1, newest, str(two_ranks), -1) == [expected(7, 2)]
+
+
+def test_parts_are_read_by_whoever_holds_them(two_ranks: Path) -> None:
+    for mine, other in zip(files(two_ranks, 0), files(two_ranks, 1), strict=True):
+        shutil.move(mine, two_ranks / "1")
+        shutil.move(other, two_ranks / "0")
+    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(7, 2)] * 2
+
+
+def fails(world: World, folder: str) -> str:
+    copies = opened(world, folder, "n0")
+    shutil.rmtree(Path(folder, "0"))
+    copies.take(Partition(world, 1), {"cursor": 1})
+    try:
+        copies.take(Partition(world, 2), {"cursor": 2})
+    except Failed as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_that_memory_does_not_hold_ends_the_run(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, fails, str(tmp_path))
+    assert "no copy of the training state" in text and "without --in-place" in text

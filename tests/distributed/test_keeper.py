@@ -1,0 +1,169 @@
+"""Keepers of ranks: real processes, whose ranks are small scripts without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert.distributed.keeper import RESTARTS, Generation, Member
+from megabert.distributed.signals import REQUEUE
+from megabert.distributed.watchdog import is_alive
+
+ROOT = Path(__file__).resolve().parents[2]
+KEEPER = """
+import sys
+from pathlib import Path
+from megabert.distributed import keeper
+folder = keeper._make_folder()
+sys.exit(keeper.Keeper(Path(sys.argv[1]) / "run", folder, [sys.executable, *sys.argv[2:]]).run())
+"""
+# A rank of the first generation meets the others by files, copies its number, waits until its peer has the copy, and does what
+# `act` says. One of a later generation ends with 0.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megabert.common.errors import leave_exit_code
+from megabert.distributed import keeper
+from megabert.distributed.keeper import CopyName, Generation, Member
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.01)
+
+assert keeper.follow()
+keeper.wait_for_place()
+shared, folder = Path(sys.argv[1]), Path(os.environ[keeper.FOLDER])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+first = Generation.read(folder) is None
+if first:
+    place = [os.environ["SLURMD_NODENAME"], "localhost", int(os.environ[keeper.PORT])]
+    (shared / f"new-{rank}").write_text(json.dumps(place))
+    (shared / f"new-{rank}").rename(shared / f"place-{rank}")
+    wait_for(lambda: len(list(shared.glob("place-*"))) == size)
+    places = [json.loads((shared / f"place-{other}").read_text()) for other in range(size)]
+    (folder / keeper.RANK).write_text(str(rank))
+    Generation("0" * 16, tuple(Member(*one) for one in places)).write(folder)
+    if len({host for host, *_ in places}) > 1:
+        name = CopyName(7, rank, size, "0" * 16)
+        (folder / ".part").write_text(f"copy of {rank}")
+        (folder / ".part").rename(folder / str(name))
+        wait_for(lambda: (folder / keeper.DELIVERED).exists())
+        assert (folder / keeper.DELIVERED).read_text() == str(name)
+    (shared / f"ready-{rank}").touch()
+    wait_for(lambda: len(list(shared.glob("ready-*"))) == size)
+copies = {str(copy): (folder / str(copy)).read_text() for copy in keeper.copies_in(folder)}
+line = {"rank": rank, "size": size, "local": int(os.environ["LOCAL_RANK"]), "copies": copies, "pid": os.getpid()}
+with open(shared / "starts.jsonl", "a") as file:
+    file.write(json.dumps(line) + "\\n")
+if first or os.environ.get("ALWAYS"):
+    exec(os.environ["ACT"])
+"""
+
+
+def keepers(folder: Path, act: str, hosts: tuple[int, ...], **more: str) -> list[subprocess.Popen[bytes]]:
+    """A keeper a rank; `hosts`: the host of each."""
+    (folder / "rank.py").write_text(RANK)
+    started = []
+    for rank, host in enumerate(hosts):
+        env = {"RANK": rank, "LOCAL_RANK": hosts[:rank].count(host), "WORLD_SIZE": len(hosts), "ACT": act}
+        env |= {"SLURMD_NODENAME": f"n{host}", "PYTHONPATH": ROOT} | more
+        command = [sys.executable, "-c", KEEPER, folder, folder / "rank.py", folder]
+        texts = {name: str(value) for name, value in env.items()}
+        started.append(subprocess.Popen(list(map(str, command)), env=os.environ | texts))
+    return started
+
+
+def codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
+    try:
+        return [one.wait(30) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+
+
+def starts(folder: Path, count: int) -> list[dict[str, Any]]:
+    """The lines of `count` starts, when there are so many; of one generation in rank order."""
+    until(lambda: len((folder / "starts.jsonl").read_text().splitlines()) >= count if _begun(folder) else False)
+    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / "starts.jsonl").exists()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
+    act = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)"
+    assert codes(keepers(tmp_path, act, (0, 0, 1))) == [0, 0, 0]
+    again = sorted(starts(tmp_path, 6)[3:], key=lambda line: line["rank"])
+    assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
+    held = [sorted(line["copies"].values()) for line in again]
+    # ranks 0 and 1 copy to rank 2's host, and rank 2 to rank 0's
+    assert held == [["copy of 0", "copy of 2"], ["copy of 1"], ["copy of 0", "copy of 1", "copy of 2"]]
+
+
+def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
+    act = "wait_for(lambda: (shared / 'end').exists()); sys.exit(leave_exit_code(4, ['n0']))"
+    started = keepers(tmp_path, act, (0, 0, 1, 1))
+    first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
+    for keeper in started[:2]:
+        keeper.kill()
+    until(lambda: not any(is_alive(line["pid"]) for line in first[:2]))  # a rank ends with its keeper
+    (tmp_path / "end").touch()
+    assert codes(started) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+    again = sorted(starts(tmp_path, 6)[4:], key=lambda line: line["rank"])
+    assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 2, 0), (1, 2, 1)]
+    assert {text for line in again for text in line["copies"].values()} == {f"copy of {rank}" for rank in range(4)}
+
+
+def test_restarts_without_progress_end(tmp_path: Path) -> None:
+    assert codes(keepers(tmp_path, "os._exit(4)", (0,), ALWAYS="1")) == [4]
+    assert len(starts(tmp_path, 1)) == 1 + RESTARTS
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, REQUEUE])
+def test_a_rank_that_ends_for_good_is_not_started_again(tmp_path: Path, code: int) -> None:
+    assert codes(keepers(tmp_path, f"os._exit({code})", (0,))) == [code]
+    assert len(starts(tmp_path, 1)) == 1
+
+
+def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
+    act = f"signal.signal(signal.SIGTERM, lambda *_: os._exit({REQUEUE})); (shared / 'set').touch(); time.sleep(60)"
+    started = keepers(tmp_path, act, (0,))
+    until((tmp_path / "set").exists)
+    started[0].terminate()
+    assert codes(started) == [REQUEUE]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 4), (2, 4), (4, 2), (1, 3, 2), (8, 8, 8)])
+def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
+    hosts = [host for host, count in enumerate(sizes) for _ in range(count)]
+    members = tuple(Member(f"n{host}", "localhost", port) for port, host in enumerate(hosts))
+    generation, load = Generation("0" * 16, members), Counter[int]()
+    for rank, member in enumerate(members):
+        peer = generation.peer_of(rank)
+        assert peer is not None and peer.host != member.host
+        load[peer.port] += 1
+    most_ranks_a_host, fewest_elsewhere = max(sizes), len(hosts) - max(sizes)
+    assert max(load.values()) <= -(-most_ranks_a_host // fewest_elsewhere) + 1
+    assert len(sizes) > 2 or max(load.values()) == -(-max(sizes) // min(sizes))
+
+
+def test_ranks_of_one_host_have_no_peer() -> None:
+    assert Generation("0" * 16, (Member("n0", "localhost", 1),) * 2).peer_of(1) is None
