@@ -17,7 +17,6 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from megabert.checkpoint import Checkpoints, Copies
 from megabert.checkpoint.rate_record import RateRecord
 from megabert.common.errors import BadTraining
-from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
@@ -287,11 +286,7 @@ class Trainer:
         # the update to roll back to before
         self.spike: Unjudged | None = None
         self.rows = RowDigest()
-        self.ranks = RankFigures(world, engine.own_time, watchdog, config.watchdog)
-        # (rank, cause) of the slow ranks that the run folder's record has
-        self.slow: list[tuple[int, str]] = []
-        if world.is_main:
-            (run_dir / SLOW_RANKS).unlink(missing_ok=True)
+        self.ranks = RankFigures(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)
@@ -503,20 +498,10 @@ class Trainer:
             values["data/tokens"] = state.tokens
         if len(self.phases) > 1:
             values["train/phase"] = len(state.phase_starts)
-        values |= self.ranks.drain(self.known.ranks, seconds)
-        self.record_slow(values.get("perf/slow_ranks", []))
+        values |= self.ranks.drain(self.known.ranks, seconds, state.step)
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.eta_seconds))
-
-    def record_slow(self, ranks: list[dict[str, Any]]) -> None:
-        """Keep `slow-ranks.json`: the ranks that are slow now, by which launch/job.sh may leave their nodes out."""
-        slow, path = [(one["rank"], one["cause"]) for one in ranks], self.run_dir / SLOW_RANKS
-        if self.world.is_main and slow != self.slow:
-            self.slow = slow
-            path.unlink(missing_ok=True)
-            if ranks:
-                write_whole(path, as_json({"step": self.state.step, "slow_ranks": ranks}).encode())
 
     @property
     def row_digest(self) -> int:

@@ -7,12 +7,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megabert.common.environment import host_name, seconds_short_of_cores
+from megabert.common.files import canonical, write_whole
 from megabert.common.logs import log
 from megabert.config import WatchdogConfig
 from megabert.distributed.ranks import World
@@ -183,8 +185,14 @@ class RankFigures:
     is the time that a rank computes by itself (`OwnTime`), the time that it waits for its data, and that of its heartbeats.
     """
 
-    def __init__(self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig) -> None:
+    def __init__(
+        self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
+    ) -> None:
+        """`record`: the file that names the ranks that are slow now, by which launch/job.sh may leave their nodes out."""
         self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
+        self._record, self._recorded = record, list[SlowRank]()
+        if world.is_main:
+            record.unlink(missing_ok=True)
         self._waited, self._updates = 0.0, 0
         # None until the first log line, whose updates load libraries and fill caches
         self._slow: SlowRanks | None = None
@@ -208,9 +216,9 @@ class RankFigures:
         own = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
         return {"memory": peak_memory_bytes(self._world.device)} | own
 
-    def drain(self, counts: Mapping[str, Sequence[int]], seconds: float) -> dict[str, Any]:
-        """`perf/…` values of the updates since the last call, which took so long, lists by rank, from `counts` of all ranks; a
-        new slow rank is warned of. A collective."""
+    def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
+        """`perf/…` values of the updates since the last call, up to `step`, which took so long, lists by rank, from `counts` of all
+        ranks; a new slow rank is warned of and recorded. A collective."""
         updates = max(self._updates, 1)
         figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
         values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}
@@ -227,11 +235,20 @@ class RankFigures:
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)
             values["perf/slow_ranks"] = [slow._asdict() for slow in self._slow.named]
+            self._keep_record(self._slow.named, step)
         if self._world.is_main and self._world.device.type == "cpu":
             self._cores.look()
         self._own.reset()
         self._waited, self._updates = 0.0, 0
         return values
+
+    def _keep_record(self, named: Sequence[SlowRank], step: int) -> None:
+        known, now = ([(slow.rank, slow.cause) for slow in ranks] for ranks in (self._recorded, named))
+        if self._world.is_main and now != known:
+            self._record.unlink(missing_ok=True)
+            if named:
+                write_whole(self._record, canonical({"step": step, "slow_ranks": [slow._asdict() for slow in named]}))
+        self._recorded = list(named)
 
     def _warn(self, found: Sequence[SlowRank], minutes: float) -> None:
         for slow in found if self._world.is_main else ():
