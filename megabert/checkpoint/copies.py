@@ -31,8 +31,8 @@ from megabert.distributed.ranks import World
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
 
-# Seconds between two looks at what the keeper has sent.
-LOOK = 0.005
+# Seconds between two looks at what the keeper has sent, and until it counts as not sent.
+LOOK, SENT_WITHIN = 0.005, 120.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Copies:
             (folder / keeper.RANK).write_text(str(world.rank))
             generation.write(folder)
         self._generation = generation
-        self._has_peer = generation.peer_of(world.rank) is not None
+        self._peer = generation.peer_of(world.rank)
         self._writing: BackgroundTask | None = None
         self._last: CopyName | None = None
 
@@ -91,8 +91,10 @@ class Copies:
                 f"{self._folder}: no copy of the training state ({self._writing.problem}); give it more memory, or train "
                 "without --in-place"
             )
-        delivered = self._folder / keeper.DELIVERED
-        while self._has_peer and not (delivered.exists() and delivered.read_text() == str(name)):
+        delivered, started = self._folder / keeper.DELIVERED, time.monotonic()
+        while self._peer is not None and not (delivered.exists() and delivered.read_text() == str(name)):
+            if time.monotonic() - started > SENT_WITHIN:
+                raise Failed(f"host {self._peer.host} did not take a copy of the training state in {SENT_WITHIN:.0f} s")
             time.sleep(LOOK)
 
     def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megabert.common import logs
-from megabert.common.errors import FAILED
+from megabert.common.errors import FAILED, describe
 from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.distributed import signals
@@ -49,6 +49,8 @@ IN_PLACE, PLAN = "in-place", "plan.json"
 MEMORY = Path("/dev/shm")
 # A copy: its place in the data, the rank that wrote it, how many ranks there were, and their generation.
 COPY = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.safetensors")
+# A message between keepers: the generation, and a copy's name and bytes, which follow; without them a rank failed.
+MESSAGE = re.compile(rb"([0-9a-f]{16}) (?:(" + COPY.pattern.encode() + rb") (\d{1,15}))?\n")
 # Exit codes that another start would not change: finished, a mistake, bad training, stopped.
 FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS))
 # Restarts in a row without a newer copy before a keeper gives up.
@@ -201,6 +203,7 @@ class Keeper:
         self._next: tuple[subprocess.Popen[bytes], int] | None = None
         # The newest generation that another keeper called down.
         self._down = ""
+        self._ended = threading.Event()
         self._server = _Server(self)
         self.env = dict(os.environ) | {FOLDER: str(folder), PORT: str(self._server.server_address[1])}
         self.env["MEGABERT_EXIT_DIR"] = str(folder / EXITS)
@@ -208,11 +211,15 @@ class Keeper:
     def run(self) -> int:
         """The rank's last exit code. Raises OSError where the run folder cannot be read or written."""
         signals.take_over(self._forward)
-        for function in (self._server.serve_forever, self._deliver):
-            threading.Thread(target=function, name=f"keeper {function.__name__}", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
+        deliver = threading.Thread(target=self._deliver, name="keeper sends", daemon=True)
+        deliver.start()
         try:
             return self._run()
         finally:
+            self._ended.set()
+            deliver.join(CONNECT_SECONDS)
+            self._server.shutdown()
             if self._next is not None:
                 self._next[0].kill()
                 self._next[0].wait()
@@ -331,10 +338,9 @@ class Keeper:
 
     def _call_down(self, generation: Generation, rank: int) -> None:
         """Let the other keepers end their ranks, which would find out by themselves within seconds."""
-        message = {"generation": generation.name, "copy": "", "bytes": 0}
         for other, member in enumerate(generation.members):
             if other != rank:
-                threading.Thread(target=_send, args=(member, message), daemon=True).start()
+                threading.Thread(target=_send, args=(member, generation.name), daemon=True).start()
 
     def end_rank(self, generation: str) -> None:
         """Another rank of this generation failed: this one can train no further."""
@@ -346,8 +352,7 @@ class Keeper:
     def _deliver(self) -> None:
         """Send the newest copy of this rank to its peer, one after the other."""
         delivered = ""
-        while True:
-            time.sleep(LOOK)
+        while not self._ended.wait(LOOK):
             if (place := self.look_up()) is None:
                 continue
             generation, rank = place
@@ -361,8 +366,7 @@ class Keeper:
             if newest is None or str(newest) == delivered:
                 continue
             path = self.folder / str(newest)
-            message = {"generation": generation.name, "copy": path.name, "bytes": path.stat().st_size}
-            if _send(peer, message, path):
+            if _send(peer, generation.name, path):
                 delivered = path.name
                 write_whole(self.folder / DELIVERED, delivered.encode())
             else:
@@ -390,30 +394,37 @@ class _Message(socketserver.StreamRequestHandler):
     timeout = PATIENCE
 
     def handle(self) -> None:
-        keeper, message = self.server.keeper, json.loads(self.rfile.readline(1 << 12))
-        place = keeper.look_up()
-        if place is None or message["generation"] != place[0].name:
-            return  # of another job, or late
-        if not message["copy"]:
+        keeper, line = self.server.keeper, self.rfile.readline(1 << 12)
+        place, match = keeper.look_up(), MESSAGE.fullmatch(line)
+        if place is None or match is None or match[1].decode() != place[0].name:
+            return  # of another job, late, or no keeper's
+        if not match[2]:
             keeper.end_rank(place[0].name)
-        elif COPY.fullmatch(message["copy"]):
-            part = keeper.folder / f".{message['copy']}"
-            with part.open("wb") as file:
-                left = message["bytes"]
-                while left and (data := self.rfile.read(min(left, 1 << 20))):
-                    left -= file.write(data)
-            if left:
-                part.unlink()
-                return
-            os.replace(part, keeper.folder / message["copy"])
+        elif not self._take(keeper.folder, match[2].decode(), int(match[7])):
+            return
         self.wfile.write(b"ok")
 
+    def _take(self, folder: Path, name: str, size: int) -> bool:
+        """Whether a copy of so many bytes is here, whole."""
+        part = folder / f".{name}"
+        try:
+            with part.open("wb") as file:
+                while size and (data := self.rfile.read(min(size, 1 << 20))):
+                    size -= file.write(data)
+            if not size:
+                os.replace(part, folder / name)
+        except OSError as error:
+            logs.warn_once(f"no copy of another rank's state: {describe(error)}")
+        part.unlink(missing_ok=True)
+        return (folder / name).exists()
 
-def _send(member: Member, message: dict[str, Any], path: Path | None = None) -> bool:
-    """Whether another keeper took a message, with the file at `path`."""
+
+def _send(member: Member, generation: str, path: Path | None = None) -> bool:
+    """Whether another keeper took the copy at `path`, or (None) that a rank of the generation failed."""
     try:
         with socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS) as connection:
-            connection.sendall(json.dumps(message).encode() + b"\n")
+            about = f"{path.name} {path.stat().st_size}" if path else ""
+            connection.sendall(f"{generation} {about}\n".encode())
             if path is not None:
                 connection.settimeout(PATIENCE)
                 with path.open("rb") as file:
