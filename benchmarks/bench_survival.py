@@ -116,7 +116,7 @@ def main() -> int:
                 result["soak"] = {"updates": args.soak, "failure": str(error)}
         if args.in_place:
             try:
-                result["in_place"] = survive_in_place(data, folder / "in-place", args.in_place, 2, args.seed)
+                result |= survive_in_place(data, folder, args.in_place, 2, args.seed)
             except (Failure, TimeoutError) as error:
                 result["in_place"] = {"kills": args.in_place, "failure": str(error)}
     if args.json:

@@ -51,7 +51,7 @@ def test_killed_ranks_lose_no_update(dataset, tmp_path: Path, undisturbed, setti
 def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
     job = started(dataset, tmp_path / "run", (0, 1), "zero.stage=1")
     job.wait_for_step(30)
-    job.keepers[0].kill()
+    job.processes[0].kill()
     assert job.codes() == [-signal.SIGKILL, 0], job.log.read_text()
     text = job.log.read_text()
     assert "1 of 2 ranks start again, without 0 (host n0)" in text and "resuming from copies in memory at step" in text
@@ -63,6 +63,6 @@ def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
 def test_a_signal_saves_on_all_ranks(dataset, tmp_path: Path) -> None:
     job = started(dataset, tmp_path / "run", (0, 0))
     job.wait_for_step(5)
-    job.keepers[0].terminate()
+    job.processes[0].terminate()
     assert job.codes() == [85, 85], job.log.read_text()
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
