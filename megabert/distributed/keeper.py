@@ -40,8 +40,6 @@ from megabert.distributed import signals
 
 # What a rank knows of its keeper: the keeper's folder, and the port at which it takes copies.
 FOLDER, PORT = "MEGABERT_KEEPER", "MEGABERT_KEEPER_PORT"
-# The descriptor at which a rank gets the environment of its place.
-PLACE = "MEGABERT_KEEPER_PLACE"
 # In the keeper's folder: the ranks of this generation, which of them is the keeper's, the newest copy that the peer has, and exit codes.
 MEMBERS, RANK, DELIVERED, EXITS = "members.json", "rank", "delivered", "exits"
 IN_PLACE, PLAN = "in-place", "plan.json"
@@ -133,7 +131,7 @@ def follow() -> bool:
 
 def wait_for_place() -> None:
     """Take over the environment that the keeper gives this rank. Ends the process where the keeper has ended."""
-    with open(int(os.environ[PLACE]), "rb") as pipe:
+    with open(int(os.environ[signals.PLACE]), "rb") as pipe:
         text = pipe.read()
     if not text:
         os._exit(FAILED)
@@ -267,7 +265,7 @@ class Keeper:
         """A child that waits for its place, and the pipe to write its environment to. Signals of a terminal reach it through
         its keeper alone."""
         ends, gives = os.pipe()
-        env = self.env | {PLACE: str(ends)}
+        env = self.env | {signals.PLACE: str(ends)}
         child = subprocess.Popen(self.command, env=env, pass_fds=[ends], start_new_session=True)
         os.close(ends)
         return child, gives

@@ -24,6 +24,8 @@ REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # Before there is anything to save.
 NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
+# The descriptor at which a process that waits to become a rank (`train --in-place`) gets its place: its end is no news.
+PLACE = "MEGABERT_KEEPER_PLACE"
 # To who pressed Ctrl-C.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
 # One request may reach a process twice: with its group and through its launcher.
@@ -58,7 +60,7 @@ def _leave() -> None:
     while not last:
         last = _taken_over.is_set()  # then signals that are pending already are handled once more
         if (received := signal.sigtimedwait(SIGNALS, 0.1)) is not None:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if os.environ.get("LOCAL_RANK", "0") == "0" and PLACE not in os.environ:
                 os.write(2, b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
             os._exit(leave_exit_code(REQUEUE))
 
