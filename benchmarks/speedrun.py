@@ -45,9 +45,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--keep", action="store_true", help="leave the folders of finished runs in RUN/runs, to fine-tune their models")
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
+    add("--history", action="store_true",
+        help=f"only print the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before")  # fmt: skip
     add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
     hardware.add_json(parser, "the records file", default=records.RECORDS)
     args = parser.parse_args(argv)
+    args.show |= args.history
     if len(args.track) > 1 and not args.show:
         parser.error("--track: several only with --show")
     if not args.show:
@@ -121,8 +124,9 @@ def main(argv: list[str] | None = None) -> int:
             enter(args, track, recipe, kept)
         if args.plot:
             records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
+        table = records.history_table if args.history else records.table
         for name in args.track:
-            print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
+            print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))
         if args.against:
             compare(args, kept)
     except (ValueError, OSError) as error:

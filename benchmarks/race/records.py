@@ -22,6 +22,8 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.race.recipes import RaceRecipe, Track, track_of
 
+# the probability below which a gain over the record before it makes an entry the record
+RECORD_P = 0.01
 RECORDS = hardware.ROOT / hardware.RESULTS / "speedrun.json"
 Entry = dict[str, Any]
 
@@ -78,7 +80,7 @@ class Records:
         found = [entry for entry in self.entries if f"{entry['track']}/{entry['recipe']}" == name and entry["seeds"]]
         if not found:
             raise ValueError(f"{name}: no record of {self.path}; write TRACK/RECIPE")
-        entry = max(found, key=lambda one: max(seed["date"] for seed in one["seeds"].values()))
+        entry = max(found, key=last_date)
         fields = ("about", "change", "system", "preset", "vocabulary", "keys")
         recipe = RaceRecipe(entry["recipe"], **{field: entry[field] for field in fields})
         if recipe.digest != entry["digest"]:
@@ -119,6 +121,40 @@ def table(records: Records, track: str) -> str:
         cells = [entry["recipe"], with_spread(entry, "bits", ".4f"), with_spread(entry, "loss", ".3f")]
         cells += [with_spread(entry, "accuracy", ".1%"), f"{mean(entry, 'tokens') / 1e6:.2f} M"]
         cells += [str(len(entry["seeds"])), entry["change"] or entry["about"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def history(entries: list[Entry]) -> list[tuple[Entry, float | None]]:
+    """The records of a track in the order in which they were set, each with the probability that its gain over the one before is
+    chance: Welch's t-test of bits a byte over seeds, one-sided. None for the first. One seed sets no record."""
+    from scipy.stats import ttest_ind
+
+    found: list[tuple[Entry, float | None]] = []
+    for entry in sorted(entries, key=last_date):
+        bits = [seed["bits"] for seed in entry["seeds"].values()]
+        if len(bits) < 2:
+            continue
+        if not found:
+            found.append((entry, None))
+            continue
+        before = [seed["bits"] for seed in found[-1][0]["seeds"].values()]
+        p = float(ttest_ind(bits, before, equal_var=False, alternative="less").pvalue)
+        if p < RECORD_P:
+            found.append((entry, p))
+    return found
+
+
+def last_date(entry: Entry) -> str:
+    return max(seed["date"] for seed in entry["seeds"].values())
+
+
+def history_table(records: Records, track: str) -> str:
+    """The records of a track as a Markdown table, the first one first."""
+    lines = ["| date | recipe | bits a byte | seeds | p | what made it |", "|---|---|---|---|---|---|"]
+    for entry, p in history(records.of(track)):
+        cells = [last_date(entry)[:10], entry["recipe"], with_spread(entry, "bits", ".4f"), str(len(entry["seeds"]))]
+        cells += ["" if p is None else f"{p:.1g}", entry["change"] or entry["about"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

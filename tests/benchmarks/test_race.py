@@ -197,6 +197,20 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
     assert records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer) == []
 
 
+def test_a_record_needs_a_gain_that_is_no_chance() -> None:
+    def entry(name: str, date: str, *bits: float) -> records.Entry:
+        return {"recipe": name, "seeds": {str(n): {"bits": one, "date": date} for n, one in enumerate(bits)}}
+
+    first = entry("first", "2026-01-01", 2.00, 2.02, 1.98)
+    chance = entry("chance", "2026-01-02", 1.97, 2.01, 1.99)
+    lucky = entry("lucky", "2026-01-03", 1.50)
+    second = entry("second", "2026-01-04", 1.90, 1.92, 1.88)
+    found = records.history([second, lucky, chance, first])
+    assert [one["recipe"] for one, _ in found] == ["first", "second"]
+    # t = 0.1 / sqrt(2 * 0.02^2 / 3) = 6.12 with 4 degrees of freedom
+    assert found[0][1] is None and found[1][1] == pytest.approx(0.0018, abs=1e-4)
+
+
 def test_a_result_lies_in_a_band_of_the_seeds() -> None:
     """Student's t of two degrees of freedom: 0.816 at 50%, 4.303 at 95%, 9.925 at 99%."""
     bits, unit = [1.0, 1.1, 1.2], 0.1 * math.sqrt(4 / 3)
