@@ -27,7 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,8 @@ NAMED_PATIENCE, PATIENCE = 3.0, 30.0
 POLL, LOOK = 0.1, 0.02
 # Seconds until a keeper that does not answer counts as gone.
 CONNECT_SECONDS = 5.0
+# Keepers that are asked at a time whether they answer.
+PROBES = 64
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -297,10 +300,14 @@ class Keeper:
             if self.stopping:
                 return False
             found = {int(path.stem[-5:]): _read(path) for path in sorted(folder.glob("rank-*.json"))}
-            if self._complete(generation, found.keys(), time.monotonic() - started):
-                _propose(folder / PLAN, found)
-            else:
-                time.sleep(POLL)
+            waited = time.monotonic() - started
+            if self._complete(generation, found.keys(), waited):
+                reached = _reached(generation, found) | {rank}
+                here = [other for other in found if other in reached]
+                # a keeper that is cut off, and reaches the run folder all the same, leaves it to the others
+                if 2 * len(here) >= len(generation.members) or waited >= 2 * PATIENCE:
+                    _propose(folder / PLAN, here, found[here[0]])
+            time.sleep(POLL)
         return self._take(plan, generation, rank)
 
     def _complete(self, generation: Generation, present: Collection[int], waited: float) -> bool:
@@ -313,7 +320,7 @@ class Keeper:
     def _take(self, plan: dict[str, Any], generation: Generation, old: int) -> bool:
         members, ranks = generation.members, plan["ranks"]
         if old not in ranks:
-            log.error(f"rank {old} was late: the others started again without it")
+            log.error(f"rank {old} was late or not to be reached: the others start again without it")
             return False
         lost = [f"{rank} (host {member.host})" for rank, member in enumerate(members) if rank not in ranks]
         hosts, rank = [members[rank].host for rank in ranks], ranks.index(old)
@@ -433,10 +440,25 @@ def _send(member: Member, generation: str, path: Path | None = None) -> bool:
         return False
 
 
-def _propose(path: Path, ports: Mapping[int, int]) -> None:
-    """Make the keepers that are here the next generation, unless another keeper was first. `ports`: by rank, where the next
-    generation may meet on its host."""
-    plan = {"name": secrets.token_hex(8), "ranks": list(ports), "port": next(iter(ports.values()))}
+def _reached(generation: Generation, ranks: Collection[int]) -> set[int]:
+    """Those of the ranks whose keepers take a connection."""
+
+    def answers(rank: int) -> bool:
+        member = generation.members[rank]
+        try:
+            socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            log.debug(f"keeper of rank {rank} at {member.address}:{member.port}: {error}")
+            return False
+        return True
+
+    with ThreadPoolExecutor(PROBES) as pool:
+        return {rank for rank, good in zip(ranks, pool.map(answers, ranks), strict=True) if good}
+
+
+def _propose(path: Path, ranks: list[int], port: int) -> None:
+    """Make these keepers the next generation, which meets at `port` of the first one's host, unless another keeper was first."""
+    plan = {"name": secrets.token_hex(8), "ranks": ranks, "port": port}
     try:
         with path.open("x") as file:
             file.write(json.dumps(plan))

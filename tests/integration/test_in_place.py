@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,15 +13,19 @@ import pytest
 
 from benchmarks.survival.in_place import KeptRanks
 from tests.helpers.job import SMALL
+from tests.slurm.network import Network, address
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 120
 Curve = dict[int, tuple[float, float, str]]
 
 
+def words(data: Path) -> list[str]:
+    return ["--config", "tiny", "--data", str(data), *SMALL, f"schedule.total_steps={STEPS}", "checkpoint.interval=0"]
+
+
 def started(data: Path, run: Path, hosts: tuple[int, ...], *extra: str) -> KeptRanks:
-    words = ["--config", "tiny", "--data", str(data), *SMALL, f"schedule.total_steps={STEPS}", "checkpoint.interval=0"]
-    return KeptRanks([*words, *extra], run, hosts)
+    return KeptRanks([*words(data), *extra], run, hosts)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,39 @@ def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
     found, whole = job.curve(), undisturbed("zero.stage=1")
     assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
     assert [loss for loss, _, _ in found.values()] == pytest.approx([loss for loss, _, _ in whole.values()], rel=1e-4)
+
+
+def test_a_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undisturbed) -> None:
+    """Three hosts with addresses of their own; the first one, where the ranks met, loses its network and keeps the run folder."""
+    nodes = ("n1", "n2", "n3")
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(Network(tmp_path, nodes))
+        except OSError as error:
+            pytest.skip(f"no hosts of their own here: {error}")
+        job = Apart(network, dataset, tmp_path / "run")
+        stack.callback(job.stop)
+        job.wait_for_step(30)
+        network.set_link("n1", "down")
+        assert job.codes() == [4, 0, 0], job.log.read_text()
+    text = job.log.read_text()
+    assert "2 of 3 ranks start again, without 0 (host n1)" in text and "rank 0 was late or not to be reached" in text
+    assert "resuming from copies in memory at step" in text
+    found, whole = job.curve(), undisturbed("zero.stage=1")
+    assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
+
+
+class Apart(KeptRanks):
+    """A rank on each node of a network."""
+
+    def __init__(self, network: Network, data: Path, run: Path) -> None:
+        self.network = network
+        super().__init__([*words(data), "zero.stage=1"], run, tuple(range(len(network.nodes))))
+
+    def _process(self, command: list[str], env: dict[str, object]) -> subprocess.Popen[bytes]:
+        node = self.network.nodes[int(str(env["RANK"]))]
+        more = {"MASTER_ADDR": address(self.network.nodes[0]), "SLURMD_NODENAME": node}
+        return super()._process([*self.network.inside(node), *command], env | more)
 
 
 def test_a_signal_saves_on_all_ranks(dataset, tmp_path: Path) -> None:
