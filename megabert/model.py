@@ -71,9 +71,9 @@ class QueriesKeysValues(Linear):
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         heads, shared = cfg.heads, cfg.key_heads
-        super().__init__(cfg.hidden, cfg.qkv_columns, cfg.init_std, cfg.bias)
+        super().__init__(cfg.hidden, cfg.qkv_columns, cfg.init_std, cfg.layer_bias)
         self.heads, self.shared, self.matrices = heads, shared, heads // shared + 2
-        self.sums_bias = ops.attention_sums_bias and not cfg.modern and cfg.bias and heads == shared
+        self.sums_bias = ops.attention_sums_bias and not cfg.gated and cfg.bias and heads == shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
         if not self.sums_bias:
@@ -90,12 +90,12 @@ class QueriesKeysValues(Linear):
 
 
 class FeedForward(Linear):
-    """gelu(x W^T + b), the exact (erf) one. `modern`: gelu(a) * b of (a, b) = x W^T + b, W [2F, D], or silu(a) * b."""
+    """gelu(x W^T + b), the exact (erf) one. Gated: gelu(a) * b of (a, b) = x W^T + b, W [2F, D], or silu(a) * b."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
-        super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std, cfg.bias)
+        super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std, cfg.layer_bias)
         self.silu = cfg.activation == "silu"
-        self.gated, self.matrices, self.ops = cfg.modern, 2 if cfg.modern else 1, ops
+        self.gated, self.matrices, self.ops = cfg.gated, 2 if cfg.gated else 1, ops
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.matmul(x)  # (..., D) -> (..., F), gated (..., 2F)
@@ -116,7 +116,7 @@ class LinearNorm(Linear):
     matrices = 1
 
     def __init__(self, inputs: int, cfg: ModelConfig, ops: Ops):
-        super().__init__(inputs, cfg.hidden, cfg.init_std, cfg.bias)
+        super().__init__(inputs, cfg.hidden, cfg.init_std, cfg.layer_bias)
         self.norm_weight, self.norm_bias = norm_parameters(cfg)
         self.cfg, self.ops = cfg, ops
         if cfg.zero_init:
@@ -214,14 +214,16 @@ class Vocabulary(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Words + positions + segments, LayerNorm, dropout. `modern`: words alone, and their norm is the residual, too."""
+    """Words + positions + segments, LayerNorm, dropout. `nomic`: no positions; `modern`: words alone, and their norm is the
+    residual, too."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__()
         self.word = Vocabulary(cfg, ops)
-        if not cfg.modern:
+        if not cfg.gated:
             positions = cfg.first_position + cfg.max_positions
             self.position = nn.Parameter(truncated_normal((positions, cfg.hidden), cfg.init_std))
+        if not cfg.modern:
             self.segment = nn.Parameter(truncated_normal((cfg.segments, cfg.hidden), cfg.init_std))
         self.norm_weight, self.norm_bias = norm_parameters(cfg)
         self.cfg, self.ops = cfg, ops
@@ -231,8 +233,9 @@ class Embeddings(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """int32 [B, T] each -> (normed, residual), both [B, T, D]."""
         x = self.word(input_ids)  # (B, T, D)
-        if not self.cfg.modern:
+        if not self.cfg.gated:
             x = x + F.embedding(position_ids + self.cfg.first_position, self.position)
+        if not self.cfg.modern:
             x = x + (F.embedding(segment_ids, self.segment) if self.cfg.segments > 1 else self.segment)
         normed = norm(x, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
         p = self.cfg.dropout if self.training else 0.0
@@ -243,15 +246,16 @@ class Embeddings(nn.Module):
 
 
 class MlmTransform(Linear):
-    """Dense + GELU + LayerNorm in front of the decoder."""
+    """Dense + GELU + LayerNorm in front of the decoder. `nomic`: with the activation of its layers."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__(cfg.hidden, cfg.hidden, cfg.init_std, cfg.bias)
         self.norm_weight, self.norm_bias = norm_parameters(cfg)
-        self.cfg, self.ops = cfg, ops
+        self.activate = ops.bias_silu if cfg.kind == "nomic" and cfg.activation == "silu" else ops.bias_gelu
+        self.cfg = cfg
 
     def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
-        y = self.ops.bias_gelu(self.matmul(x), self.bias)
+        y = self.activate(self.matmul(x), self.bias)
         return norm(y, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
 
 
@@ -347,7 +351,7 @@ class BertForPreTraining(nn.Module):
         size = self.cfg.hidden // self.cfg.heads
         kinds = {(self.cfg.window_of(index), self.cfg.theta_of(index)) for index in range(len(self.layers))}
         keys = {w: self.ops.attention_inputs(key_start, key_end, lengths, w, causal) for w, _ in kinds}
-        angles = {theta: rotation(position_ids, size, theta) for _, theta in kinds} if self.cfg.modern else {}
+        angles = {theta: rotation(position_ids, size, theta) for _, theta in kinds} if self.cfg.gated else {}
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)  # (B, T, D) each
         yield normed, x
         for index, layer in enumerate(self.layers):

@@ -25,8 +25,13 @@ FUSED_SOFTMAX = OpsConfig(attention="fused_softmax", mlm_loss="torch", layer="na
 needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 KINDS = pytest.mark.parametrize(
     "fields",
-    [{"norm": "post"}, {"norm": "pre"}, {"kind": "modern", "norm": "pre", "nsp": False}],
-    ids=["post", "pre", "modern"],
+    [
+        {"norm": "post"},
+        {"norm": "pre"},
+        {"kind": "modern", "norm": "pre", "nsp": False},
+        {"kind": "nomic", "nsp": False, "activation": "silu"},
+    ],
+    ids=["post", "pre", "modern", "nomic"],
 )
 native = pytest.param(NATIVE, id="native", marks=needs_library)
 fused_softmax = pytest.param(FUSED_SOFTMAX, id="fused_softmax", marks=needs_library)

@@ -89,8 +89,8 @@ def check_phases(config: Config) -> None:
                 f"{where}: schedule.name={own.schedule.name} counts {own.schedule.unit}, the run {schedule.unit}; "
                 "set schedule.by=minutes instead of schedule.name=budget"
             )
-        if own.model != config.model and not config.model.modern:
-            raise ValueError(f"{where}: rotary positions need model.kind=modern")
+        if own.model != config.model and not config.model.gated:
+            raise ValueError(f"{where}: rotary positions need model.kind=modern or nomic")
         if own.distill.teacher and own.data.masking.strategy != config.data.masking.strategy:
             raise ValueError(f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy")
         if (

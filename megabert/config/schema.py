@@ -25,10 +25,11 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model. BASE is 12 layers, 768, 12 heads; LARGE is 24, 1024, 16 (Devlin et al. 2019)."""
 
-    kind: Literal["bert", "modern"] = Field(
+    kind: Literal["bert", "modern", "nomic"] = Field(
         "bert",
         description="modern: rotary positions, a gated feed-forward layer, no segments (Warner et al. 2024, "
-        "ModernBERT); with norm=pre and nsp=false",
+        "ModernBERT); with norm=pre and nsp=false. nomic: the first two, segments, no biases in the layers (Nussbaum "
+        "et al. 2024, NomicBERT); with norm=post and nsp=false",
     )
     layers: int = Field(12, gt=0, description="number of encoder layers")
     hidden: int = Field(768, gt=0, description="width of the residual stream")
@@ -64,16 +65,26 @@ class ModelConfig(Section):
     @property
     def ffn(self) -> int:
         gated = max(1, round(8 * self.hidden / 3 / 64)) * 64
-        return self.intermediate or (gated if self.modern else 4 * self.hidden)
+        return self.intermediate or (gated if self.gated else 4 * self.hidden)
 
     @property
     def ffn_inputs(self) -> int:
         """Columns of the feed-forward layer's first product: the gate's too."""
-        return 2 * self.ffn if self.modern else self.ffn
+        return 2 * self.ffn if self.gated else self.ffn
 
     @property
     def modern(self) -> bool:
         return self.kind == "modern"
+
+    @property
+    def gated(self) -> bool:
+        """Whether it has a gated feed-forward layer, and with it rotary positions."""
+        return self.kind != "bert"
+
+    @property
+    def layer_bias(self) -> bool:
+        """Whether the linear layers in front of the heads have biases."""
+        return self.bias and self.kind != "nomic"
 
     @property
     def segmented(self) -> bool:
@@ -413,14 +424,14 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     yield config.data.seq_len > model.max_positions, longer
     no_bias = "model.frequency_bias=true needs a bias of the decoder; set model.decoder_bias=true"
     yield model.frequency_bias and not model.decoder_bias, no_bias
-    if not model.modern:
-        for name, usual in (("activation", "gelu"), ("embedding_norm", True)):
-            changed = getattr(model, name) != usual
-            yield changed, f"model.{name}={str(getattr(model, name)).lower()} needs model.kind=modern"
-    if model.modern:
-        yield model.norm != "pre", f"model.kind=modern needs model.norm=pre; it is {model.norm}"
-        yield model.nsp, "model.kind=modern needs model.nsp=false; it is true"
-        yield model.hidden // model.heads % 2 > 0, f"model.kind=modern turns pairs of columns: {width} is odd"
+    no_gate = f"model.activation={model.activation} needs model.kind=modern or nomic"
+    yield model.activation != "gelu" and not model.gated, no_gate
+    yield not model.embedding_norm and not model.modern, "model.embedding_norm=false needs model.kind=modern"
+    if model.gated:
+        kind, norm = f"model.kind={model.kind}", "pre" if model.modern else "post"
+        yield model.norm != norm, f"{kind} needs model.norm={norm}; it is {model.norm}"
+        yield model.nsp, f"{kind} needs model.nsp=false; it is true"
+        yield model.hidden // model.heads % 2 > 0, f"{kind} turns pairs of columns: {width} is odd"
     yield masking.mask + masking.random > 1, "data.masking.mask + data.masking.random exceed 1"
     every_one = "data.masking.causal_every=1 makes every update causal; set it to 0 and data.masking.strategy to causal"
     yield masking.causal_every == 1, every_one

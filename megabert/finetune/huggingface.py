@@ -1,8 +1,8 @@
 """Fine-tuned models as Hugging Face folders: config, weights, tokenizer and model card, which load without any code of ours.
 
 A text is read at [CLS] through the pooler, words and answers at their own tokens, as transformers' classes of these names do; a
-pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class. What these classes lack is refused
-by name.
+pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class, a nomic one the NomicBert class.
+What these classes lack is refused by name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def load(source: str | Path) -> Finetuned:
     if finetuned.described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
         raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
-    if not mapping.family_of(finetuned.described.config.model).text_layer:
-        kind = architecture(finetuned.described)
+    kind, family = architecture(finetuned.described), mapping.family_of(finetuned.described.config.model)
+    if finetuned.described.task.kind == "span" and not family.spans:
+        raise ValueError(f"{finetuned.folder}: Hugging Face has no {kind}")
+    if not family.text_layer:
         raise ValueError(f"{finetuned.folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
     return finetuned
 

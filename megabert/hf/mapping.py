@@ -72,6 +72,8 @@ class Family:
     # Of a model fine-tuned on texts: the layer behind the pooler, and the pooler; empty: its class has another head.
     text_layer: str = "classifier"
     pooler: str = "bert.pooler.dense"
+    # Whether it has a class for answers in texts, ForQuestionAnswering.
+    spans: bool = True
 
     @property
     def encoder(self) -> str:
@@ -151,12 +153,18 @@ def _write_roberta(cfg: ModelConfig) -> dict[str, Any]:
     return {"max_position_embeddings": cfg.max_positions + cfg.first_position, "pad_token_id": cfg.first_position - 1}
 
 
-def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
+def _heads(tree: Tree, where: str) -> int:
+    """Number of heads, which are as wide as their share of the residual stream."""
     heads = _value(tree, "num_attention_heads", where, None, int)
     hidden = _value(tree, "hidden_size", where, None, int)
     size = tree.get("head_dim")
     if size is not None and size * heads != hidden:
         raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
+    return heads
+
+
+def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
+    heads = _heads(tree, where)
     shared = _value(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
     theta = _theta(tree, where, "", "rope_theta", 10_000.0)
     return {"kv_heads": 0 if shared == heads else shared, "rope_theta": theta, "dropout": 0.0}
@@ -166,6 +174,15 @@ def _write_euro(cfg: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
     # releases before 5 read the last one
     return {"num_key_value_heads": cfg.key_heads, "rope_parameters": rope, "rope_theta": cfg.rope_theta}
+
+
+def _read_nomic(tree: Tree, where: str) -> dict[str, Any]:
+    _heads(tree, where)
+    return {"rope_theta": _theta(tree, where, "", "rope_theta", 1000.0)}
+
+
+def _write_nomic(cfg: ModelConfig) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}
 
 
 # what a family has unless it says otherwise
@@ -252,6 +269,35 @@ ROBERTA = replace(
     text_layer="classifier.out_proj",
     pooler="classifier.dense",
 )
+# Nussbaum et al. 2024. The names are those of its files, which transformers renames when it reads and writes them.
+NOMIC = replace(
+    BERT,
+    prefix="NomicBert",
+    ours=PLAIN | {"kind": "nomic", "norm": "post", "nsp": False, "segments": 2, "activation": "silu"},
+    embeddings={
+        "embeddings.word.weight": "nomic_bert.embeddings.word_embeddings.weight",
+        "embeddings.segment": "nomic_bert.embeddings.token_type_embeddings.weight",
+    },
+    head=BERT.head
+    | {f"mlm.norm_{kind}": f"cls.predictions.transform.layer_norm.{kind}" for kind in ("weight", "bias")},
+    layers="nomic_bert.encoder.layers",
+    layer={
+        "qkv": ("attn.Wqkv",),
+        "attention_output": ("attn.out_proj",),
+        "feed_forward": ("mlp.fc12", "mlp.fc11"),
+        "feed_forward_output": ("mlp.fc2",),
+    },
+    norms=("nomic_bert.emb_ln", "norm1", "norm2", ""),
+    fields=BERT.fields
+    | {"dropout": ("hidden_dropout_prob", 0.0), "attention_dropout": ("attention_probs_dropout_prob", 0.0)},
+    fixed={"hidden_act": ("silu", "silu"), "type_vocab_size": (2, 2)},
+    nsp={},
+    causal="",
+    read=_read_nomic,
+    write=_write_nomic,
+    pooler="nomic_bert.pooler.dense",
+    spans=False,
+)
 # Warner et al. 2024; Ettin and mmBERT are it too.
 MODERN = Family(
     prefix="ModernBert",
@@ -318,6 +364,7 @@ FAMILIES = {
     "camembert": replace(ROBERTA, prefix="Camembert", causal="CamembertForCausalLM"),
     "modernbert": MODERN,
     "eurobert": EURO,
+    "nomic_bert": NOMIC,
 }
 # their untied embeddings are the rule
 UNTIED = ("eurobert",)
@@ -325,7 +372,7 @@ UNTIED = ("eurobert",)
 NEAREST = {
     **dict.fromkeys(("distilbert", "electra", "albert", "mobilebert", "convbert"), "bert"),
     **dict.fromkeys(("deberta", "deberta-v2", "mpnet", "data2vec-text", "bart"), "roberta"),
-    **dict.fromkeys(("longformer", "big_bird", "nomic_bert", "modernbert-decoder", "gte"), "modernbert"),
+    **dict.fromkeys(("longformer", "big_bird", "modernbert-decoder", "gte"), "modernbert"),
     **dict.fromkeys(("neobert", "llama", "qwen2", "qwen3", "mistral"), "eurobert"),
 }
 
@@ -340,7 +387,7 @@ def type_of(cfg: ModelConfig) -> str:
         wrong[name] = [ours for ours, value in FAMILIES[name].ours.items() if values[ours] != value]
         if not wrong[name]:
             return name
-    nearest = min(wrong, key=lambda name: len(wrong[name]))
+    nearest = min(wrong, key=lambda name: ("kind" in wrong[name], len(wrong[name])))
     ours = wrong[nearest][0]
     raise ValueError(
         f"model.{ours}={values[ours]!r}: no model of Hugging Face has this shape; the nearest is {nearest}, with "
@@ -373,12 +420,13 @@ def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
         single |= family.head | (family.nsp if cfg.nsp else {})
         single |= {} if cfg.tied else {"embeddings.word.decoder": family.decoder}
     result: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in single.items()}
+    present = {"embeddings.word.bias": cfg.decoder_bias}
     for kind in ("weight", "bias"):
         for i in range(cfg.layers):
             for ours, parts in family.layer.items():
                 result[f"layers.{i}.{ours}.{kind}"] = tuple(f"{family.layers}.{i}.{part}.{kind}" for part in parts)
+                present[f"layers.{i}.{ours}.bias"] = cfg.layer_bias
         result |= {f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in _norms(cfg).items()}
-    present = {"embeddings.word.bias": cfg.decoder_bias}
     return {o: theirs for o, theirs in result.items() if not o.endswith("bias") or present.get(o, cfg.bias)}
 
 

@@ -35,7 +35,7 @@ TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "voc
 CONFIG = "config.json"
 LARGEST_JSON = 256 << 20
 # prefixes of tensors in a class without heads
-ENCODER = ("embeddings.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
+ENCODER = ("embeddings.", "emb_ln.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
 # heads, and the prefixes of their tensors
 MLM_HEAD, POOLER, NSP_HEAD = "masked-LM head", "pooler", "next-sentence head"
 HEADS = {

@@ -24,7 +24,7 @@ from megabert.ops.backend import (
     missing_kernels,
     obstacles,
 )
-from megabert.ops.bias_gelu import bias_geglu, bias_gelu
+from megabert.ops.bias_gelu import bias_geglu, bias_gelu, bias_silu
 from megabert.ops.dropout_add_layer_norm import dropout, dropout_add_layer_norm, norm
 from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_losses
 from megabert.ops.rotary import Rotation, rotate, rotation
@@ -49,6 +49,7 @@ class Ops:
         self.rotate = partial(rotate, backend=layer)
         self.bias_gelu = partial(bias_gelu, backend=layer)
         self.bias_geglu = partial(bias_geglu, backend=layer)
+        self.bias_silu = bias_silu
         self.dropout = partial(dropout, backend=layer)
         self.dropout_add_layer_norm = partial(dropout_add_layer_norm, backend=layer)
         self.mlm_loss = partial(mlm_loss, backend=mlm)

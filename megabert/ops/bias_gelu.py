@@ -28,6 +28,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return F.gelu(plus(x, bias))
 
 
+def bias_silu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """z * sigmoid(z) with z = x + bias (Hendrycks & Gimpel 2016), which torch computes in any backend. x [..., D], bias [D] ->
+    [..., D]."""
+    return F.silu(plus(x, bias))
+
+
 def bias_geglu(x: Tensor, bias: Tensor | None, backend: str, silu: bool = False) -> Tensor:
     """gelu(a) * b of (a, b) = x + bias (Shazeer 2020, "GLU Variants"), with the exact GELU, or silu(a) * b. x [..., 2F],
     bias [2F] -> [..., F]."""

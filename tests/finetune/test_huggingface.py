@@ -86,16 +86,22 @@ def some(first: list[Any], others: list[Any]) -> list[Any]:
 
 SHORT = [(kind, "uncased", "post") for kind in ("classify", "tag", "span")]
 SHORT += [(kind, "unigram", "modern") for kind in ("pair", "tag", "span")]
+SHORT += [(kind, "uncased", "nomic") for kind in ("pair", "tag")]
 ALL = [(kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"), ("unigram", "modern"))]
-MODERN: dict[str, Any] = {"kind": "modern", "norm": "pre", "nsp": False}
-CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert"}
+ALL += [(kind, "unigram", "nomic") for kind in KINDS if kind != "span"]
+FIELDS: dict[str, dict[str, Any]] = {
+    "post": {"norm": "post"},
+    "pre": {"norm": "pre"},
+    "modern": {"kind": "modern", "norm": "pre", "nsp": False},
+    "nomic": {"kind": "nomic", "norm": "post", "nsp": False, "activation": "silu"},
+}
+CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert", "nomic": "NomicBert"}
 
 
 @pytest.mark.parametrize("kind, vocabulary, norm", some(SHORT, [case for case in ALL if case not in SHORT]))
 @torch.no_grad()
 def test_logits_equal_transformers(kind: str, vocabulary: str, norm: str, tmp_path: Path) -> None:
-    fields = MODERN if norm == "modern" else {"norm": norm}
-    found, folder, path = exported(kind, tmp_path, vocabulary=vocabulary, fields=fields)
+    found, folder, path = exported(kind, tmp_path, vocabulary=vocabulary, fields=FIELDS[norm])
     model = loaded(kind, folder)
     assert type(model).__name__.startswith(CLASSES[norm])
     _, items, ours = encoded(found, path)
@@ -161,15 +167,22 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
         assert message in capsys.readouterr().err and not (tmp_path / "hf").exists()
 
 
+def test_answers_of_a_nomic_model_are_refused(tmp_path: Path, capsys) -> None:
+    task, path = problem("span", tmp_path)
+    source = finetuned.make(tmp_path, task, path, fields=FIELDS["nomic"])
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
+    assert "Hugging Face has no NomicBertForQuestionAnswering" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post")])
+@pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post"), ("classify", "nomic")])
 @torch.no_grad()
 def test_onnx_in_onnxruntime(kind: str, norm: str, tmp_path: Path, monkeypatch, capsys) -> None:
     import onnxruntime
 
     task, path = problem(kind, tmp_path)
-    fields = MODERN if norm == "modern" else {"norm": norm}
-    source = finetuned.make(tmp_path, task, path, fields=fields, vocabulary="unigram")
+    source = finetuned.make(tmp_path, task, path, fields=FIELDS[norm], vocabulary="unigram")
     assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), "--onnx"]) == 0
     assert "onnx/model.onnx: logits within" in capsys.readouterr().out
     inputs = onnx.probe(save.load(source, CPU).described.config.model, 2, 16)

@@ -31,6 +31,14 @@ EURO: dict[str, Any] = {
     "num_key_value_heads": 6, "pad_token_id": 128001, "rms_norm_eps": 1e-05, "rope_theta": 250000,
     "tie_word_embeddings": False, "vocab_size": 128256,
 }  # fmt: skip
+# nomic-ai/nomic-embed-text-v1.5 (Nussbaum et al. 2024), as in the defaults of transformers' NomicBertConfig
+NOMIC: dict[str, Any] = {
+    "architectures": ["NomicBertForMaskedLM"], "attention_probs_dropout_prob": 0.0, "hidden_act": "silu",
+    "hidden_dropout_prob": 0.0, "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 2048, "model_type": "nomic_bert", "num_attention_heads": 12,
+    "num_hidden_layers": 12, "pad_token_id": 0, "rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"},
+    "type_vocab_size": 2, "vocab_size": 30528,
+}  # fmt: skip
 CONFIGS = {
     "modernbert-base": MODERN,
     "modernbert-large": MODERN
@@ -46,6 +54,7 @@ CONFIGS = {
     | {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12}
     | {"num_key_value_heads": 12},
     "eurobert-610m": EURO,
+    "nomic-embed-text": NOMIC,
 }
 # The same architectures, small: 4 layers, where there is a window both kinds of layers and rows longer than it.
 SMALL: dict[str, Any] = {

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from megabert import ops
 from megabert.commands import convert, export
@@ -29,7 +30,7 @@ needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 backends = pytest.mark.parametrize(
     "choice", [pytest.param(runs.PLAIN, id="torch"), pytest.param(NATIVE, id="native", marks=needs_native)]
 )
-SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m")
+SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m", "nomic-embed-text")
 # Lengths of sequences by row width; the windows of the small models are 16 tokens.
 ROWS = {"full": ([64, 64], 64), "padded": ([40, 17], 64), "packed": ([5, 33, 1, 12, 50, 2, 25], 64)}
 
@@ -48,7 +49,7 @@ def peer_of(tree: dict[str, Any], seed: int = 0) -> Any:
 def ours_of(tree: dict[str, Any], peer: Any, choice: OpsConfig) -> BertForPreTraining:
     model = mapping.from_huggingface_config(tree, "config.json").model_copy(update={"nsp": False})
     built = BertForPreTraining(model, choice, "cpu", torch.float32).eval()
-    built.load_state_dict(mapping.from_huggingface(peer.state_dict(), model))
+    built.load_state_dict(mapping.from_huggingface(revert_weight_conversion(peer, peer.state_dict()), model))
     return built
 
 
@@ -66,16 +67,20 @@ def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsCon
     hidden = ours.encode(**batch.inputs()).flatten(0, 1)
     for text, start in zip(texts, batch.starts, strict=True):
         logits.append(ours.mlm_logits(hidden[start : start + len(text)]))
-        wanted.append(peer(input_ids=torch.from_numpy(text).long()[None]).logits[0])
+        inputs = {"input_ids": torch.from_numpy(text).long()[None]}
+        if ours.cfg.segmented:
+            inputs["token_type_ids"] = (torch.arange(len(text)) >= len(text) // 2).long()[None]
+        wanted.append(peer(**inputs).logits[0])
     assert largest(torch.cat(logits), torch.cat(wanted)) <= 1e-5
     assert torch.cat(wanted).std() > 0.05  # so that a difference would show
     for outputs in (logits, wanted):
         F.cross_entropy(torch.cat(outputs), torch.cat(labels)).backward()
     names = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
     found = mapping.to_huggingface(names, ours.cfg)
-    for name, parameter in peer.named_parameters():
-        assert parameter.grad is not None
-        assert largest(found[name], parameter.grad) <= 1e-5, name
+    gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    for name, gradient in revert_weight_conversion(peer, gradients).items():
+        assert gradient is not None
+        assert largest(found[name], gradient) <= 1e-5, name
 
 
 @backends
@@ -119,16 +124,17 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
 RATE, STEPS = 0.001, 20
 
 
-def settings() -> dict[str, Any]:
-    """ModernBERT, small, as a configuration; its window is shorter than the rows."""
-    tree = published.shrunk("modernbert-base") | {"vocab_size": tiny.VOCAB, "local_attention": 8}
+def settings(name: str) -> dict[str, Any]:
+    """A published model, small, as a configuration; where it has a window, that is shorter than the rows."""
+    tree = published.shrunk(name) | {"vocab_size": tiny.VOCAB}
+    tree |= {"local_attention": 8} if "local_attention" in tree else {}
     model = mapping.from_huggingface_config(tree, "config.json")
     changes = {f"model__{name}": value for name, value in model.model_dump().items()}
     return {"tree": tree} | changes | {"optimizer__weight_decay": 0.1, "optimizer__lr": RATE}
 
 
-def our_updates(world: Any) -> dict[str, Any]:
-    fields = settings()
+def our_updates(world: Any, name: str) -> dict[str, Any]:
+    fields = settings(name)
     fields.pop("tree")
     engine = tiny.engine(tiny.config(**fields), world)
     found: dict[str, Any] = {"start": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
@@ -138,19 +144,23 @@ def our_updates(world: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_updates_equal_those_of_a_plain_loop() -> None:
+@pytest.mark.parametrize("name", ["modernbert-base", "nomic-embed-text"])
+def test_updates_equal_those_of_a_plain_loop(name: str) -> None:
     """Losses and weights of 20 updates with AdamW, against transformers' model on the same rows."""
-    (ours,) = run_ranks(1, our_updates)
-    fields = settings()
-    peer, cfg = peer_of(fields.pop("tree")).train(), tiny.config(**fields)
-    peer.load_state_dict(mapping.to_huggingface(ours["start"], cfg.model))
+    (ours,) = run_ranks(1, our_updates, name)
+    fields = settings(name)
+    peer, cfg = peer_of(fields.pop("tree")), tiny.config(**fields)
+    start = mapping.to_huggingface(ours["start"], cfg.model)
+    peer = type(peer).from_pretrained(None, config=peer.config, state_dict=start).train()
     matrices, vectors = ([p for p in peer.parameters() if (p.dim() > 1) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     betas = (cfg.optimizer.beta1, cfg.optimizer.beta2)
     optimizer = torch.optim.AdamW(groups, RATE, betas, cfg.optimizer.eps)
     for step, loss in enumerate(ours["losses"]):
         batch = tiny.batch(step, range(tiny.ROWS))
-        logits = peer(input_ids=batch.input_ids.long()).logits.flatten(0, 1)
+        inputs = {"input_ids": batch.input_ids.long()}
+        inputs |= {"token_type_ids": batch.segment_ids.long()} if cfg.model.segmented else {}
+        logits = peer(**inputs).logits.flatten(0, 1)
         used = batch.mlm_labels >= 0
         mean = F.cross_entropy(logits[batch.mlm_positions[used].long()], batch.mlm_labels[used])
         optimizer.zero_grad()
@@ -158,7 +168,7 @@ def test_updates_equal_those_of_a_plain_loop() -> None:
         torch.nn.utils.clip_grad_norm_(peer.parameters(), cfg.optimizer.clip)
         optimizer.step()
         assert abs(mean.item() - loss) <= 1e-4, step
-    theirs = mapping.from_huggingface(peer.state_dict(), cfg.model)
+    theirs = mapping.from_huggingface(revert_weight_conversion(peer, peer.state_dict()), cfg.model)
     assert max(largest(ours["end"][name], theirs[name]) for name in theirs) <= 1e-4
     assert ours["losses"][0] - ours["losses"][-1] > 0.5
     assert max(largest(ours["start"][name], theirs[name]) for name in theirs) > 0.01

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from megabert import config, ops
 from megabert.config import ModelConfig, OpsConfig
@@ -20,10 +21,12 @@ from tests.helpers import runs
 
 SHAPE: dict[str, Any] = {"vocab_size": 300, "layers": 2, "hidden": 32, "heads": 2, "max_positions": 24}
 MODERN: dict[str, Any] = SHAPE | {"kind": "modern", "norm": "pre", "nsp": False}
+NOMIC: dict[str, Any] = SHAPE | {"kind": "nomic", "nsp": False, "activation": "silu"}
 MODELS = {
     **{f"{norm}-{nsp}": SHAPE | {"norm": norm, "nsp": nsp} for norm in ("post", "pre") for nsp in (True, False)},
     **{f"{norm}-untied": SHAPE | {"norm": norm, "tied": False} for norm in ("post", "pre")},
     **{"modern": MODERN, "modern-untied": MODERN | {"tied": False}},
+    **{"nomic": NOMIC, "nomic-untied": NOMIC | {"tied": False}},
 }
 OPS = [runs.PLAIN, OpsConfig(attention="native", mlm_loss="native", layer="native")]
 needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
@@ -35,11 +38,10 @@ def peer_of(built: Ours) -> Any:
     kind = getattr(transformers, tree["architectures"][0])
     peer_config = kind.config_class.from_dict(tree)
     assert peer_config.model_type == tree["model_type"]
-    peer = kind(peer_config).eval()
-    result = peer.load_state_dict(to_huggingface(built.state_dict(), built.cfg), strict=False)
-    assert not result.unexpected_keys
-    assert all("position_ids" in name or "token_type_ids" in name for name in result.missing_keys)
-    return peer
+    state = to_huggingface(built.state_dict(), built.cfg)
+    peer, info = kind.from_pretrained(None, config=peer_config, state_dict=state, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    return peer.eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,14 +50,14 @@ def test_a_round_trip_is_bit_equal(name: str) -> None:
     """Ours -> a real Hugging Face model -> its state dict and config -> ours; every parameter of the peer is written."""
     built = runs.model(ModelConfig(**MODELS[name]))
     cfg, state, peer = built.cfg, built.state_dict(), peer_of(built)
-    written = to_huggingface(state, cfg).keys()
-    assert written == {key for key in peer.state_dict() if not key.endswith("_ids")}
-    back = from_huggingface(peer.state_dict(), cfg)
+    theirs = revert_weight_conversion(peer, peer.state_dict())
+    assert to_huggingface(state, cfg).keys() == {key for key in theirs if not key.endswith("_ids")}
+    back = from_huggingface(theirs, cfg)
     assert back.keys() == state.keys() and all(back[key].equal(state[key]) for key in state)
     decoder, embedding = peer.get_output_embeddings().weight, peer.get_input_embeddings().weight
     assert (decoder.data_ptr() == embedding.data_ptr()) == cfg.tied
     again = from_huggingface_config(to_huggingface_config(cfg), "config.json")
-    assert again == cfg.model_copy(update={"nsp": not cfg.modern, "intermediate": cfg.ffn})
+    assert again == cfg.model_copy(update={"nsp": not cfg.gated, "intermediate": cfg.ffn})
     assert from_huggingface_config(peer.config.to_dict(), "config.json") == again
 
 
@@ -123,7 +125,7 @@ def test_configs_of_the_first_releases_are_read() -> None:
         (SHAPE, {"model_type": "deberta-v2"}, "model_type='deberta-v2' is not supported, only bert, "),
         (SHAPE, {"model_type": "deberta-v2"}, "; the nearest is roberta"),
         (SHAPE, {"model_type": "distilbert"}, "; the nearest is bert"),
-        (SHAPE, {"model_type": "nomic_bert"}, "; the nearest is modernbert"),
+        (SHAPE, {"model_type": "longformer"}, "; the nearest is modernbert"),
         (SHAPE, {"model_type": "neobert"}, "; the nearest is eurobert"),
         (SHAPE, {"model_type": None}, "model_type=None"),
         (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
@@ -137,6 +139,11 @@ def test_configs_of_the_first_releases_are_read() -> None:
         (MODERN, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only layers 0, n, 2n"),
         (MODERN, {"rope_scaling": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
         (MODERN, {"rope_parameters": None, "global_rope_theta": "1"}, "rope_theta must be a number, is '1'"),
+        (NOMIC, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        (NOMIC, {"type_vocab_size": 1}, "type_vocab_size=1 is not supported, only 2"),
+        (NOMIC, {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads"),
+        (NOMIC, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
+        (NOMIC, {"hidden_size": None}, "hidden_size must be a number, is None"),
     ],
 )
 def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -146,9 +153,10 @@ def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_heads_of_a_modern_folder_are_initialised(tmp_path: Path) -> None:
-    built = runs.model(ModelConfig(**MODERN))
-    peer_of(built).model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("shape", [MODERN, NOMIC], ids=["modern", "nomic"])
+def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_path: Path) -> None:
+    built = runs.model(ModelConfig(**shape))
+    peer_of(built).base_model.save_pretrained(tmp_path)
     model = from_huggingface_config(read.read_json(tmp_path / "config.json"), "config.json")
     file, tensors = read.read_weights(tmp_path, model)
     weights, made, ignored = read.complete(tensors, model, str(file))
@@ -168,6 +176,10 @@ def test_shapes_that_no_class_has_are_refused_by_field() -> None:
             {"hub_type": "camembert"},
             "model.segments=2: no model of Hugging Face has this shape; the nearest is camembert",
         ),
+        (
+            NOMIC | {"activation": "gelu"},
+            "model.activation='gelu': no model of Hugging Face has this shape; the nearest is nomic_bert",
+        ),
         ({"hub_type": "camenbert"}, "model.hub_type='camenbert': choose one of bert, "),
     ):
         with pytest.raises(ValueError, match=message):
@@ -183,6 +195,9 @@ def test_settings_a_modern_model_cannot_have_are_named() -> None:
         ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
         ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
         ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),
+        ({"kind": "nomic"}, "model.kind=nomic needs model.norm=post; it is pre"),
+        ({"kind": "nomic", "norm": "post", "nsp": True}, "model.kind=nomic needs model.nsp=false; it is true"),
+        ({"kind": "nomic", "embedding_norm": False}, "model.embedding_norm=false needs model.kind=modern"),
     ):
         with pytest.raises(ValueError, match=message):
             config.from_dict({"model": MODERN | changed})

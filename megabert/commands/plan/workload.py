@@ -146,14 +146,14 @@ def activations(config: Config, seq_len: int) -> float:
     read = rows * min(seq_len, largest_capacity(config, seq_len) + model.nsp)
     native = ops.layer == "native"
     mask = d * (model.dropout > 0 and not native)
-    gate = model.ffn * (model.modern and (model.activation == "silu" or not native))
+    gate = model.ffn * (model.gated and (model.activation == "silu" or not native))
     matrices = {"fused_softmax": model.heads * (1 + (model.attention_dropout > 0)), "sdpa": 1}
     pairs = rows * seq_len**2 * matrices.get(ops.attention, 0)
     attention = tokens * (5 * width * d + 4 * model.heads) + width * pairs
     rest = width * (3 * d + model.ffn_inputs + model.ffn + gate) + 2 * mask + 16
     layer = attention + tokens * rest
     kinds = {(model.window_of(index), model.theta_of(index)) for index in range(model.layers)}
-    shared = tokens * (8 + 4 * d // model.heads * model.modern) * len(kinds)
+    shared = tokens * (8 + 4 * d // model.heads * model.gated) * len(kinds)
     embeddings = tokens * (width * d + mask + 20)
     if model.activation_checkpointing:
         layers = (model.layers - 1) * 2 * width * tokens * d + layer
