@@ -297,8 +297,16 @@ def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) 
 
 def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
     """Config and its hash, data and tokenizer fingerprints, the backends that run, machine, versions, revision, command: the
-    head of each checkpoint."""
+    head of each checkpoint. A collective."""
     module: Any = engine.module
+    program: dict[str, Any] = {}
+    if engine.world.is_main:  # of a thousand ranks one asks git and reads the package's files
+        program = {
+            "versions": environment.versions(),
+            "revision": environment.revision(),
+            "source": environment.source(),
+            "command": environment.command(),
+        }
     cuda = engine.world.device.type == "cuda"
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     return {
@@ -310,10 +318,7 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
         "backends": backends | {"optimizer": engine.optimizer_kernels},
         "machine": torch.cuda.get_device_name(engine.world.device) if cuda else environment.processor(),
         "threads": torch.get_num_threads(),
-        "versions": environment.versions(),
-        "revision": environment.revision(),
-        "source": environment.source(),
-        "command": environment.command(),
+        **engine.world.broadcast(program),
         **getattr(module, "provenance", {}),
     }
 

@@ -131,6 +131,26 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
         on_every_rank(other, lambda: "read")  # type: ignore[arg-type]
 
 
+def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
+    asked: list[str] = []
+    for name in ("versions", "revision", "source"):
+        monkeypatch.setattr(pretraining.environment, name, lambda name=name: asked.append(name) or f"its {name}")
+    make_dataset(tmp_path, 16)
+    cfg = config(tmp_path)
+    main, other = Rank(0), Rank(9)
+    main.device = other.device = CPU  # type: ignore[attr-defined]
+
+    def described(rank: Rank) -> dict[str, Any]:
+        engine: Any = SimpleNamespace(module=tiny.model(cfg), world=rank, optimizer_kernels="torch")
+        tokenizer: Any = SimpleNamespace(sha256="t" * 64)
+        return pretraining.describe(cfg, [Dataset(tmp_path)], tokenizer, engine)
+
+    found = described(main)
+    assert asked == ["versions", "revision", "source"] and found["source"] == "its source"
+    other.sent = main.sent
+    assert described(other) == found and len(asked) == 3
+
+
 def open_where_rank_1_has_no_model(world: World, folder: str) -> tuple[str, int]:
     """The refusal of a run whose model rank 1 cannot build."""
 
