@@ -1,22 +1,22 @@
-"""Rehearsal of many ranks on one machine: what a rank holds, opens, sends and waits for, and how that grows with the ranks.
+"""Rehearsal of many ranks on one machine: what a rank holds, opens, sends and waits for, and how that grows with their number.
 
     python benchmarks/bench_ranks.py [--ranks 8 32 128] [--json FILE]
 
-Every rank is a process of `megabert train` over gloo with the real loader, agreement of ranks, watchdog, run lock and
-checkpoints; only the engine does no arithmetic (`RehearsedEngine`). Each number of ranks has three lives: a start, a restart, and
-a restart on half as many ranks. Every `--per-node` ranks are taken for a node, of which only the first one reads the manifest.
+Each rank is a process of `megabert train` over gloo with the real loader, agreement of ranks, watchdog, run lock and checkpoints;
+only the engine does no arithmetic (`RehearsedEngine`). A number of ranks N starts, restarts, and restarts as N / 2; in another run
+the last rank stops, as after SIGSTOP, and must be named. Of `--per-node` ranks, which are taken for a node's, the first reads the
+dataset's manifest. The rows that all ranks were given must be those of the dataset's order, each once, and the weights must
+remain what update 0 made of them.
 
-Counts are of this program and do not depend on the machine. Seconds are of ranks that share its cores: of a thousand ranks with
-cores of their own the CPU seconds say more than the wall clock. Of each quantity the three fits over the number of ranks N are
-least squares; a constant is taken where no value is more than 2% from the mean, otherwise a + b N or a + b log2 N, whichever
-leaves less. From three points this extrapolates an order of magnitude: take it for the shape of the growth.
+Counts are of the program and the same on any machine. Seconds are of N processes that share its cores: for ranks with cores of
+their own, CPU seconds (of all threads of a rank) say more than those of the clock. A quantity is called constant where no value
+is more than 2% from the mean; otherwise a + b f(N) with f = N, N^2, log2 N or 1 / N is fitted by least squares, and the f that
+leaves the smallest sum of squares is shown with its value at 1,024. Three points tell the shape of a curve, no more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import gc
 import json
 import multiprocessing
@@ -32,248 +32,85 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-# before numpy and torch are loaded: ranks share the cores, and a process without threads may be forked
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+if __name__ == "__main__":
+    # before numpy and torch are loaded: only a process without threads may be forked, and ranks share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
-import torch
-import torch._dynamo  # which the first optimizer of a process imports
-import torch.distributed as dist
+import torch._dynamo  # noqa: F401  by the first optimizer of a process: here once for all ranks
 
 from benchmarks.common import hardware
+from benchmarks.rehearsal.counts import Counts, descriptors, held
+from benchmarks.rehearsal.engine import RehearsedEngine
 from megabert import pretraining, train
-from megabert.checkpoint import tensors
-from megabert.config import Config, accumulation
 from megabert.data.shards import Dataset
-from megabert.distributed.ranks import World
 from megabert.distributed.session import Session
-from megabert.engine import Engine, UpdateResult
-from megabert.engine.rank_times import OwnTime
-from megabert.engine.update_result import HostCopy
-from megabert.engine.zero_layout import ZeroLayout, slice_of_group
-from megabert.optim.build import build_optimizer
 from megabert.trainer import Saves, Trainer
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
-REQUESTS = ("set", "get", "multi_get", "check", "compare_set")
-# audited besides "open": what a file system's metadata server is asked
-NAMES = {f"os.{name}" for name in ("listdir", "scandir", "mkdir", "rename", "remove", "rmdir")}
-# reports of an update that are timed one by one after the last update
-SYNCS = 20
+# ranks for which the fits are evaluated
 TARGET = 1024
-# a life that takes longer hangs
-LIFE_SECONDS = 900.0
+# rows of an update on each of N ranks
+ROWS = 4
+# reports of an update that are timed one by one after the last update
+SYNCS = 10
+# a command that takes longer hangs
+LIMIT_SECONDS = 900.0
+SEED = 42
 SETTINGS = (
-    *(
-        "ops.attention=sdpa",
-        "ops.mlm_loss=torch",
-        "ops.layer=torch",
-        "precision=fp32",
-        "zero.stage=1",
-        "optimizer.name=adamw",
-    ),
-    *("peak_tflops=1.0", "data.workers=0", "data.seq_len=64", "batch.micro_size=2", "eval.interval=0"),
-    *("log.interval=10", "log.tensorboard=false", "schedule.warmup_steps=1"),
+    *("ops.attention=sdpa", "ops.mlm_loss=torch", "ops.layer=torch", "precision=fp32", "zero.stage=1"),
+    *("batch.micro_size=2", "data.workers=0", "data.seq_len=0", "peak_tflops=1.0", "log.tensorboard=false"),
+    *("schedule.warmup_steps=1", f"seed={SEED}"),
 )
 
+# -- ranks -----------------------------------------------------------------------------------------------------------
 
-# -- the engine ------------------------------------------------------------------------------------------------------
-
-
-class RehearsedEngine(Engine):
-    """An engine without DeepSpeed, forward and backward passes: this rank's partition of weights and moments at ZeRO stage 1,
-    the collectives of an update but for the gradients', and the real snapshots and restores.
-
-    The first update sets each weight to a number that follows from its place in the model; every later one, also on other
-    ranks, asserts that it still is.
-    """
-
-    def __init__(
-        self, config: Config, model: Any, world: World, deepspeed_extra: Mapping[str, Any] | None = None
-    ) -> None:
-        self.config, self.world, self.dtype = config, world, torch.float32
-        self.accumulation = accumulation(config, world.size)
-        self.module = model()
-        self.terms, self._counts, self.optimizer_kernels = self.module.terms, self.module.counts, "torch"
-        self.optimizer = build_optimizer(config.optimizer, self.module)
-        names, parameters = zip(*self.module.named_parameters(), strict=True)
-        index_of, masters = {id(parameter): index for index, parameter in enumerate(parameters)}, []
-        for group in self.optimizer.param_groups:
-            flat = torch.zeros(-(-sum(parameter.numel() for parameter in group["params"]) // world.size))
-            masters.append(slice_of_group(flat, group["params"], world.rank, index_of))
-            group["params"] = [flat]
-        self.layout = ZeroLayout(names, tuple(p.shape for p in parameters), tuple(masters), partitioned=True)
-        self.optimizer.attach({master.tensor: master.segments for master in masters}, world.device, world)
-        self.own_time, self._skipped = OwnTime(world.device), torch.zeros((), dtype=torch.float64)
-        self.progress: Callable[[], None] = lambda: None
-        methods = dict.fromkeys(("set_train_micro_batch_size", "set_train_batch_size"), lambda size: None)
-        self._deepspeed = SimpleNamespace(global_steps=0, global_samples=0, micro_steps=0, **methods)
-        # (epoch, row id) of each row of this rank
-        self.rows: list[tuple[int, int]] = []
-
-    def train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None = None) -> UpdateResult:
-        """An update that changes no weight, with losses of 1."""
-        for segment, view in self.layout.segments():
-            expected = (torch.arange(segment.offset, segment.stop) % 4093 + segment.index).float()
-            if update.step == 0:
-                view.copy_(expected)
-            assert torch.equal(view, expected), f"{self.layout.names[segment.index]} is not what was saved"
-        self.rows += [(int(e), int(r)) for e, r in zip(update.epochs, update.row_ids, strict=True) if r >= 0]
-        counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
-        totals = self._sum_over_ranks(torch.tensor(counts, dtype=torch.float64))
-        correct = self._sum_over_ranks(torch.zeros(2 * len(counts), dtype=torch.float64))[len(counts) :]
-        norm, one = self.optimizer.guard([], 0.0), torch.ones(())
-        self.optimizer.resume([master.tensor for master in self.layout.masters], update.step + 1)
-        self._deepspeed.global_steps += 1
-        self.progress()
-        losses = torch.ones(len(counts), dtype=torch.float64)
-        common = {"correct": correct, "counts": totals, "grad_norm": norm, "applied": one, "vetoed": False}
-        return UpdateResult(
-            loss=losses.sum(), losses=losses, host_loss=HostCopy(losses.sum()), host_applied=HostCopy(one), **common
-        )
-
-
-# -- counts of a rank ------------------------------------------------------------------------------------------------
-
-
-def size_of(value: Any) -> int:
-    """Bytes of the tensors in an argument."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    return sum(map(size_of, value)) if isinstance(value, list) else 0
-
-
-class Counts:
-    """What this process has done so far, by the stage it was in: seconds, collectives, requests to the store, files."""
-
-    def __init__(self, places: Mapping[str, str]) -> None:
-        """`places`: prefix of a path, by the name under which its files are counted."""
-        self._places, self._so_far, self._io = places, Counter[str](), os.open("/proc/self/io", os.O_RDONLY)
-        self.stage, self.stages = "start", defaultdict[str, Counter[str]](Counter)
-        # seconds of each time that a stage was entered
-        self.seconds = defaultdict[str, list[float]](list)
-        sys.addaudithook(self._audit)
-        for name in COLLECTIVES:
-            setattr(dist, name, self._counting(getattr(dist, name), "collectives", "collective bytes"))
-        for name in REQUESTS:
-            setattr(dist.Store, name, self._counting(getattr(dist.Store, name), "store requests", f"store {name}"))
-        tensors.safe_open = self._counting(tensors.safe_open, "opened: run", "")  # no file that Python opens
-        self._before = self._now()
-
-    def enter(self, stage: str) -> None:
-        """What was done since the last call belongs to the stage that ends here."""
-        now = self._now()
-        self.stages[self.stage].update({name: now[name] - self._before[name] for name in now})
-        self.seconds[self.stage].append(now["seconds"] - self._before["seconds"])
-        self.stage, self._before = stage, now
-
-    def around(self, owner: Any, name: str, stage: str) -> None:
-        """Let each call of a function of the project be a stage."""
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            self.enter(stage)
-            found = function(*args, **kwargs)
-            self.enter("between")
-            return found
-
-        setattr(owner, name, entered)
-
-    def _counting(self, function: Any, calls: str, more: str) -> Any:
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._so_far[calls] += 1
-            self._so_far[more] += sum(map(size_of, args)) if more.endswith("bytes") else 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen":
-            self._so_far["processes started"] += 1
-        elif event == "open" or event in NAMES:
-            path = os.fsdecode(args[0]) if isinstance(args[0], str | bytes | os.PathLike) else ""
-            place = next((name for name, prefix in self._places.items() if path.startswith(prefix)), "other")
-            self._so_far[f"{'opened' if event == 'open' else 'names'}: {place}"] += 1
-
-    def _now(self) -> Counter[str]:
-        lines = os.pread(self._io, 4096, 0).decode().splitlines()
-        io = {name: int(number) for name, number in (line.split(": ") for line in lines)}
-        calls = {"system calls": io["syscr"] + io["syscw"], "bytes read": io["rchar"], "bytes written": io["wchar"]}
-        clocks: Any = {"seconds": time.perf_counter(), "cpu seconds": time.process_time()}
-        return Counter(self._so_far | calls | clocks)
-
-
-def descriptors() -> list[str]:
-    """What the descriptors of this process are open on."""
-    targets = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own, or another thread's
-            targets.append(os.readlink(f"/proc/self/fd/{number}"))
-    return targets
-
-
-def held(inherited: list[str]) -> dict[str, float]:
-    """What this process holds at the moment besides what it `inherited`. Memory: private, and PSS, in which what several processes
-    share counts by shares."""
-    rollup = Path("/proc/self/smaps_rollup").read_text().split()
-    kib = {name: int(rollup[rollup.index(f"{name}:") + 1]) for name in ("Pss", "Private_Clean", "Private_Dirty")}
-    opened = [target for target in descriptors() if target not in inherited]
-    return {
-        "descriptors": len(opened),
-        "sockets": sum(target.startswith("socket:") for target in opened),
-        "maps": len(Path("/proc/self/maps").read_text().splitlines()),
-        "threads": len(os.listdir("/proc/self/task")),
-        "PSS MiB": kib["Pss"] / 1024,
-        "private MiB": (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024,
-    }
-
-
-# -- lives -----------------------------------------------------------------------------------------------------------
+Rank = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Life:
-    """One command of so many ranks; `folder` gets their output and figures."""
+class Command:
+    """`megabert train` on so many ranks; `folder` gets their output and figures."""
 
     ranks: int
     per_node: int
     argv: list[str]
     folder: Path
     places: Mapping[str, str]
-    # the rank that stops in its fourth update, as with SIGSTOP; -1: none
+    # the rank that stops in its fourth update; -1: none
     stopped: int = -1
 
 
-def rank_of(life: Life, rank: int, port: int, gate: tuple[int, int]) -> None:
-    """The process of one rank, which leaves its figures in the life's folder."""
+def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> None:
+    """The process of one rank. It leaves its figures in the command's folder."""
     inherited = descriptors()
     for target, name in ((1, "output"), (2, "errors")):
-        os.dup2(os.open(life.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
-    place = {"RANK": rank, "LOCAL_RANK": rank % life.per_node, "WORLD_SIZE": life.ranks, "MASTER_PORT": port}
+        os.dup2(os.open(command.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
+    place = {"RANK": rank, "LOCAL_RANK": rank % command.per_node, "WORLD_SIZE": command.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    counts, engines, holding = Counts(life.places), list[Any](), dict[str, float]()
+    counts, holding, engines = Counts(command.places), dict[str, float](), list[RehearsedEngine]()
     counts.around(Session, "join", "meet")
     counts.around(Session, "watch", "watch")
     for name, stage in (("open_data", "open"), ("complete_config", "verify"), ("resume", "restore")):
         counts.around(pretraining, name, stage)
     counts.around(Saves, "complete", "save")
-    pretraining.Engine = lambda *args: engines.append(RehearsedEngine(*args)) or engines[0]  # type: ignore[assignment]
     take, training = Trainer.train_update, Trainer.train
+
+    def engine(*args: Any) -> RehearsedEngine:
+        engines.append(RehearsedEngine(*args))
+        return engines[0]
 
     def train_update(trainer: Trainer) -> Any:
         counts.enter("update" if engines[0].rows else "first update")
-        if rank == life.stopped and len(counts.seconds["update"]) == 2:
-            (life.folder / "stopped").touch()
+        if rank == command.stopped and len(counts.seconds["update"]) == 2:
+            (command.folder / "stopped").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         return take(trainer)
 
-    def train_and_sync(trainer: Trainer) -> bool:
+    def train_and_measure(trainer: Trainer) -> bool:
         over, update = training(trainer), next(trainer.updates)
         for _ in range(SYNCS):
             counts.enter("sync")
@@ -282,198 +119,177 @@ def rank_of(life: Life, rank: int, port: int, gate: tuple[int, int]) -> None:
         counts.enter("end")
         trainer.world.barrier()
         holding.update(held(inherited))
-        trainer.world.barrier()
+        trainer.world.barrier()  # all ranks are there while one looks
         return over
 
-    Trainer.train_update, Trainer.train = train_update, train_and_sync  # type: ignore[method-assign]
+    for owner, name, own in (
+        (pretraining, "Engine", engine),
+        (Trainer, "train_update", train_update),
+        (Trainer, "train", train_and_measure),
+    ):
+        setattr(owner, name, own)
     os.close(gate[1])
-    os.read(gate[0], 1)  # until all ranks are forked
+    os.read(gate[0], 1)  # returns once all ranks are forked
     counts.enter("between")
-    code = train.main(life.argv)
-    counts.enter("")
-    found = {
-        "stages": counts.stages,
-        "seconds": counts.seconds,
-        "held": holding,
-        "rows": engines[0].rows if engines else [],
-    }
-    (life.folder / f"{rank:05d}.json").write_text(json.dumps(found))
+    code = train.main(command.argv)
+    counts.enter("end")
+    if code == 0:
+        found = {"stages": counts.stages, "seconds": counts.seconds, "held": holding, "rows": engines[0].rows}
+        (command.folder / f"{rank:05d}.json").write_text(json.dumps(found))
     sys.exit(code)
 
 
-def run(life: Life) -> tuple[list[Any], str]:
-    """Exit codes of the ranks, and the end of what they printed."""
-    life.folder.mkdir(parents=True)
+def run(command: Command) -> tuple[list[int | None], str]:
+    """Exit codes of the ranks, and what they printed."""
+    command.folder.mkdir(parents=True)
     context, port, gate = multiprocessing.get_context("fork"), hardware.free_port(), os.pipe()
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
-    gc.freeze()  # no collection writes into the pages that the ranks share
-    processes = [context.Process(target=rank_of, args=(life, rank, port, gate)) for rank in range(life.ranks)]
+    gc.freeze()  # no collection writes to the pages that ranks share
+    ranks = [context.Process(target=run_rank, args=(command, rank, port, gate)) for rank in range(command.ranks)]
     try:
-        for process in processes:
-            process.start()
+        for rank in ranks:
+            rank.start()
         for end in gate:
             os.close(end)
-        deadline = time.monotonic() + LIFE_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + LIMIT_SECONDS
+        for rank in ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    codes = [process.exitcode for process in processes]
-    return codes, "".join((life.folder / name).read_text()[-2000:] for name in ("output", "errors"))
+        for rank in ranks:
+            if rank.pid:
+                rank.kill()
+                rank.join()
+    return [rank.exitcode for rank in ranks], "".join(
+        (command.folder / name).read_text() for name in ("output", "errors")
+    )
 
 
-def live(life: Life) -> list[dict[str, Any]]:
+def finish(command: Command) -> list[Rank]:
     """The figures of each rank. Raises ValueError with the end of the ranks' output where one failed."""
-    codes, output = run(life)
+    codes, output = run(command)
     if any(codes):
-        raise ValueError(f"exit codes of {life.ranks} ranks: {dict(Counter(codes))}:\n{output}")
-    return [json.loads((life.folder / f"{rank:05d}.json").read_text()) for rank in range(life.ranks)]
+        raise ValueError(f"exit codes of {command.ranks} ranks: {dict(Counter(codes))}\n{output[-3000:]}")
+    return [json.loads((command.folder / f"{rank:05d}.json").read_text()) for rank in range(command.ranks)]
 
 
-def stop_last(life: Life) -> float:
-    """Seconds from the moment at which the last rank stops until all ranks have ended. Raises ValueError where that rank is not the
-    one that is named."""
-    codes, output = run(life)
-    seconds = time.time() - (life.folder / "stopped").stat().st_mtime
-    if not re.search(rf"error: rank {life.stopped} .* is stopped or lost", output) or set(codes) != {4, -9}:
-        raise ValueError(f"rank {life.stopped} of {life.ranks} stopped; exit codes {dict(Counter(codes))}:\n{output}")
-    return seconds
+def stop_one(command: Command) -> float:
+    """Seconds from the moment at which a rank stops until all have ended. Raises ValueError where another one or none is named."""
+    codes, output = run(command)
+    if not re.search(rf"error: rank {command.stopped} .* is stopped or lost", output) or set(codes) != {4, -9}:
+        raise ValueError(f"rank {command.stopped} stopped; exit codes {dict(Counter(codes))}\n{output[-3000:]}")
+    return time.time() - (command.folder / "stopped").stat().st_mtime
 
 
 def rehearse(
-    data: Path, ranks: int, per_node: int, updates: int, scratch: Path
-) -> tuple[list[list[dict[str, Any]]], dict[str, float]]:
-    """The figures of each rank of a start, a restart, and a restart on half as many ranks; and those of the run. Raises ValueError
-    where a life failed, or where the rows that the ranks took are not those of the dataset's order, each once."""
-    run_dir, lives, rows = scratch / "run", [], Counter[tuple[int, int]]()
-    places = {"run": str(run_dir), "dataset": str(data), "program": str(hardware.ROOT)}
-    schedule = [
-        f"batch.global_size={4 * ranks}",
-        f"schedule.total_steps={3 * updates}",
-        f"checkpoint.keep_every={updates}",
-    ]
+    data: Path, ranks: int, args: argparse.Namespace, scratch: Path
+) -> tuple[list[list[Rank]], dict[str, float]]:
+    """The figures of each rank in three commands of a run, and those of the run. Raises ValueError where a command failed, and where
+    ranks were given other rows than the dataset's order has."""
+    folder, commands, rows = scratch / "run", [], Counter[tuple[int, int]]()
+    places = {"run": str(folder), "dataset": str(data), "program": str(hardware.ROOT)}
+    argv = ["--config", "tiny", "--data", str(data), *SETTINGS, f"batch.global_size={ROWS * ranks}"]
+    argv += [f"schedule.total_steps={3 * args.updates}", f"log.interval={args.updates}"]
+    argv += [f"checkpoint.keep_every={args.updates}"]
     for number, size in enumerate((ranks, ranks, max(1, ranks // 2)), 1):
-        argv = ["--config", "tiny", "--data", str(data), "--run", str(run_dir), "--stop-after", str(number * updates)]
-        # a first life's saves are counted apart; later ones are committed while training
-        argv += [*SETTINGS, *schedule, f"checkpoint.interval={0 if number == 1 else 4}"]
-        lives.append(live(Life(size, per_node, argv, scratch / f"life-{number}", places)))
-        rows.update(tuple(row) for rank in lives[-1] for row in rank["rows"])
-        print(
-            f"{ranks} ranks, life {number} on {size}: {lives[-1][0]['stages']['meet']['seconds']:.1f} s to meet",
-            flush=True,
-        )
-    ids, epochs = Dataset(data).order(42, np.arange(3 * updates * 4 * ranks))
+        # the first command saves at its end, where it is measured; the others while they train, too
+        own = [f"checkpoint.interval={0 if number == 1 else 3}", f"--run={folder}"]
+        own += [f"--stop-after={number * args.updates}"]
+        commands.append(finish(Command(size, args.per_node, argv + own, scratch / str(number), places)))
+        rows.update((epoch, row) for rank in commands[-1] for epoch, row in rank["rows"])
+        print(f"{ranks} ranks: start {number}, on {size}, has trained and saved", flush=True)
+    ids, epochs = Dataset(data).order(SEED, np.arange(3 * args.updates * ROWS * ranks))
     if rows != Counter(zip(epochs.tolist(), ids.tolist(), strict=True)):
-        raise ValueError(
-            f"{ranks} ranks trained on other rows ({rows.total()}) than the dataset's order has, each once"
-        )
-    found: dict[str, float] = {"rows, each trained on once": rows.total()}
-    newest = run_dir / "checkpoints" / f"step-{2 * updates:08d}"
-    found |= {
-        "checkpoint: files": len(list(newest.iterdir())),
-        "checkpoint: manifest bytes": (newest / "manifest.json").stat().st_size,
+        raise ValueError(f"{ranks} ranks were given {rows.total()} rows that are not those of the order, each once")
+    newest = folder / "checkpoints" / f"step-{2 * args.updates:08d}"
+    found: dict[str, float] = {
+        "run: rows, each given once": rows.total(),
+        "run: files of a checkpoint": len(os.listdir(newest)),
+        "run: bytes of a manifest": (newest / "manifest.json").stat().st_size,
+        "run: bytes of a log line": len((folder / "metrics.jsonl").read_bytes().splitlines()[0]),
     }
-    found["log line: bytes"] = len((run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
-    if ranks > 1:
-        argv = [*argv, f"--run={scratch / 'stopped'}", "watchdog.timeout_seconds=10"]
-        found["seconds: a stopped rank, until all have ended"] = stop_last(
-            Life(ranks, per_node, argv, scratch / "life-4", places, ranks - 1)
-        )
-    return lives, found
+    if ranks > 1 and args.timeout:
+        own = [f"--run={scratch / 'stopped'}", f"watchdog.timeout_seconds={args.timeout}"]
+        ended = stop_one(Command(ranks, args.per_node, argv + own, scratch / "4", places, ranks - 1))
+        found[f"run: seconds until all have ended behind a rank that stops (time-out: {args.timeout:g})"] = ended
+    return commands, found
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
 
-Rank = dict[str, Any]
-OPENING = ("meet", "watch", "open", "verify", "restore", "between")
-SYNC = ("collectives", "collective bytes", "system calls", "bytes written")
-
-
-def summed(stages: Sequence[str], name: str) -> Callable[[Rank], float]:
-    return lambda rank: sum(rank["stages"].get(stage, {}).get(name, 0) for stage in stages)
-
-
-def each(stage: str, name: str) -> Callable[[Rank], float]:
-    """Of one update or sync."""
-    return lambda rank: rank["stages"][stage].get(name, 0) / len(rank["seconds"][stage])
-
-
-def holds(name: str) -> Callable[[Rank], float]:
-    return lambda rank: rank["held"][name]
-
-
-def beat(rank: Rank) -> float:
-    """Requests of a heartbeat; the first and the last one only write."""
-    requests, beats = (summed(list(rank["stages"]), f"store {name}")(rank) for name in ("requests", "multi_get"))
-    return (requests - 2) / max(1.0, beats)
-
-
-def median(stage: str) -> Callable[[Rank], float]:
-    """Seconds."""
-    return lambda rank: statistics.median(rank["seconds"][stage])
-
-
-# name, life (from 0), and the figure of a rank
-COUNTED: tuple[tuple[str, int, Callable[[Rank], float]], ...] = (
-    *((name, 0, holds(name)) for name in ("descriptors", "sockets", "maps", "threads", "PSS MiB", "private MiB")),
-    *(
-        (f"start: {name}", 0, summed(OPENING, name))
-        for name in (
-            *("opened: dataset", "opened: run", "opened: program", "opened: other", "processes started"),
-            *("collectives", "collective bytes", "bytes written"),
-        )
-    ),
-    ("heartbeat: store requests", 0, beat),
-    *((f"update: {name}", 0, each("update", name)) for name in SYNC),
-    *((f"sync: {name}", 0, each("sync", name)) for name in SYNC),
-    *(
-        (f"save: {name}", 0, summed(["save"], name))
-        for name in ("opened: run", "names: run", "collectives", "bytes written")
-    ),
-    *(
-        (f"restart: {name}", 1, summed(["verify", "restore"], name))
-        for name in ("opened: run", "names: run", "collectives", "collective bytes", "bytes read")
-    ),
+REPEATED = ("update", "sync")
+SENT = ("collectives", "collective bytes", "system calls", "bytes written")
+FILES = ("opened: run", "names: run", "collectives")
+OPENED = ("opened: dataset", "opened: run", "opened: program", "opened: other", "processes started")
+# what is looked at: its name, the command (from 0), its stages, and counts
+LOOKS: tuple[tuple[str, int, Sequence[str], Sequence[str]], ...] = (
+    ("meet", 0, ("meet",), ("bytes written",)),
+    ("open the data", 0, ("open",), ("opened: dataset", "collectives")),
+    ("start", 0, ("meet", "watch", "open", "verify", "restore", "between"), (*OPENED, *SENT[:2])),
+    ("first update", 0, ("first update",), ("opened: dataset",)),
+    ("update", 0, ("update",), SENT),
+    ("sync", 0, ("sync",), SENT),
+    ("save", 0, ("save",), (*FILES, "bytes written")),
+    ("restart", 1, ("verify", "restore"), (*FILES, "opened: safetensors", "collective bytes", "bytes read")),
 )
-# of the slowest rank on the clock, of the mean rank on a core
-TIMED: tuple[tuple[str, int, Sequence[str]], ...] = (
-    *((name, 0, [name]) for name in ("meet", "open", "first update", "update", "sync", "save")),
-    ("restart", 1, ["verify", "restore"]),
-)
+HELD = ("descriptors", "sockets", "maps", "threads", "PSS MiB", "private MiB")
+
+
+def total(rank: Rank, stages: Sequence[str], name: str) -> float:
+    """The sum over stages; of updates and syncs the mean of one."""
+    times = len(rank["seconds"][stages[0]]) if stages[0] in REPEATED else 1
+    return sum(rank["stages"].get(stage, {}).get(name, 0) for stage in stages) / times
+
+
+def seconds(rank: Rank, stages: Sequence[str]) -> float:
+    """By the clock; of updates and syncs the median of one."""
+    return statistics.median(rank["seconds"][stages[0]]) if stages[0] in REPEATED else total(rank, stages, "seconds")
+
+
+def requests(rank: Rank) -> float:
+    """To the store in a heartbeat; the first and the last heartbeat only write."""
+    every, beats = (total(rank, list(rank["stages"]), f"store {name}") for name in ("requests", "multi_get"))
+    return (every - 2) / max(1.0, beats)
 
 
 def fitted(ranks: Sequence[int], values: Sequence[float]) -> tuple[str, float]:
-    """The fit of the values that leaves least, as text, and what it gives for TARGET ranks."""
+    """The fit of `values` that leaves least, and its value for TARGET ranks; the mean where there are fewer than three."""
     mean = statistics.fmean(values)
     if len(ranks) < 3 or max(abs(value - mean) for value in values) <= 0.02 * abs(mean):
         return "constant", mean
-    fits, ranks = [], np.array(ranks, float)
-    for name, shape in (("N", np.asarray), ("log2 N", np.log2), ("/ N", np.reciprocal)):
-        basis = np.stack([np.ones(len(ranks)), shape(ranks)], 1)
+    shapes: dict[str, Callable[[Any], Any]] = {
+        "N": np.asarray,
+        "N^2": np.square,
+        "log2 N": np.log2,
+        "/ N": np.reciprocal,
+    }
+    fits, counts = [], np.array(ranks, float)
+    for name, shape in shapes.items():
+        basis = np.stack([np.ones(len(counts)), shape(counts)], 1)
         (a, b), *_ = np.linalg.lstsq(basis, np.array(values))
         left = float(np.square(basis @ [a, b] - values).sum())
-        fits.append((left, f"{a:.4g} + {b:.4g} {name}", float(a + b * shape(TARGET))))
+        fits.append((left, f"{a:.4g} {b:+.4g} {name}", float(a + b * shape(float(TARGET)))))
     return min(fits)[1:]
 
 
 def table(rehearsed: Mapping[int, tuple[list[list[Rank]], dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each quantity: its value for each number of ranks, and the fit."""
-    rows: dict[str, list[float]] = defaultdict(list)
-    for lives, found in rehearsed.values():
-        for name, life, of in COUNTED:
-            first, *others = map(of, lives[life])
-            rows[f"{name} (rank 0)"].append(first)
-            rows[f"{name} (most of the others)"].append(max(others, default=first))
-        for name, life, stages in TIMED:
-            times = 1 if len(stages) > 1 else len(lives[life][0]["seconds"][name])
-            wall = summed(stages, "seconds") if times == 1 else median(name)
-            cpu = [summed(stages, "cpu seconds")(rank) / times for rank in lives[life]]
-            rows[f"seconds: {name}, slowest rank"].append(max(map(wall, lives[life])))
-            rows[f"CPU seconds: {name}, mean rank"].append(statistics.fmean(cpu))
+    """A row for each quantity: its value for each number of ranks, and the fit. Where rank 0 differs from the others it has a row of
+    its own, and of those the greatest value counts."""
+    figures: dict[str, list[Sequence[float]]] = defaultdict(list)
+    for commands, found in rehearsed.values():
+        for name in HELD:
+            figures[f"held: {name}"].append([rank["held"][name] for rank in commands[0]])
+        figures["heartbeat: store requests"].append([requests(rank) for rank in commands[0]])
+        for look, number, stages, names in LOOKS:
+            figures[f"{look}: seconds, slowest rank"].append([max(seconds(rank, stages) for rank in commands[number])])
+            for name in ("cpu seconds", *names):
+                figures[f"{look}: {name}"].append([total(rank, stages, name) for rank in commands[number]])
         for name, value in found.items():
-            rows[name].append(value)
+            figures[name].append([value])
+    rows = {}
+    for name, values in figures.items():
+        first, others = [of[0] for of in values], [max(of[1:], default=of[0]) for of in values]
+        rows |= {name: first} if first == others else {f"{name}, rank 0": first, f"{name}, another rank": others}
     return [
         {"quantity": name, "values": dict(zip(rehearsed, values, strict=True)), "fit": fit, f"at {TARGET}": at}
         for name, values in rows.items()
@@ -482,41 +298,42 @@ def table(rehearsed: Mapping[int, tuple[list[list[Rank]], dict[str, float]]]) ->
 
 
 def build_data(folder: Path) -> Path:
-    """A dataset of Python's documentation."""
-    build = ("--input", "pydoc", "--output", folder, "--seq-len", 64, "--vocab-size", 2000, "--held-out", 0)
+    """A dataset of the topics of Python's language reference."""
+    from pydoc_data.topics import topics
+
+    text = folder / "topics.jsonl"
+    text.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)))
+    build = ("--input", text, "--output", folder / "data", "--seq-len", 64, "--vocab-size", 2000, "--held-out", 0)
     command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--nsp", "--quiet"]
     subprocess.run(command, cwd=hardware.ROOT, check=True, stdout=subprocess.DEVNULL)
-    return folder
+    return folder / "data"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--per-node", type=int, default=8, help="ranks that are taken for those of a node")
-    parser.add_argument("--updates", type=int, default=12, help="of each life, ten at least")
-    parser.add_argument(
-        "--data", type=Path, help="dataset of rows of 64 tokens, without held-out rows; default: built now"
-    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128], metavar="N")
+    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="ranks that are taken for those of a node")
+    parser.add_argument("--updates", type=int, default=8, help="of each command, four at least")
+    parser.add_argument("--timeout", type=float, default=10, help="the watchdog's, where a rank stops; 0: none stops")
+    parser.add_argument("--data", type=Path, help="dataset with pairs and without held-out rows; default: built now")
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     rehearsed = {}
     try:
         with tempfile.TemporaryDirectory(prefix="bench_ranks_") as scratch:
-            data = args.data or build_data(Path(scratch, "data"))
+            data = (args.data or build_data(Path(scratch))).resolve()
             for ranks in args.ranks:
-                rehearsed[ranks] = rehearse(
-                    data.resolve(), ranks, args.per_node, args.updates, Path(scratch, str(ranks))
-                )
+                rehearsed[ranks] = rehearse(data, ranks, args, Path(scratch, f"{ranks}-ranks"))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = table(rehearsed)
     for row in rows:
-        print(f"{row['quantity']:58} " + " ".join(f"{v:>12.6g}" for v in row["values"].values()), end="")
-        print(f"  {row['fit']:28} {row[f'at {TARGET}']:>12.6g}")
+        values = "".join(f"{value:>12.6g}" for value in row["values"].values())
+        print(f"{row['quantity']:60}{values}   {row['fit']:26}{row[f'at {TARGET}']:>12.6g}")
     if args.json:
-        setting = {"per_node": args.per_node, "updates": args.updates}
+        setting = {name: getattr(args, name) for name in ("ranks", "per_node", "updates", "timeout")}
         hardware.write_json(args.json, {"benchmark": "ranks", "setting": setting, "rows": rows})
     return 0
 
