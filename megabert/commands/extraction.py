@@ -210,9 +210,6 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
             table.write_table(pa.table(columns, schema=table.schema))
 
 
-WRITERS = {".parquet": _write_parquet, ".npy": _write_npy}
-
-
 def extract(source: str | Path, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
     """Write the vectors of the texts in `input`; `options` are Extractor's.
 
@@ -224,9 +221,10 @@ def extract(source: str | Path, input: str, output: str, column: str = "", token
     if not total:
         raise ValueError(f"{path}: has no text in it")
     extractor = Extractor(hf.load(source, tokenizer), **options)
+    write = _write_npy if target.suffix == ".npy" else _write_parquet
     texts = tqdm(read_texts(path, column), total=total, unit=" texts", disable=None, leave=False)
     with appearing_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
-        WRITERS[target.suffix](file, windows, total, extractor)
+        write(file, windows, total, extractor)
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:
         log.warning(f"{extractor.truncated:,} of them are longer than {extractor.max_length} tokens and lost their end")

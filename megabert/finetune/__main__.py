@@ -25,9 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common import errors
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
-from megabert.common.environment import launched
 from megabert.common.errors import OK
 from megabert.common.hub import located
 from megabert.common.logs import log
@@ -121,12 +119,4 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    # before the slow imports; of several ranks by one of them
-    if not launched() and (code := errors.command(check)(args)):
-        return code
-    from megabert.common.environment import keep_freed_memory
-    from megabert.distributed import session
-
-    keep_freed_memory()
-    return session.run(lambda ranks: check(args) or (predict(args) if args.predict else train(args, ranks)))
+    return options.run(parse(argv), check, lambda args, ranks: predict(args) if args.predict else train(args, ranks))

@@ -32,9 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.common import errors
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
-from megabert.common.environment import launched
 from megabert.common.errors import OK
 from megabert.common.files import write_whole
 from megabert.common.hub import located
@@ -191,12 +189,4 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    # before the slow imports; of several ranks by one of them
-    if not launched() and (code := errors.command(check)(args)):
-        return code
-    from megabert.common.environment import keep_freed_memory
-    from megabert.distributed import session
-
-    keep_freed_memory()
-    return session.run(lambda ranks: check(args) or run_all(args, ranks))
+    return options.run(parse(argv), check, run_all)

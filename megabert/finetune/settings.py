@@ -1,14 +1,19 @@
-"""Settings of a fine-tuning run, which are options of its commands: each is a field with its help and its range. Without torch."""
+"""Options of the fine-tuning commands: each setting of a run is a field with its help and its range. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megabert.common import errors
 from megabert.common.arguments import Parser
+from megabert.common.environment import keep_freed_memory, launched
+
+if TYPE_CHECKING:
+    from megabert.distributed.session import Session
 
 
 def option(
@@ -105,3 +110,18 @@ def runs_of(args: argparse.Namespace, max_length: int, stride: int, hidden: int 
         for lr in rates
         for seed in seeds
     }
+
+
+def run(
+    args: argparse.Namespace,
+    check: Callable[[argparse.Namespace], int],
+    work: Callable[[argparse.Namespace, Session], int],
+) -> int:
+    """The exit code of a fine-tuning command: `check(args)`, then `work(args, ranks)` in a session of ranks."""
+    # One process checks before the slow imports; several ranks check in the session, where one of them prints the error.
+    if not launched() and (code := errors.command(check)(args)):
+        return code
+    from megabert.distributed import session
+
+    keep_freed_memory()
+    return session.run(lambda ranks: check(args) or work(args, ranks))
