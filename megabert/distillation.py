@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert import hf as pretrained
+from megabert import hf
 from megabert.config import Config, ModelConfig, changed
 from megabert.data.masking import IGNORE
 from megabert.engine import DTYPES
@@ -105,7 +105,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> Student:
     `tokenizer` is the SHA-256 of the data's. Raises ValueError when the teacher was trained with another one, is no
     model, or cannot teach this one.
     """
-    teacher = pretrained.load(config.distill.teacher)
+    teacher = hf.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(
             f"distill.teacher={config.distill.teacher}: its tokenizer is not the dataset's (SHA-256 differs); build the "

@@ -68,7 +68,7 @@ def about() -> dict[str, Any]:
     """Description of this machine and this command, ready for JSON. Memory in GiB, date in UTC."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": environment.command(),
         "revision": revision(),
         **({"changes": list(changes())} if changes() else {}),
         "hardware": {

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.common import hardware
 from megabert import config
+from megabert.common.arguments import toml_names
 from megabert.config import Config, sources
 
 TRACKS = (*("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"), *("5m-tokens", "20m-tokens", "80m-tokens"))
@@ -94,7 +95,7 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
 
 
 def names() -> list[str]:
-    return sources.toml_names(FOLDER)
+    return toml_names(FOLDER)
 
 
 def load(name: str) -> RaceRecipe:

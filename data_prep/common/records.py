@@ -28,15 +28,12 @@ MOST_SOURCES = 32
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents. `text_documents` is auto | file | blank-line | line.
-
-    `text_field` is as `megabert.common.tables` takes it, `split` the split of a saved dataset that is read, or "all".
-    """
+    """How files become documents. `text_documents` is auto | file | blank-line | line; `text_field` is as
+    `megabert.common.tables` takes it."""
 
     format: str = AUTO
     text_documents: str = AUTO
     text_field: str = "text"
-    split: str = "train"
 
 
 @dataclass(frozen=True)

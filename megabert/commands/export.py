@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as, refuse_missing
+from megabert.common.arguments import TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import appearing, refuse_existing, write_tensors
 from megabert.common.hub import located
@@ -85,8 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="run folder, or one checkpoint in it")
     add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
-    moved = "the run's tokenizer, where its dataset is no longer in its place"
-    add("--tokenizer", default="", metavar="FILE", help=moved)
+    add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)

@@ -25,10 +25,10 @@ from megabert.common.files import appearing_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
+from megabert.engine import DTYPES
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, pack_weights
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # batches of tokens that are sorted by length together, and whose vectors are in memory together
 SORTED = 8
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
@@ -90,7 +90,7 @@ class Extractor:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
         self.tokenizer, self.pool = pretrained.tokenizer, pool
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = pretrained.model(self.device, PRECISIONS[precision])
+        self.model = pretrained.model(self.device, DTYPES[precision])
         pack_weights(self.model)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[self.device.type]
         self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)
-    moved = "the run's tokenizer, where its dataset is no longer in its place"
-    add("--tokenizer", default="", metavar="FILE", help=moved)
+    add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     given = parser.parse_args(argv)
     check(given)
     args = vars(given) | {"model": located(given.model)}

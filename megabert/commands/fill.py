@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
@@ -88,8 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--top", type=int, default=5, metavar="K", help="words a mask")
-    moved = "the run's tokenizer, where its dataset is no longer in its place"
-    add("--tokenizer", default="", metavar="FILE", help=moved)
+    add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("text", help=f"text with {MASK}")
     args = parser.parse_args(argv)
     if args.top < 1:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 from megabert.common.logs import log
@@ -47,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISION)
-    moved = "the run's tokenizer, where its dataset is no longer in its place"
-    add("--tokenizer", default="", metavar="FILE", help=moved)
+    add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     args = parser.parse_args(argv)
     if args.each < 0:
         raise ValueError(f"--each {args.each}: must be 0 or more")
@@ -57,14 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     refuse_missing(args, "tokenizer")
     folder, pairs = located(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf
-    from megabert.commands.extraction import PRECISIONS
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
+    from megabert.engine import DTYPES
     from megabert.minimal_pairs import score_pairs, sentences_of
 
     keep_freed_memory()
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()
-    table = score_pairs(model, pairs, PRECISIONS[args.precision])
+    table = score_pairs(model, pairs, DTYPES[args.precision])
     seconds, sentences = time.perf_counter() - started, len(sentences_of(pairs))
     log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # what a command's --model takes
 MODEL = "run folder, one checkpoint in it, a Hugging Face folder, or OWNER/NAME on its hub"
+# what its --tokenizer is
+TOKENIZER = "the run's tokenizer, where its dataset is no longer in its place"
 _called_as = ""
 
 
@@ -57,8 +59,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (`{self.prog} --help` shows all options)\n")
 
 
+def toml_names(folder: Path) -> list[str]:
+    """Names of the TOML files in a folder, without their ending."""
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
 def presets() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    return toml_names(PRESETS)
 
 
 def refuse_missing(args: argparse.Namespace, *names: str) -> None:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
@@ -31,14 +32,14 @@ class _Lines(logging.Handler):
 _lines = _Lines()
 
 
-def setup(rank: int = 0, size: int = 1, level: str = "") -> None:
+def setup(rank: int = 0, size: int = 1) -> None:
     """Send the project's messages to this process' streams as rank `rank` of `size`. Called by commands, again once the
     rank is known. Raises ValueError for a level that does not exist."""
     if _lines not in log.handlers:  # first, so that the error below is printed by it
         log.addHandler(_lines)
     log.propagate = False
     _lines.prefix, _lines.is_main = f"rank {rank}: " if rank else "", rank == 0
-    name = (level or os.environ.get("MEGABERT_LOG") or "info").lower()
+    name = (os.environ.get("MEGABERT_LOG") or "info").lower()
     if name not in LEVELS:
         raise ValueError(f"MEGABERT_LOG={name}: choose {', '.join(LEVELS)}")
     log.setLevel(name.upper())
@@ -59,3 +60,9 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days}d{hours:02d}h{minutes:02d}m"
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{sec:02d}s"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

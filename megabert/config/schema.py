@@ -464,5 +464,5 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     too_long = "schedule.warmup_steps exceeds schedule.total_steps; lower it"
     yield schedule.unit == "steps" and schedule.warmup_steps > schedule.total_steps, too_long
     shares = f"schedule.decay_share={schedule.decay_share:g} and a warm-up of {schedule.warmup_share:.2g} of the budget"
-    too_much = schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1
+    too_much = schedule.name == "wsd" and schedule.warmup_share + schedule.decay_share > 1
     yield too_much, f"{shares} exceed it; lower one of them"

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megabert.common.arguments import PRESETS
+from megabert.common.arguments import PRESETS, toml_names
 from megabert.config.phases import check_phases
 from megabert.config.schema import Config, check, flat, validated
 
@@ -29,7 +29,7 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     if source:
         _, tree = read_toml(source, PRESETS, "--config", "preset")
     for override in overrides or []:
-        set_override(Config, tree, override)
+        set_override(tree, override)
     return from_dict(tree)
 
 
@@ -38,8 +38,8 @@ def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
     tree: dict[str, Any] = {}
     for override in overrides:
         if not override.startswith("phases."):
-            set_override(Config, tree, override)
-    refuse_unknown(Config, tree)
+            set_override(tree, override)
+    refuse_unknown(tree)
 
 
 def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
@@ -63,17 +63,13 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """Validated config from nested dicts."""
-    refuse_unknown(Config, tree)
+    refuse_unknown(tree)
     config = validated(tree)
     for number, phase in enumerate(config.phases, 1):
-        refuse_unknown(Config, {key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
+        refuse_unknown({key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
     check(config)
     check_phases(config)
     return config
-
-
-def toml_names(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
@@ -93,8 +89,8 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
         raise ValueError(f"{path}: {error}") from error
 
 
-def set_override(model: type[BaseModel], tree: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into `tree`, read as the type that `model` has there. Raises ValueError."""
+def set_override(tree: dict[str, Any], override: str) -> None:
+    """Put one `section.key=value` into `tree`, read as the type that the key has. Raises ValueError."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ValueError(f"override {override!r}: write section.key=value")
@@ -110,10 +106,11 @@ def set_override(model: type[BaseModel], tree: dict[str, Any], override: str) ->
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {part} is not a section")
-    node[leaf] = parse_value(text, _field_type(model, key))
+    node[leaf] = parse_value(text, _field_type(key))
 
 
-def _field_type(model: Any, key: str) -> Any:
+def _field_type(key: str) -> Any:
+    model: Any = Config
     for part in key.split("."):
         field = getattr(model, "model_fields", {}).get(part)
         if field is None:
@@ -132,10 +129,10 @@ def parse_value(text: str, kind: Any = None) -> Any:
         return text
 
 
-def refuse_unknown(model: Any, tree: dict[str, Any], where: str = "") -> None:
-    """Raises ValueError for the first key of `tree`, which lies at `where`, that `model` does not have, with the nearest name there
-    is: of its section, else of any, which catches a key set in the wrong section."""
-    names = list(_field_names(model))
+def refuse_unknown(tree: dict[str, Any], where: str = "") -> None:
+    """Raises ValueError for the first unknown key of `tree`, which lies at `where`, with the nearest name: of its section, else of
+    any section, which catches a key set in the wrong one."""
+    names = list(_field_names())
 
     def check_section(section: dict[str, Any], prefix: str) -> None:
         siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
@@ -159,7 +156,7 @@ def nearest(wrong: str, *groups: Mapping[str, str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _field_names(model: Any, prefix: str = "") -> Iterator[str]:
+def _field_names(model: Any = Config, prefix: str = "") -> Iterator[str]:
     """Full names of all sections and fields."""
     for name, field in model.model_fields.items():
         yield prefix + name

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megabert.data.masking import stream_keys
+from megabert.common.random_numbers import stream_keys
 
 # shards that the rows of a slot come from
 ACTIVE_SHARDS = 64
@@ -64,10 +64,9 @@ class RowOrder:
                 row_ids[in_slot[in_window]] = rows[at[in_window] - edges[window]]
         return row_ids
 
-    def by_epoch(self, seed: int, positions: np.ndarray, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch `first`."""
+    def by_epoch(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch 0."""
         epochs, within = np.divmod(positions, self.rows)
-        epochs += first
         row_ids = np.empty_like(within)
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch

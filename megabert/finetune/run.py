@@ -36,7 +36,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.common import tables
 from megabert.common.errors import OK
 from megabert.common.files import sha256_of, write_whole
-from megabert.common.logs import duration, log
+from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -507,5 +507,4 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
             for f in figures.values()
         ]
         lines.append([f"{point['point']['lr']:g}", str(point["runs"]), *cells, f"{point['seconds']:.0f}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return aligned(lines)

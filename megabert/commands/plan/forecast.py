@@ -21,6 +21,7 @@ from megabert.commands.plan.step_time import (
     step_seconds,
 )
 from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, with_vocabulary, work
+from megabert.common.logs import aligned
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
 
@@ -171,9 +172,3 @@ def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
                 " take a larger batch.micro_size, or fewer GPUs where that is their whole share"
             )
     return ""
-
-
-def aligned(lines: list[list[str]]) -> str:
-    """Columns of cells, each as wide as its widest."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from megabert.commands.plan.forecast import ForecastJob, ForecastPoint, aligned
+from megabert.commands.plan.forecast import ForecastJob, ForecastPoint
 from megabert.commands.plan.quality import SAMPLE_TOKENS
 from megabert.commands.plan.step_time import DEVICES
+from megabert.common.logs import aligned
 from megabert.config import ModelConfig
 from megabert.metrics import training_flops
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megabert.commands.plan.forecast import ForecastJob, ForecastPoint, aligned
+from megabert.commands.plan.forecast import ForecastJob, ForecastPoint
 from megabert.commands.plan.step_time import Device
+from megabert.common.logs import aligned
 
 # real tokens of a sample of MLPerf's data set
 SAMPLE_TOKENS = 254.5
