@@ -37,8 +37,8 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvidia = importlib.util.find_spec("nvidia")  # what its wheels share
     wheels = [Path(place) for place in (nvidia and nvidia.submodule_search_locations) or ()]
-    found = [Path(home, "bin/nvcc"), *(path for place in wheels for path in sorted(place.glob("cu*/bin/nvcc")))]
-    return shutil.which("nvcc") or next((str(path) for path in found if path.is_file()), None)
+    candidates = [Path(home, "bin/nvcc"), *(path for place in wheels for path in sorted(place.glob("cu*/bin/nvcc")))]
+    return shutil.which("nvcc") or next((str(path) for path in candidates if path.is_file()), None)
 
 
 def architectures(nvcc: str) -> str:
@@ -88,9 +88,9 @@ def glibc_stub(cxx: list[str], folder: Path) -> list[str]:
     for place, version, name in re.findall(r"^(\w+) .*DF \.text.*?GLIBC_([\d.]+)\)?\s+(\w+)$", table, re.M):
         versions.setdefault((name, place), []).append(tuple(map(int, version.split("."))))
     names: dict[str, list[str]] = {}
-    for (name, _), found in versions.items():
-        if min(found) <= GLIBC < max(found):
-            names.setdefault(".".join(map(str, max(v for v in found if v <= GLIBC))), []).append(name)
+    for (name, _), known in versions.items():
+        if min(known) <= GLIBC < max(known):
+            names.setdefault(".".join(map(str, max(v for v in known if v <= GLIBC))), []).append(name)
     source, script, stub = (folder / f"glibc.{suffix}" for suffix in ("c", "map", "so"))
     source.write_text("".join(f"void {name}(void) {{}}\n" for group in names.values() for name in group))
     script.write_text("".join(f"GLIBC_{version} {{ {'; '.join(group)}; }};\n" for version, group in names.items()))

@@ -108,7 +108,7 @@ def run_rank(asked: dict[str, Any]) -> None:
     """One rank that saves again and again; rank 0 prints the seconds of the slowest rank for each save."""
     world = ranks.init(ranks.discover())
     side: Any = (DcpSaves if asked["side"] == DCP else OurSaves)(asked, world)
-    found = []
+    saves = []
     for step in range(1, asked["saves"] + 1):
         world.barrier()
         start = time.perf_counter()
@@ -122,9 +122,9 @@ def run_rank(asked: dict[str, Any]) -> None:
             blocked += time.perf_counter() - finish_start
         each = [blocked, time.perf_counter() - start]
         slowest = [number / 1e9 for number in world.max_ints([round(1e9 * seconds) for seconds in each])]
-        found.append(dict(zip(("blocked", "committed"), slowest, strict=True)))
+        saves.append(dict(zip(("blocked", "committed"), slowest, strict=True)))
     if world.is_main:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(saves), flush=True)
     ranks.shutdown()
 
 
@@ -145,17 +145,17 @@ def run_side(asked: dict[str, Any], ranks: int) -> list[dict[str, float]]:
 
 
 def measure(args: argparse.Namespace, asked: dict[str, Any], scratch: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, list[dict[str, float]]] = {OURS: [], DCP: []}
+    by_side: dict[str, list[dict[str, float]]] = {OURS: [], DCP: []}
     for number in range(args.rounds):
-        for side in list(found)[:: 1 if number % 2 else -1]:
+        for side in list(by_side)[:: 1 if number % 2 else -1]:
             shutil.rmtree(scratch / side, ignore_errors=True)
             (scratch / side).mkdir()
             saves = run_side(asked | {"side": side, "folder": str(scratch / side)}, args.ranks)
-            found[side] += saves[1:]
+            by_side[side] += saves[1:]
             print(f"round {number + 1}, {side}: {[round(s['blocked'], 4) for s in saves]}", flush=True)
     results: dict[str, dict[str, Any]] = {
         side: {key: round(statistics.median(save[key] for save in saves), 4) for key in saves[0]}
-        for side, saves in found.items()
+        for side, saves in by_side.items()
     }
     name = f"step-{args.saves:08d}"
     results[DCP]["index_bytes"] = (scratch / DCP / name / ".metadata").stat().st_size

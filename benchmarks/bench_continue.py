@@ -55,10 +55,10 @@ def trained(
 ) -> dict[str, Any]:
     """Tokens of a run, which resumes where it was killed, and its figures on each held-out text."""
     track = track_of(f"{tokens / 1000:g}k-tokens", threads=1)
-    found = training.train_ours(recipe, track, data, run, seed)
-    last = found.points[-1]
+    finished = training.train_ours(recipe, track, data, run, seed)
+    last = finished.points[-1]
     weights = training.weights_of(last)
-    return {"tokens": last.tokens} | {name: s.score(weights, found.config) for name, s in scorers.items()}
+    return {"tokens": last.tokens} | {name: s.score(weights, finished.config) for name, s in scorers.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     result = json.loads(args.json.read_text()) if args.json.is_file() else {"runs": {}}
     runs = result["runs"]
 
-    def note(key: str, found: dict[str, Any]) -> None:
-        runs[key] = found
+    def note(key: str, scores: dict[str, Any]) -> None:
+        runs[key] = scores
         hardware.write_json(args.json, {"tokens": args.tokens, "runs": runs})
-        print(f"{key}: old {found['old']['bits']:.3f}, new {found['new']['bits']:.3f}", flush=True)
+        print(f"{key}: old {scores['old']['bits']:.3f}, new {scores['new']['bits']:.3f}", flush=True)
 
     old = bench_vocabulary.prepare("base", args)
     tokenizer = str(old.train / old.manifest.tokenizer["file"])

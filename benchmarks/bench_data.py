@@ -53,12 +53,12 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVo
     first = np.where(two, rng.integers(seq_len // 4, seq_len * 3 // 4, rows), seq_len - rng.integers(0, 2, rows))
     second = np.where(two, seq_len - first, 0)
     ids[np.arange(seq_len) >= (first + second)[:, None]] = SPECIAL["pad"]
-    for slot, length, start, here in ((0, first, 0 * first, row), (1, second, first, np.flatnonzero(two))):
-        a = length[here] // 2
-        ids[here, start[here]] = SPECIAL["cls"]
-        ids[here, start[here] + a - 1] = ids[here, start[here] + length[here] - 1] = SPECIAL["sep"]
-        bounds[here, slot] = np.stack([length[here], a], axis=1)
-        isnext[here, slot] = rng.integers(0, 2, len(here))
+    for slot, length, start, chosen in ((0, first, 0 * first, row), (1, second, first, np.flatnonzero(two))):
+        a = length[chosen] // 2
+        ids[chosen, start[chosen]] = SPECIAL["cls"]
+        ids[chosen, start[chosen] + a - 1] = ids[chosen, start[chosen] + length[chosen] - 1] = SPECIAL["sep"]
+        bounds[chosen, slot] = np.stack([length[chosen], a], axis=1)
+        isnext[chosen, slot] = rng.integers(0, 2, len(chosen))
     per_shard = max(BLOCK_ROWS, rows // 4 // BLOCK_ROWS * BLOCK_ROWS)
     shards = []
     for i in range(0, rows, per_shard):
@@ -121,11 +121,11 @@ def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Callable[[], in
         while True:
             yield from webdataset.WebDataset(str(path), shardshuffle=False).decode()
 
-    found = samples()
+    stream = samples()
 
     def step() -> int:
         for _ in range(MICRO):
-            next(found)["ids.npy"]
+            next(stream)["ids.npy"]
         return MICRO
 
     return step
@@ -164,11 +164,11 @@ def measure(
     equal += [(mine, READER) for mine, _ in equal]
     for case in cases.values():
         case()  # maps, caches, first imports
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    rates: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, step in cases.items():
-            found[name].append(rows_per_second(step))
-    shown = {name: quantiles(values) for name, values in found.items()}
+            rates[name].append(rows_per_second(step))
+    shown = {name: quantiles(values) for name, values in rates.items()}
     ratios = {(mine, peer): shown[mine]["p50"] / shown[peer]["p50"] for mine, peer in equal}
     return {
         "seq_len": dataset.manifest.seq_len,

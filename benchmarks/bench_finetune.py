@@ -117,7 +117,7 @@ def questions(tasks: Path, scratch: Path) -> TaskFiles:
 def label_tallies(reported: Path, predictions: Path) -> list[Tally]:
     """Of a table with a column `label`: whether each row is correct."""
     both = zip(column(reported, "label"), column(predictions, "prediction"), strict=True)
-    return [(float(truth == found), 1.0) for truth, found in both]
+    return [(float(truth == predicted), 1.0) for truth, predicted in both]
 
 
 def column(path: Path, name: str) -> list[str]:
@@ -133,8 +133,8 @@ def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
     tallies = []
     for sentence in predictions.read_text(encoding="utf-8").strip("\n").split("\n\n"):
         fields = [line.split("\t" if "\t" in line else " ") for line in sentence.split("\n")]
-        truth, found = (set(get_entities([field[column] for field in fields])) for column in (1, 2))
-        tallies.append((2.0 * len(truth & found), float(len(truth) + len(found))))
+        truth, predicted = (set(get_entities([field[column] for field in fields])) for column in (1, 2))
+        tallies.append((2.0 * len(truth & predicted), float(len(truth) + len(predicted))))
     return tallies
 
 
@@ -142,10 +142,10 @@ def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
     """Of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
     from megabert.finetune.scores import overlap
 
-    found = json.loads(predictions.read_text(encoding="utf-8"))
+    predicted = json.loads(predictions.read_text(encoding="utf-8"))
     articles = json.loads(reported.read_text(encoding="utf-8"))["data"]
     asked = [q for a in articles for p in a["paragraphs"] for q in p["qas"]]
-    return [(max(overlap(found.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in asked]
+    return [(max(overlap(predicted.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in asked]
 
 
 CASES = (
@@ -214,8 +214,8 @@ def described(model: Path) -> dict[str, Any]:
     from megabert import hf as pretrained
     from megabert.hf import model_card
 
-    found = pretrained.load(model)
-    return model_card.recipe(found) | model_card.figures(found)
+    loaded = pretrained.load(model)
+    return model_card.recipe(loaded) | model_card.figures(loaded)
 
 
 def table(results: dict[str, Any]) -> str:

@@ -131,8 +131,8 @@ def measure(case: Case) -> dict[str, Any]:
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
-        found = model(**inputs)
-        loss = found.loss if case.side in PEERS else found.mlm_loss_sum / (inputs["mlm_labels"] >= 0).sum()
+        output = model(**inputs)
+        loss = output.loss if case.side in PEERS else output.mlm_loss_sum / (inputs["mlm_labels"] >= 0).sum()
         loss.backward()
         return float(loss.detach())
 
@@ -164,23 +164,23 @@ def in_child(case: Case) -> dict[str, Any]:
         return pool.submit(measure, case).result()
 
 
-def check_equal(kind: str, found: dict[str, dict[str, Any]]) -> None:
+def check_equal(kind: str, by_side: dict[str, dict[str, Any]]) -> None:
     """Asserts that a step of the peers is the step of ours."""
     for name, tolerance in zip(("loss", "gradient_norm"), EQUAL[kind], strict=True):
         for peer in PEERS:
-            if found[peer]["seconds"]:
-                ours, theirs = found[OURS][name], found[peer][name]
+            if by_side[peer]["seconds"]:
+                ours, theirs = by_side[OURS][name], by_side[peer][name]
                 assert math.isclose(ours, theirs, rel_tol=tolerance), f"{kind} {name}: ours {ours}, {peer} {theirs}"
 
 
-def compare(what: str, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(what: str, by_side: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Ratios of seconds and of memory against the faster peer."""
-    best = min((p for p in PEERS if found[p]["seconds"]), key=lambda p: found[p]["seconds"]["p50"], default=None)
+    best = min((p for p in PEERS if by_side[p]["seconds"]), key=lambda p: by_side[p]["seconds"]["p50"], default=None)
     if best is None:
         return []
     pairs = {
-        "seconds": (found[best]["seconds"]["p50"], found[OURS]["seconds"]["p50"]),
-        "peak memory": (found[best]["memory_peak_gib"], found[OURS]["memory_peak_gib"]),
+        "seconds": (by_side[best]["seconds"]["p50"], by_side[OURS]["seconds"]["p50"]),
+        "peak memory": (by_side[best]["memory_peak_gib"], by_side[OURS]["memory_peak_gib"]),
     }
     return [
         {"what": f"{name}, {what}", "ours": OURS, "peer": best, "ratio": theirs / mine}
@@ -231,11 +231,11 @@ def main() -> int:
     for kind in args.precision:
         for length in args.lengths:
             limits = (args.tokens, args.threads, args.repeats, args.seconds, args.memory_share)
-            found = {side: in_child(Case(side, kind, length, *limits)) for side in SIDES}
-            check_equal(kind, found)
-            comparisons = compare(f"{kind}, rows of {length}", found)
+            by_side = {side: in_child(Case(side, kind, length, *limits)) for side in SIDES}
+            check_equal(kind, by_side)
+            comparisons = compare(f"{kind}, rows of {length}", by_side)
             result = {"precision": kind, "length": length, "tokens": args.tokens, "threads": args.threads}
-            results.append(result | {"results": found, "comparisons": comparisons})
+            results.append(result | {"results": by_side, "comparisons": comparisons})
             show(results[-1])
     if args.json:
         hardware.write_json(args.json, {"benchmark": "long", "unit": "seconds of a step", "results": results})

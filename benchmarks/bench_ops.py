@@ -289,9 +289,9 @@ def optimizer(make: Maker, small: bool) -> list[OpCase]:
 
     def theirs() -> Call:
         model, _, begin = build()
-        parameters, found = list(model.parameters()), find_matrices(model)
-        matrices = [p for n, p in enumerate(parameters) if n in found]
-        rest = [p for n, p in enumerate(parameters) if n not in found]
+        parameters, by_index = list(model.parameters()), find_matrices(model)
+        matrices = [p for n, p in enumerate(parameters) if n in by_index]
+        rest = [p for n, p in enumerate(parameters) if n not in by_index]
         updates = (
             torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=1e-4, fused=True, capturable=make.device.type == "cuda"),
@@ -329,7 +329,7 @@ def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, s
     sides = {
         name: case.sides[name] for name in sorted(case.sides, key=[pair[0] for pair in case.comparisons].__contains__)
     }
-    times = {name: quantiles(found) for name, found in kernel_times(sides, device, rounds, seconds).items()}
+    times = {name: quantiles(each) for name, each in kernel_times(sides, device, rounds, seconds).items()}
     return {
         "op": case.name,
         "size": case.size,

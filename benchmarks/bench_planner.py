@@ -60,10 +60,10 @@ def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
     def software(name: str) -> Callable[[Fit, float], Fit]:
         return lambda fit, factor: replace(fit, rounds={**fit.rounds, name: fit.rounds[name] * factor})
 
-    found = [achieved(name) for name in fit.achieved if name != "volta"] + [
+    changes = [achieved(name) for name in fit.achieved if name != "volta"] + [
         constant(name) for name in (*SHARES, "straggling")
     ]
-    return [*found, *map(software, fit.rounds)]
+    return [*changes, *map(software, fit.rounds)]
 
 
 def fitted(fit: Fit) -> Fit:
@@ -112,16 +112,16 @@ def summary(sizes: Iterable[float]) -> Result:
     """Of errors' sizes; the 90th percentile is the least size that nine tenths of them do not exceed."""
     sizes = sorted(map(abs, sizes))
     nine_tenths = sizes[math.ceil(0.9 * len(sizes)) - 1]
-    found = {"rows": len(sizes), "median": statistics.median(sizes), "p90": nine_tenths, "worst": sizes[-1]}
-    return {name: round(value, 4) for name, value in found.items()}
+    figures = {"rows": len(sizes), "median": statistics.median(sizes), "p90": nine_tenths, "worst": sizes[-1]}
+    return {name: round(value, 4) for name, value in figures.items()}
 
 
 def row(run: PublishedRun, side: str) -> Result:
     """Measured and predicted; `samples_error` and `minutes_error` where the log says how many samples it took."""
     samples = target_samples(run.batch, run.year)
     wrong = error(run, FROZEN)
-    found: Result = {"run": run.name, "side": side, "gpu": run.gpu, "gpus": run.gpus, "nodes": run.nodes}
-    found |= {
+    figures: Result = {"run": run.name, "side": side, "gpu": run.gpu, "gpus": run.gpus, "nodes": run.nodes}
+    figures |= {
         "batch": run.batch,
         "rate": run.rate,
         "predicted": round(run.rate / (1 + wrong), 1),
@@ -129,8 +129,8 @@ def row(run: PublishedRun, side: str) -> Result:
     }
     if run.samples:
         minutes = run_seconds(run, samples, FROZEN) * run.rate / run.samples - 1
-        found |= {"samples_error": round(samples / run.samples - 1, 4), "minutes_error": round(minutes, 4)}
-    return found | {
+        figures |= {"samples_error": round(samples / run.samples - 1, 4), "minutes_error": round(minutes, 4)}
+    return figures | {
         "milliseconds": {name: round(1e3 * value, 2) for name, value in terms(run, FROZEN).items() if value}
     }
 
@@ -138,18 +138,18 @@ def row(run: PublishedRun, side: str) -> Result:
 def score() -> Result:
     sides = {"calibration": calibration(), "blind": blind()}
     rows = [row(run, side) for side, runs in sides.items() for run in runs]
-    judged = [found for found in rows if found["side"] == "blind"]
-    kinds = dict.fromkeys(found["gpu"] for found in judged)
-    groups = {kind: [found for found in judged if found["gpu"] == kind] for kind in kinds}
-    groups |= {"one node": [found for found in judged if found["nodes"] == 1]}
-    groups |= {"several nodes": [found for found in judged if found["nodes"] > 1], "all": judged}
+    judged = [one for one in rows if one["side"] == "blind"]
+    kinds = dict.fromkeys(one["gpu"] for one in judged)
+    groups = {kind: [one for one in judged if one["gpu"] == kind] for kind in kinds}
+    groups |= {"one node": [one for one in judged if one["nodes"] == 1]}
+    groups |= {"several nodes": [one for one in judged if one["nodes"] > 1], "all": judged}
     fit = {"achieved": FROZEN.achieved, "constants": vars(FROZEN.constants), "rounds": FROZEN.rounds}
     return {
         "constants": fit | {"submissions": SUBMISSIONS},
-        "blind": {name: summary(found["error"] for found in group) for name, group in groups.items()},
-        "calibration": summary(found["error"] for found in rows if found["side"] == "calibration"),
-        "samples": summary(found["samples_error"] for found in judged if "samples_error" in found),
-        "minutes": summary(found["minutes_error"] for found in judged if "minutes_error" in found),
+        "blind": {name: summary(one["error"] for one in group) for name, group in groups.items()},
+        "calibration": summary(one["error"] for one in rows if one["side"] == "calibration"),
+        "samples": summary(one["samples_error"] for one in judged if "samples_error" in one),
+        "minutes": summary(one["minutes_error"] for one in judged if "minutes_error" in one),
         "rows": rows,
         "left_out": {run.name: run.left_out for run in published_runs() if run.left_out},
     }
@@ -172,17 +172,17 @@ def plot(result: Result, path: Path) -> None:
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planner"}
     import matplotlib.pyplot as plt
 
-    kinds = [name for name in DEVICES if any(found["gpu"] == name for found in result["rows"])]
+    kinds = [name for name in DEVICES if any(point["gpu"] == name for point in result["rows"])]
     figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
-    ends = [min(found["rate"] for found in result["rows"]) / 1.5, max(found["rate"] for found in result["rows"]) * 1.5]
+    ends = [min(point["rate"] for point in result["rows"]) / 1.5, max(point["rate"] for point in result["rows"]) * 1.5]
     for band in (1.0, 0.8, 1.2):
         axes.plot(ends, [band * end for end in ends], color="0.6", linewidth=0.8, linestyle="-" if band == 1 else ":")
     for number, kind in enumerate(kinds):
         look: Result = {"color": f"C{number % 10}", "marker": "os"[number // 10], "linestyle": "", "markersize": 5}
         axes.plot([], [], label=kind, **look)
         for side, fill in (("calibration", "none"), ("blind", "full")):
-            rows = [found for found in result["rows"] if (found["gpu"], found["side"]) == (kind, side)]
-            axes.plot([found["rate"] for found in rows], [found["predicted"] for found in rows], fillstyle=fill, **look)
+            rows = [point for point in result["rows"] if (point["gpu"], point["side"]) == (kind, side)]
+            axes.plot([point["rate"] for point in rows], [point["predicted"] for point in rows], fillstyle=fill, **look)
     axes.set(xscale="log", yscale="log", xlabel="measured samples/s", ylabel="predicted samples/s")
     axes.set_title(
         "BERT-LARGE, MLPerf 0.7 to 5.0: full marks blind, hollow ones calibrate; dotted: 20% off", fontsize=9

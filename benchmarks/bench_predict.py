@@ -75,10 +75,10 @@ def lengths_of(kind: str, tokens: int) -> list[int]:
         length = {"short": 16, "long": 512}[kind]
         return [length] * (tokens // length)
     draw = np.random.default_rng(0)
-    found: list[int] = []
-    while sum(found) < tokens:
-        found.append(int(np.clip(draw.lognormal(4.0, 1.0), 8, 512)))
-    return found
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(int(np.clip(draw.lognormal(4.0, 1.0), 8, 512)))
+    return lengths
 
 
 def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path]:
@@ -110,13 +110,13 @@ def our_vectors(encoder: Path, precision: str) -> Side:
 
 def our_labels(model: Path, precision: str, work: Path) -> Side:
     """The command's own way: a file in, a file out; (labels, probability of each)."""
-    found, world = prediction.ready(model, CPU, precision), discover({})
+    ready, world = prediction.ready(model, CPU, precision), discover({})
 
     def run(texts: Sequence[str], batch: int) -> list[str]:
         given, output = work / "texts.tsv", work / "labels.tsv"
         given.write_text("text\n" + "".join(f"{text}\n" for text in texts))
         prediction.BATCH_TOKENS = batch
-        prediction.predict_with(found, found.described.task, given, output, world)
+        prediction.predict_with(ready, ready.described.task, given, output, world)
         return [line.split("\t")[1] for line in output.read_text().splitlines()[1:]]
 
     return Side(run, BATCH_TOKENS)
@@ -124,18 +124,18 @@ def our_labels(model: Path, precision: str, work: Path) -> Side:
 
 def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: Path) -> np.ndarray:
     """float64 [n], of the label that is likelier."""
-    found = prediction.ready(model, CPU, precision)
+    ready = prediction.ready(model, CPU, precision)
     (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
-    examples = datasets.read(found.described.task, work / "texts.tsv", labelled=False)
-    items = encoding.encode(found.described.task, examples, found.tokenizer, LABELS, 512)
-    logits = prediction.logits_of(found.module, items, found.described.layout, discover({}))
+    examples = datasets.read(ready.described.task, work / "texts.tsv", labelled=False)
+    items = encoding.encode(ready.described.task, examples, ready.tokenizer, LABELS, 512)
+    logits = prediction.logits_of(ready.module, items, ready.described.layout, discover({}))
     shares = np.exp(np.stack(logits).astype(np.float64))
     return (shares / shares.sum(1, keepdims=True)).max(1)
 
 
 def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, int]:
     """The fastest batch of each side, tried once each on `texts`."""
-    found = {}
+    best = {}
     for name, side in sides.items():
         seconds = {}
         for batch in side.batches:
@@ -143,8 +143,8 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
             start = time.perf_counter()
             side.run(texts, batch)
             seconds[batch] = time.perf_counter() - start
-        found[name] = min(seconds, key=lambda batch: seconds[batch])
-    return found
+        best[name] = min(seconds, key=lambda batch: seconds[batch])
+    return best
 
 
 def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], Any, Any]:
@@ -173,7 +173,7 @@ def ratio(seconds: Mapping[str, list[float]]) -> float:
 def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, rounds: int) -> dict[str, Any]:
     """Vectors and labels of `texts` in each precision. Raises ValueError where ours in fp32 are not the peers'."""
     encoder, classifier, ours = folders
-    found: dict[str, Any] = {"texts": len(texts)}
+    report: dict[str, Any] = {"texts": len(texts)}
     exact: dict[str, np.ndarray] = {}
     for precision, dtype in PRECISIONS.items():
         vectors, theirs, mine = compare(
@@ -193,18 +193,18 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
             np.abs(mine - theirs).max() > TOLERANCE or labels["error"]["ours"] > TOLERANCE or labels["same_labels"] < 1
         ):
             raise ValueError(f"vectors or labels are not the peer's: {vectors['error']}, {labels['error']}")
-        found[precision] = {"vectors": vectors, "labels": labels}
-    return found
+        report[precision] = {"vectors": vectors, "labels": labels}
+    return report
 
 
 def table(shapes: Mapping[str, Any]) -> str:
     """Markdown: a model, a kind of texts and a precision a line."""
     lines = ["| model | texts | precision | encode/s | ours | pipeline/s | ours |", "|---|---|---|---|---|---|---|"]
     for shape, kinds in shapes.items():
-        for kind, found in kinds.items():
+        for kind, result in kinds.items():
             for precision in PRECISIONS:
                 cells = []
-                for figures in (found[precision]["vectors"], found[precision]["labels"]):
+                for figures in (result[precision]["vectors"], result[precision]["labels"]):
                     cells.append(f"{figures['peer']['texts_per_second']:,.1f}")
                     cells.append(f"{figures['ours']['texts_per_second']:,.1f} ({figures['ratio']:.2f}x)")
                 lines.append(f"| {shape} | {kind} | {precision} | {' | '.join(cells)} |")
@@ -237,8 +237,8 @@ def main() -> None:
                     sys.exit(f"error: {shape}, {kind}: {error}")
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
                 if args.json:
-                    found = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
-                    hardware.write_json(args.json, found)
+                    report = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
+                    hardware.write_json(args.json, report)
     print(table(shapes))
 
 

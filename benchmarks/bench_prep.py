@@ -105,7 +105,7 @@ def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dic
 def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str, Any]:
     files = unpack(inputs, args.megabytes, folder / "text")
     runs = run_in_turn(args, files, folder)
-    middle = {name: median(found) for name, found in runs.items()}
+    middle = {name: median(of_kind) for name, of_kind in runs.items()}
     one = middle["one"]
     text, dataset = one["read"]["bytes"], one["datasets"]["128"]
     print(f"{hardware.describe()}; {len(files)} files, {text / 1e6:.1f} MB of text")
@@ -120,11 +120,11 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         "comparisons": [],
         "near_duplicates_add": middle["near"]["seconds"] / one["seconds"] - 1,
         "stages_seconds": stages,
-        "peak_memory_bytes": max(run.get("peak_memory", 0) for found in runs.values() for run in found),
+        "peak_memory_bytes": max(run.get("peak_memory", 0) for of_kind in runs.values() for run in of_kind),
         "shard_bytes_over_text_bytes": dataset["shard_bytes"] / dataset["text_bytes"],
         "fill": dataset["fill"],
         "random_next_share": dataset["random_next_share"],
-        "seconds": {name: [run["seconds"] for run in found] for name, found in runs.items()},
+        "seconds": {name: [run["seconds"] for run in of_kind] for name, of_kind in runs.items()},
     }
     if PEER in middle:
         mine, theirs = (middle[name]["mb_per_second"] for name in (OURS, PEER))

@@ -81,17 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for ranks in args.ranks:
         for busy in args.busy:
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in TURNS}
+            by_turns: dict[str, list[dict[str, Any]]] = {name: [] for name in TURNS}
             for _ in range(args.rounds):
                 for name, turns in TURNS.items():
                     with tempfile.TemporaryDirectory(prefix="bench_shared_") as scratch:
-                        found[name].append(measure(turns, args.data, ranks, busy, Path(scratch)))
+                        by_turns[name].append(measure(turns, args.data, ranks, busy, Path(scratch)))
             row = {"ranks": ranks, "busy": busy} | {
                 name: {
                     "rows_per_sec": round(statistics.median(one["rows_per_sec"] for one in all_rounds), 1),
                     "said": sum(one["said"] for one in all_rounds),
                 }
-                for name, all_rounds in found.items()
+                for name, all_rounds in by_turns.items()
             }
             results.append(row)
             print(row, flush=True)

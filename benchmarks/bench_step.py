@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         before = memory.now()
         sides[name] = build()
         static[name] = memory.now() - before
-    found: dict[str, dict[str, list[float]]] = {
+    by_side: dict[str, dict[str, list[float]]] = {
         name: {key: [] for key in ("seconds", "tokens", "sequences", "real", "executed", "loss")} for name in sides
     }
     peak = dict.fromkeys(sides, 0)
@@ -165,17 +165,17 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
                 real = sum(needed_flops(cfg, update) for update in updates)
                 tokens, sequences = (sum(getattr(u, what) for u in updates) for what in ("tokens", "sequences"))
                 values = (seconds, tokens, sequences, real, work, float(losses[-1]))
-                for key, value in zip(found[name], values, strict=True):
-                    found[name][key].append(value)
+                for key, value in zip(by_side[name], values, strict=True):
+                    by_side[name][key].append(value)
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
     kernels = costliest_kernels(lambda: sides["ours"].step(next(loader)), device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
         sheet = datasheet_tflops(torch.cuda.get_device_name(device))
-    results = {name: summary(found[name], in_a_row, ceiling, sheet, static[name], peak[name]) for name in sides}
+    results = {name: summary(by_side[name], in_a_row, ceiling, sheet, static[name], peak[name]) for name in sides}
     comparisons = []
     if HF in sides:
-        pairs = zip(found["ours"]["seconds"], found[HF]["seconds"], strict=True)
+        pairs = zip(by_side["ours"]["seconds"], by_side[HF]["seconds"], strict=True)
         ratio = statistics.median(theirs / mine for mine, theirs in pairs)
         what = f"real tokens/s, {args.model}, seq {args.seq_len}, dropout {dropout}"
         comparisons = [{"what": what, "ours": "ours", "peer": HF, "ratio": ratio}]
@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "dropout": dropout,
         "zero_stage": args.zero,
         "rows_per_micro_step": cfg.batch.micro_size,
-        "real_tokens_per_update": statistics.mean(found["ours"]["tokens"]) / in_a_row,
+        "real_tokens_per_update": statistics.mean(by_side["ours"]["tokens"]) / in_a_row,
         "fill": dataset.manifest.statistics.get("fill"),
         "times": args.steps,
         "updates_in_a_time": in_a_row,
@@ -205,11 +205,11 @@ def needed_flops(cfg: Config, update: Update) -> float:
 
 
 def summary(
-    found: dict[str, list[float]], in_a_row: int, ceiling: float, sheet: float | None, static: int, peak: int
+    values: dict[str, list[float]], in_a_row: int, ceiling: float, sheet: float | None, static: int, peak: int
 ) -> dict[str, Any]:
     """Figures of one side; `ceiling` and `sheet` are the measured and the datasheet's peak in TFLOP/s."""
-    seconds = found["seconds"]
-    rate = {key: [v / s for v, s in zip(found[key], seconds, strict=True)] for key in found}
+    seconds = values["seconds"]
+    rate = {key: [v / s for v, s in zip(values[key], seconds, strict=True)] for key in values}
     tflops = {key: statistics.median(rate[key]) / 1e12 for key in ("real", "executed")}
     return {
         "step_seconds": quantiles([value / in_a_row for value in seconds]),
@@ -221,7 +221,7 @@ def summary(
         "mfu_datasheet_executed": tflops["executed"] / sheet if sheet else None,
         "memory_static_gib": static / 2**30,
         "memory_peak_gib": (static + peak) / 2**30,
-        "losses": [round(v, 4) for v in found["loss"]],
+        "losses": [round(v, 4) for v in values["loss"]],
     }
 
 

@@ -49,17 +49,17 @@ CASES = (
 
 def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> dict[str, Any]:
     """`number` kills over the cases with `only` in their names; gives the results by case."""
-    server, found = Server(), {}
+    server, by_case = Server(), {}
     chosen = [(index, case, share) for index, (case, share) in enumerate(CASES) if only in case.name]
     try:
         for index, case, share in chosen:
             count = -(-number * share // sum(share for _, _, share in chosen))
             case = replace(case, steps=max(80, 12 * count))
-            found[case.name] = survive(case, data, folder / str(index), server, count, seed + index)
-            print(f"{case.name}: {found[case.name]['kills']} kills, {found[case.name]['failure']}", flush=True)
+            by_case[case.name] = survive(case, data, folder / str(index), server, count, seed + index)
+            print(f"{case.name}: {by_case[case.name]['kills']} kills, {by_case[case.name]['failure']}", flush=True)
     finally:
         server.close()
-    return found
+    return by_case
 
 
 def sums(cases: dict[str, Any]) -> dict[str, Any]:

@@ -151,10 +151,10 @@ def started(init: str, seed: int, base: Path, data: RaceData, run: Path) -> Path
 
 def curve(recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, rows: int) -> list[dict[str, Any]]:
     """Bits a byte on the held-out text along a run, which resumes where it was killed."""
-    found = training.train_ours(recipe, track_of(f"{tokens / 1000:g}k-tokens", threads=1), data, run, seed)
+    finished = training.train_ours(recipe, track_of(f"{tokens / 1000:g}k-tokens", threads=1), data, run, seed)
     scorer = Scorer(data.held_out, rows, 1)
-    points = [found.points[i] for i in POINTS]
-    return [{"tokens": p.tokens} | scorer.score(training.weights_of(p), found.config) for p in points]
+    points = [finished.points[i] for i in POINTS]
+    return [{"tokens": p.tokens} | scorer.score(training.weights_of(p), finished.config) for p in points]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,10 +179,10 @@ def main(argv: list[str] | None = None) -> int:
     result = json.loads(args.json.read_text()) if args.json.is_file() else {"curves": {}}
     curves = result["curves"]
 
-    def note(key: str, found: list[dict[str, Any]]) -> None:
-        curves[key] = found
+    def note(key: str, points: list[dict[str, Any]]) -> None:
+        curves[key] = points
         hardware.write_json(args.json, {"tokens": args.tokens, "curves": curves})
-        print(key, *(f"{point['tokens']:,}: {point['bits']:.3f}" for point in found), flush=True)
+        print(key, *(f"{point['tokens']:,}: {point['bits']:.3f}" for point in points), flush=True)
 
     base = args.run / "runs/base"
     if "base" not in curves:

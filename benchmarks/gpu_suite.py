@@ -141,12 +141,12 @@ def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, 
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         output = log.read_text(errors="replace")[-3000:]
-        found: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
+        result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
         if reason:
-            return {"state": "failed", "reason": reason, "output": output, **found}
+            return {"state": "failed", "reason": reason, "output": output, **result}
         value = {"output": output} if pytest else json.loads(target.read_text())
         value.pop("about", None)
-        return {"state": "done", "value": value, **found}
+        return {"state": "done", "value": value, **result}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

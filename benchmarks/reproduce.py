@@ -37,14 +37,14 @@ def budget(entry: Entry, in_tokens: bool, share: float) -> Track:
     return recipes.track_of(f"{tokens * share / 1e3:.1f}k-tokens", track.cores)
 
 
-def band(bits: list[float], found: float) -> float | None:
+def band(bits: list[float], result: float) -> float | None:
     """The smallest of BANDS that a result lies in; None: in none. Raises ValueError where one seed has no band."""
     from scipy.stats import t
 
     if len(bits) < 2:
         raise ValueError("the record has one seed, so it has no band; train more with benchmarks/speedrun.py --seeds")
     deviation = statistics.stdev(bits) * math.sqrt(1 + 1 / len(bits))
-    within = 1 - 2 * t.sf(abs(found - statistics.fmean(bits)) / deviation, len(bits) - 1)
+    within = 1 - 2 * t.sf(abs(result - statistics.fmean(bits)) / deviation, len(bits) - 1)
     return next((share for share in BANDS if within <= share), None)
 
 
@@ -73,17 +73,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"code: revision {hardware.revision()}, the record's {', '.join(revisions)}", flush=True)
         track = budget(entry, args.in_tokens, args.share)
         run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{args.seed}"
-        found = records.circumstances() | speedrun.run_seed(track, recipe, data, run, args.seed)
+        result = records.circumstances() | speedrun.run_seed(track, recipe, data, run, args.seed)
         if args.json:
-            hardware.write_json(args.json, {"record": args.record, "track": track.name, "seed": args.seed} | found)
+            hardware.write_json(args.json, {"record": args.record, "track": track.name, "seed": args.seed} | result)
         print(
-            f"{track.name}, seed {args.seed}: {found['bits']:.4f} bits a byte after {found['tokens'] / 1e6:.2f} M tokens"
+            f"{track.name}, seed {args.seed}: {result['bits']:.4f} bits a byte after {result['tokens'] / 1e6:.2f} M tokens"
         )
         if args.share != 1:
             print("a trial: not compared")
             return 0
         seeds = entry["seeds"].values()
-        inside = band([seed["bits"] for seed in seeds], found["bits"])
+        inside = band([seed["bits"] for seed in seeds], result["bits"])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

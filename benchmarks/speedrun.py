@@ -84,7 +84,7 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
     trained = train(recipe, track, data, run, seed)
     *_, last = trained.points
     scorer = dataset.Scorer(data.held_out, dataset.HELD_OUT_ROWS, track.cores)
-    found = scorer.score(training.weights_of(last), trained.config)
+    figures = scorer.score(training.weights_of(last), trained.config)
     along = dataset.Scorer(data.held_out, dataset.CURVE_ROWS, track.cores)
     curve = [
         training.without_weights(point) | along.score(training.weights_of(point), trained.config)
@@ -92,7 +92,7 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
     ]
     about: dict[str, object] = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
     about |= {"precision": trained.config["precision"]}
-    return about | training.without_weights(last) | found | {"curve": curve}
+    return about | training.without_weights(last) | figures | {"curve": curve}
 
 
 def compare(args: argparse.Namespace, kept: Records) -> None:

@@ -75,14 +75,14 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
 
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
     """Scores of the minimal pairs in the folders of `pairs`, by field."""
-    found = {}
+    scores = {}
     for name in JUDGES:
         file = run.with_name(f"{run.name}-{name}.json")
         command = [sys.executable, "-m", "megabert", "pairs", "--model", str(run), "--pairs", str(pairs / name)]
         hardware.call([*command, "--json", str(file)], threads, file.with_suffix(".log"))
         table = json.loads(file.read_text())
-        found[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
-    return found
+        scores[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
+    return scores
 
 
 def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, Any]:

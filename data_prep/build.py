@@ -114,8 +114,8 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
 
 def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and where there is no file."""
-    for own in plan.options.own_filters:
-        own.check()
+    for user_filter in plan.options.own_filters:
+        user_filter.check()
     ranges = list_ranges(plan.corpora, plan.options.read, problems)
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
@@ -125,7 +125,7 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
 
 def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     """Every file that a build reads."""
-    named = [own.path for own in plan.options.own_filters]
+    named = [user_filter.path for user_filter in plan.options.own_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
     yield from named

@@ -66,8 +66,8 @@ def with_sources(batches: Iterable[Batch], dataset: Dataset) -> Iterator[Batch]:
             slot = np.minimum((at[:, :, None] >= ends[:, None]).sum(2), ends.shape[1] - 1)
             # of the token that is predicted, causal the next one
             part = batch.segment_ids.numpy().ravel()[positions + batch.causal]
-            found = dataset.sources[batch.row_ids[:, None], slot, part] == numbers
-            batch = replace(batch, sources=torch.from_numpy(found & (batch.mlm_labels.numpy() != IGNORE)))
+            of_source = dataset.sources[batch.row_ids[:, None], slot, part] == numbers
+            batch = replace(batch, sources=torch.from_numpy(of_source & (batch.mlm_labels.numpy() != IGNORE)))
         yield batch
 
 
@@ -196,12 +196,12 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     and loss and bits a byte of each."""
     folders = [data] if isinstance(data, str) else list(data)
     datasets, folder = [held_out(each) for each in folders], hf.located(run)
-    found = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
-    cfg, longest = found.config, found.config.model.max_positions
+    loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
+    cfg, longest = loaded.config, loaded.config.model.max_positions
     for name, dataset in zip(folders, datasets, strict=True):
-        if found.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
+        if loaded.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
             raise ValueError(
-                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {found.tokenizer.path}"
+                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {loaded.tokenizer.path}"
             )
         if dataset.manifest.seq_len > longest:
             raise ValueError(
@@ -210,10 +210,10 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     if rows:
         cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = found.language_model(device, precision.dtype_on(device, cfg.precision))
-    figures: dict[str, float | int] = {"step": found.step}
+    model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
+    figures: dict[str, float | int] = {"step": loaded.step}
     for name, dataset in zip(names_of(folders), datasets, strict=True):
-        batches = with_sources(fixed_batches(dataset, found.tokenizer, cfg), dataset)
+        batches = with_sources(fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
         total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
         sums = batch_sums(model, batches, device, len(dataset.source_names))
@@ -221,5 +221,5 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         if dataset is datasets[0]:
             figures |= of_this
         if len(folders) > 1:
-            figures |= of_dataset(name, of_this, bytes_a_token(dataset, found.tokenizer))
+            figures |= of_dataset(name, of_this, bytes_a_token(dataset, loaded.tokenizer))
     return figures

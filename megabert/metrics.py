@@ -171,11 +171,11 @@ class Meter:
         values: dict[str, Any] = {}
         # masked before causal
         for objective in sorted(self._means, reverse=True):
-            found = self._means[objective].figures()
+            means = self._means[objective].figures()
             if values:
-                values |= {name.replace("train/", f"train/{objective}_"): value for name, value in found.items()}
-            elif found:
-                values = found | {"train/objective": objective}
+                values |= {name.replace("train/", f"train/{objective}_"): value for name, value in means.items()}
+            elif means:
+                values = means | {"train/objective": objective}
         for name, total in self.totals.items():
             if "/" in name:
                 values[name] = total / seconds if name.endswith("_per_sec") else total

@@ -118,14 +118,15 @@ class PairsWhileTraining:
         """`eval/pairs_accuracy`, and of each field `eval/pairs_FIELD`. Leaves train/eval as it was. A collective; at ZeRO stage 3
         each batch is one, too, so that every rank has as many."""
         model, jobs = self.scorer.model, self.scorer.jobs(self.encoded)
-        own = jobs[self.world.rank :: self.world.size]
-        own += jobs[:1] * (-(-len(jobs) // self.world.size) - len(own))  # computed twice, with the same result
-        found: list[tuple[int, float]] = []
+        rank_jobs = jobs[self.world.rank :: self.world.size]
+        # the first job again where a rank has fewer: its result is the same
+        rank_jobs += jobs[:1] * (-(-len(jobs) // self.world.size) - len(rank_jobs))
+        scored: list[tuple[int, float]] = []
         with evaluating(model):
-            for job in own:
-                found += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
+            for job in rank_jobs:
+                scored += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
                 progress()
-        scores = {self.sentences[i]: score for part in self.world.gather(found) for i, score in part}
+        scores = {self.sentences[i]: score for part in self.world.gather(scored) for i, score in part}
         table = table_of(self.pairs, scores)
         fields = {
             f"eval/pairs_{re.sub('[^a-zA-Z0-9]+', '_', field)}": value for field, value in table["fields"].items()
@@ -142,13 +143,13 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
     """How often the right sentence of a pair has the higher score: {"accuracy", "pairs", "ties", "fields": {name: accuracy},
     "paradigms": {name: {"field", "pairs", "accuracy"}}}. A tie counts half; a field is the mean of its paradigms, and `accuracy` is
     the mean of all paradigms, as BLiMP has it."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for pair in pairs:
         good, bad = scores[pair.good], scores[pair.bad]
-        found[pair.field, pair.paradigm].append(1.0 if good > bad else 0.5 if good == bad else 0.0)
+        outcomes[pair.field, pair.paradigm].append(1.0 if good > bad else 0.5 if good == bad else 0.0)
     paradigms: dict[str, dict[str, Any]] = {
         paradigm: {"field": field, "pairs": len(results), "accuracy": fmean(results)}
-        for (field, paradigm), results in sorted(found.items())
+        for (field, paradigm), results in sorted(outcomes.items())
     }
     fields: dict[str, list[float]] = defaultdict(list)
     for values in paradigms.values():
@@ -156,7 +157,7 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
     return {
         "accuracy": fmean(values["accuracy"] for values in paradigms.values()),
         "pairs": len(pairs),
-        "ties": sum(results.count(0.5) for results in found.values()),
+        "ties": sum(results.count(0.5) for results in outcomes.values()),
         "fields": {field: fmean(values) for field, values in fields.items()},
         "paradigms": paradigms,
     }

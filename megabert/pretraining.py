@@ -400,10 +400,10 @@ class Pretraining:
         """The held-out splits of the run's datasets, which stay open, the first one's first; [] where that has none. A collective.
         Raises ValueError where rows cannot be read."""
         phases = zip(self.datasets, self.phases, strict=True)
-        found = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
+        parts = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
         splits: list[HeldOut] = []
         for name, (part, batch) in zip(
-            names_of([part.folder for part, _ in found.values()]), found.values(), strict=True
+            names_of([part.folder for part, _ in parts.values()]), parts.values(), strict=True
         ):
             if part.held_out_path is None:
                 log.info(f"{part.folder} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
@@ -411,15 +411,15 @@ class Pretraining:
                     break
                 continue
             dataset = Dataset(part.held_out_path)
-            size = self.bytes_a_token(dataset) if len(found) > 1 else 0.0
+            size = self.bytes_a_token(dataset) if len(parts) > 1 else 0.0
             splits.append(HeldOut(name, dataset, self.config.model_copy(update={"batch": batch}), size))
         return splits
 
     def bytes_a_token(self, dataset: Dataset) -> float:
         """As of `evaluation`, by rank 0. A collective. Raises ValueError where rows cannot be read."""
-        found: list[float] = []
-        on_main(self.world, lambda: found.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
-        return self.world.broadcast(found)[0]
+        sizes: list[float] = []
+        on_main(self.world, lambda: sizes.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
+        return self.world.broadcast(sizes)[0]
 
     @cached_property
     def pairs(self) -> PairsWhileTraining | None:
@@ -433,10 +433,10 @@ class Pretraining:
         """Held-out figures of the first dataset, and loss and bits a byte of each where there are several."""
         figures: dict[str, float] = {}
         for split in self.held_out:
-            found = self.evaluate_on(split, progress)
-            figures = figures or found
+            of_split = self.evaluate_on(split, progress)
+            figures = figures or of_split
             if split.bytes_a_token:
-                figures |= evaluation.of_dataset(split.name, found, split.bytes_a_token)
+                figures |= evaluation.of_dataset(split.name, of_split, split.bytes_a_token)
         if not figures:
             return {}
         if self.pairs is not None:

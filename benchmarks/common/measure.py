@@ -56,7 +56,7 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of one call of each side, `rounds` times, in turn; each time is that of enough calls to fill `seconds`."""
     calls: dict[str, int] = {}
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for name, side in sides.items():
         for _ in range(2):  # kernels are chosen, memory is there
             side()
@@ -72,8 +72,8 @@ def in_turn(
             for _ in range(calls[name]):
                 sides[name]()
             synchronise(device)
-            found[name].append((time.perf_counter() - start) / calls[name])
-    return found
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return times
 
 
 class CaptureFailed(RuntimeError):
@@ -95,16 +95,16 @@ def kernel_times(
     """
     if device.type != "cuda":
         return in_turn(sides, device, rounds, seconds)
-    found = {}
+    times = {}
     for name, side in sides.items():
         try:
             once = statistics.median(_replays(side, calls=1, replays=5))
             calls = max(1, min(100, round(1e-3 / max(once, 1e-7))))
             replays = max(rounds, min(200, round(seconds / (calls * once))))
-            found[name] = _replays(side, calls, replays)
+            times[name] = _replays(side, calls, replays)
         except Exception as error:
             raise CaptureFailed(name, error) from error
-    return found
+    return times
 
 
 def copy_bandwidth(device: torch.device, elements: int) -> float:
@@ -148,10 +148,10 @@ def costliest_kernels(call: Callable[[], object], device: torch.device, count: i
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as record:
         call()
         synchronise(device)
-    found = [
+    kernels = [
         (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key)
         for event in record.key_averages()
     ]
     return [
-        {"ms": us / 1e3, "calls": calls, "name": name[:160]} for us, calls, name in sorted(found)[: -count - 1 : -1]
+        {"ms": us / 1e3, "calls": calls, "name": name[:160]} for us, calls, name in sorted(kernels)[: -count - 1 : -1]
     ]

@@ -58,11 +58,11 @@ def run(command: list[str], timeout: float | None = None, **env: str) -> str:
 
 def native_digest() -> str:
     """SHA-256 over names and bytes of what this tree's library is made from."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted({path for pattern in NATIVE_SOURCES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
-        found.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def newer_symbols(library: Path) -> list[str]:
@@ -76,15 +76,15 @@ def requirements(packages: Sequence[str]) -> list[str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    waiting, found = list(packages), dict[str, str]()
+    waiting, versions = list(packages), dict[str, str]()
     while waiting:
         name = canonicalize_name(waiting.pop())
-        if name in found or name in THERE:
+        if name in versions or name in THERE:
             continue
-        found[name] = importlib.metadata.version(name)
+        versions[name] = importlib.metadata.version(name)
         needs = (Requirement(line) for line in importlib.metadata.requires(name) or ())
         waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
-    return [f"{name}=={version}" for name, version in sorted(found.items())]
+    return [f"{name}=={version}" for name, version in sorted(versions.items())]
 
 
 def make(

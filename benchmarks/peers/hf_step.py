@@ -79,8 +79,8 @@ def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
         labels = labels.view_as(b.input_ids)
         for r, s in (b.lengths > 0).nonzero().tolist():
             start = int(b.lengths[r, :s].sum())
-            here = slice(start, start + int(b.lengths[r, s]))
-            rows.append((b.input_ids[r, here], b.segment_ids[r, here], labels[r, here], b.nsp_labels[r, s]))
+            span = slice(start, start + int(b.lengths[r, s]))
+            rows.append((b.input_ids[r, span], b.segment_ids[r, span], labels[r, span], b.nsp_labels[r, s]))
     batches = []
     for part in np.array_split(np.arange(len(rows)), len(update.batches)):
         ids, kinds = (torch.zeros(len(part), width, dtype=torch.long) for _ in range(2))

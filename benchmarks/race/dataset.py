@@ -73,8 +73,8 @@ def default_text() -> Path:
 
 def files_of(text: Path) -> list[tuple[str, Path]]:
     """(name, file) of the race's text, in order; [] where neither folder is there."""
-    found = sorted(text.glob("enwiki/*/wiki_*")) + sorted(text.glob("novels/*.txt"))
-    return [("_".join(path.relative_to(text).with_suffix("").parts), path) for path in found]
+    paths = sorted(text.glob("enwiki/*/wiki_*")) + sorted(text.glob("novels/*.txt"))
+    return [("_".join(path.relative_to(text).with_suffix("").parts), path) for path in paths]
 
 
 def documents_of(path: Path) -> Iterator[bytes]:
@@ -181,8 +181,8 @@ class Scorer:
         batch = cfg.batch.model_copy(update={"micro_size": 32})
         one_mask = cfg.model_copy(update={"data": data, "batch": batch, "eval": EvalConfig(rows=self.rows)})
         batches = evaluation.fixed_batches(self.dataset, self.tokenizer, one_mask)
-        found = evaluation.summary(evaluation.batch_sums(model.to(device), batches, device))
-        return figures(found["eval/mlm_loss"], found["eval/mlm_accuracy"], self.bytes_a_token)
+        held_out = evaluation.summary(evaluation.batch_sums(model.to(device), batches, device))
+        return figures(held_out["eval/mlm_loss"], held_out["eval/mlm_accuracy"], self.bytes_a_token)
 
 
 def figures(loss: float, accuracy: float, bytes_a_token: float) -> dict[str, float]:

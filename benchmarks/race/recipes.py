@@ -53,12 +53,12 @@ def track_of(name: str, threads: int = 2) -> Track:
 
     `threads` are those of a track of tokens; a track of minutes says its own. Raises ValueError for what is no budget.
     """
-    if found := _MINUTES.fullmatch(name):
-        track = Track(name, minutes=float(found[1]), cores=int(found[2]))
+    if match := _MINUTES.fullmatch(name):
+        track = Track(name, minutes=float(match[1]), cores=int(match[2]))
         if track.minutes and track.cores:
             return track
-    if (found := _TOKENS.fullmatch(name)) and float(found[1]):
-        return Track(name, cores=threads, tokens=round(float(found[1]) * {"k": 1e3, "m": 1e6}[found[2]]))
+    if (match := _TOKENS.fullmatch(name)) and float(match[1]):
+        return Track(name, cores=threads, tokens=round(float(match[1]) * {"k": 1e3, "m": 1e6}[match[2]]))
     raise ValueError(f"--track {name}: no budget; write one of {', '.join(TRACKS)}, or as 6min-1cores or 300k-tokens")
 
 

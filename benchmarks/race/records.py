@@ -77,10 +77,10 @@ class Records:
 
     def find(self, name: str) -> tuple[Entry, RaceRecipe]:
         """The entry TRACK/RECIPE, the newest of several, and the recipe that its description gives. Raises ValueError."""
-        found = [entry for entry in self.entries if f"{entry['track']}/{entry['recipe']}" == name and entry["seeds"]]
-        if not found:
+        entries = [entry for entry in self.entries if f"{entry['track']}/{entry['recipe']}" == name and entry["seeds"]]
+        if not entries:
             raise ValueError(f"{name}: no record of {self.path}; write TRACK/RECIPE")
-        entry = max(found, key=last_date)
+        entry = max(entries, key=last_date)
         fields = ("about", "change", "system", "preset", "vocabulary", "keys")
         recipe = RaceRecipe(entry["recipe"], **{field: entry[field] for field in fields})
         if recipe.digest != entry["digest"]:
@@ -89,8 +89,8 @@ class Records:
 
     def of(self, track: str) -> list[Entry]:
         """Entries of a track with a result, the best first."""
-        found = [entry for entry in self.entries if entry["track"] == track and entry["seeds"]]
-        return sorted(found, key=lambda entry: mean(entry, "bits"))
+        entries = [entry for entry in self.entries if entry["track"] == track and entry["seeds"]]
+        return sorted(entries, key=lambda entry: mean(entry, "bits"))
 
 
 def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
@@ -108,7 +108,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def mean(entry: Entry, figure: str) -> float:
-    return statistics.fmean(found[figure] for found in entry["seeds"].values())
+    return statistics.fmean(result[figure] for result in entry["seeds"].values())
 
 
 def table(records: Records, track: str) -> str:
@@ -161,7 +161,7 @@ def history_table(records: Records, track: str) -> str:
 
 def with_spread(entry: Entry, figure: str, form: str) -> str:
     """Mean and standard deviation over the seeds."""
-    values = [found[figure] for found in entry["seeds"].values()]
+    values = [result[figure] for result in entry["seeds"].values()]
     deviation = f" ± {format(statistics.stdev(values), form)}" if len(values) > 1 else ""
     return format(statistics.fmean(values), form) + deviation
 
@@ -179,7 +179,7 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
     """What the entries took to the last loss of the peer's curve, in seconds of training and in tokens; `ratio` is the peer's
     over theirs, above 1 is better. What of the first is not in the second is throughput."""
     (theirs, *_) = peer["seeds"].values()
-    end, found = theirs["curve"][-1], []
+    end, rows = theirs["curve"][-1], []
     for entry in entries:
         for seed, run in entry["seeds"].items() if entry is not peer else ():
             for what in ("seconds", "tokens"):
@@ -191,8 +191,8 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
                         "seed": seed,
                         "what": f"{what} to the peer's loss",
                     }
-                    found.append(row | {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken})
-    return found
+                    rows.append(row | {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken})
+    return rows
 
 
 def plot(entries: list[Entry], path: Path) -> None:

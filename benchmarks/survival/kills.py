@@ -141,33 +141,33 @@ def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, se
     folder.mkdir(parents=True)
     straight, broken = folder / "uninterrupted", folder / "killed"
     started = time.monotonic()
-    found: dict[str, Any] = {"world": case.world, "updates": case.steps, "checkpoint_interval": case.interval}
-    found |= {"overrides": list(case.overrides), "kills": 0, "failure": None}
+    result: dict[str, Any] = {"world": case.world, "updates": case.steps, "checkpoint_interval": case.interval}
+    result |= {"overrides": list(case.overrides), "kills": 0, "failure": None}
     try:
         save_seconds = uninterrupted(case, data, straight, server)
         outcome = kill_again_and_again(case, data, broken, server, kills, random.Random(seed), save_seconds)
-        found |= {"kills": outcome.fell.total(), "checkpoint_write_seconds": round(save_seconds, 4)}
-        found |= {name: value for name, value in vars(outcome).items() if name != "sessions"}
+        result |= {"kills": outcome.fell.total(), "checkpoint_write_seconds": round(save_seconds, 4)}
+        result |= {name: value for name, value in vars(outcome).items() if name != "sessions"}
         lines = differences(straight, broken, case.steps)
-        found["differences"] = len(lines)
+        result["differences"] = len(lines)
         if lines:
-            found["failure"] = f"{case.name}: {len(lines)} differences: " + "; ".join(lines[:5])
+            result["failure"] = f"{case.name}: {len(lines)} differences: " + "; ".join(lines[:5])
     except (Failure, TimeoutError) as error:
-        found["failure"] = str(error)
-    return found | {"seconds": round(time.monotonic() - started, 1)}
+        result["failure"] = str(error)
+    return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def differences(straight: Path, broken: Path, steps: int) -> list[str]:
     """How two finished runs differ, one line each: losses, rows, learning rate, weights, moments. Times may differ."""
-    found = []
+    problems = []
     one, two = (hardware.logged(run) for run in (straight, broken))
     for name, lines in (("uninterrupted", one), ("killed", two)):
         updates = [line["step"] for line in lines if "train/loss" in line]
         if updates != list(range(1, steps + 1)):
-            found.append(f"the {name} run's updates are not 1..{steps} once each: {updates}")
+            problems.append(f"the {name} run's updates are not 1..{steps} once each: {updates}")
     for a, b in zip(one, two, strict=False):
         keys = [key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time/"))]
-        found += [
+        problems += [
             f"step {a['step']}: {key} is {a.get(key)!r} and {b.get(key)!r}"
             for key in sorted(keys)
             if a.get(key) != b.get(key)
@@ -175,11 +175,11 @@ def differences(straight: Path, broken: Path, steps: int) -> list[str]:
     hashes = [files_of(run, steps) for run in (straight, broken)]
     for name in sorted(hashes[0].keys() | hashes[1].keys()):
         if hashes[0].get(name) != hashes[1].get(name):
-            found.append(f"the final checkpoint's {name} differs")
+            problems.append(f"the final checkpoint's {name} differs")
     left = [path.name for path in (broken / "checkpoints").glob(".*")]
     if left:
-        found.append(f"left in the killed run's folder: {left}")
-    return found
+        problems.append(f"left in the killed run's folder: {left}")
+    return problems
 
 
 def files_of(run: Path, step: int) -> dict[str, str]:
@@ -187,7 +187,7 @@ def files_of(run: Path, step: int) -> dict[str, str]:
     folder = run / "checkpoints" / f"step-{step:08d}"
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name, entry in files.items():
-        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        if found != entry["sha256"]:
+        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        if digest != entry["sha256"]:
             raise Failure(f"{folder / name} is damaged")
     return {name: entry["sha256"] for name, entry in files.items()}

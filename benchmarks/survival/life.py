@@ -163,15 +163,15 @@ class Life:
 
 def in_sessions(sessions: set[int]) -> list[int]:
     """Processes of these sessions: each rank leads its own, and its loader's workers stay in it."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[3]) in sessions and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -187,10 +187,10 @@ def last_step(run: Path) -> int:
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            found = re.findall(rb'"step": (\d+)[^\n]*\n', file.read())
+            steps = re.findall(rb'"step": (\d+)[^\n]*\n', file.read())
     except FileNotFoundError:
         return 0
-    return int(found[-1]) if found else 0
+    return int(steps[-1]) if steps else 0
 
 
 def steps_of(run: Path) -> list[int]:

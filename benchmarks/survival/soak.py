@@ -33,7 +33,7 @@ Sample = dict[str, float]
 
 def look_at(pids: list[int]) -> Sample:
     """Sums over these processes: resident bytes, private and shared ones among them, open descriptors, threads."""
-    found: dict[str, float] = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float)
     for pid in pids:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -43,13 +43,13 @@ def look_at(pids: list[int]) -> Sample:
         fields = dict(line.split(":", 1) for line in status.splitlines())
         if "VmRSS" not in fields:
             continue
-        found["processes"] += 1
-        found["resident_bytes"] += int(fields["VmRSS"].split()[0]) * 1024
-        found["private_bytes"] += int(fields["RssAnon"].split()[0]) * 1024
-        found["shared_bytes"] += int(fields["RssShmem"].split()[0]) * 1024
-        found["descriptors"] += descriptors
-        found["threads"] += int(fields["Threads"])
-    return dict(found)
+        sums["processes"] += 1
+        sums["resident_bytes"] += int(fields["VmRSS"].split()[0]) * 1024
+        sums["private_bytes"] += int(fields["RssAnon"].split()[0]) * 1024
+        sums["shared_bytes"] += int(fields["RssShmem"].split()[0]) * 1024
+        sums["descriptors"] += descriptors
+        sums["threads"] += int(fields["Threads"])
+    return dict(sums)
 
 
 def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:

@@ -23,10 +23,10 @@ BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|c
 
 def status(path: str) -> tuple[int, int]:
     """(bytes, time of the last change in ns) of a file. Raises BadInput where it is not a regular one, and OSError."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
         raise BadInput(f"{path}: not a regular file")
-    return found.st_size, found.st_mtime_ns
+    return info.st_size, info.st_mtime_ns
 
 
 def open_regular(path: str) -> BinaryIO:
@@ -42,10 +42,10 @@ def open_regular(path: str) -> BinaryIO:
 def matches(item: str) -> list[str]:
     """The file or folder of that name, or those that a glob matches. Raises BadInput where there is none, ValueError for a URL."""
     refuse_url(item)
-    found = [item] if os.path.lexists(item) else _match(item)
-    if not found:
+    paths = [item] if os.path.lexists(item) else _match(item)
+    if not paths:
         raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
-    return found
+    return paths
 
 
 def expand(item: str, problems: Problems) -> Iterator[str]:
@@ -85,10 +85,10 @@ def _walk(top: str, problems: Problems) -> Iterator[str]:
     while waiting:
         folder = waiting.pop()
         try:
-            found = os.stat(folder)
-            if (found.st_dev, found.st_ino) in seen:
+            info = os.stat(folder)
+            if (info.st_dev, info.st_ino) in seen:
                 continue
-            seen.add((found.st_dev, found.st_ino))
+            seen.add((info.st_dev, info.st_ino))
             with os.scandir(folder) as entries:  # which separates folders from files without a second system call
                 shown = {entry.name: _is_folder(entry) for entry in entries if not entry.name.startswith(".")}
         except OSError as error:

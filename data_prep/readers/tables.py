@@ -104,10 +104,10 @@ def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator
         columns = _columns(path, _schema(part), text_field)
         if part.format == "parquet":
             _refuse_bombs(part, columns)
-        found = tables.batches(part.format, path, list({parts[0]: 0 for parts in columns}), part.start, part.end)
+        stream = tables.batches(part.format, path, list({parts[0]: 0 for parts in columns}), part.start, part.end)
     while True:
         with _arrow_errors(path):
-            row, batch = next(found, (0, None))
+            row, batch = next(stream, (0, None))
             if batch is None:
                 return
             values = [_values(_inside(batch, parts)) for parts in columns]

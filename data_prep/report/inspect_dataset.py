@@ -37,10 +37,10 @@ def datasets(folder: str | os.PathLike[str]) -> list[Path]:
     folder = Path(folder)
     if _is_dataset(folder):
         return [folder]
-    found = sorted(filter(_is_dataset, folder.glob("*")))
-    if not found:
+    folders = sorted(filter(_is_dataset, folder.glob("*")))
+    if not folders:
         raise BadInput(f"{folder}: no dataset ({shards.MANIFEST}) there; `megabert prep build …` makes one")
-    return found
+    return folders
 
 
 def _is_dataset(folder: Path) -> bool:

@@ -61,9 +61,9 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
     for d in np.flatnonzero(batch.unspaced).tolist():
         first = last[d] - len(documents[d])
         text = "\n".join(p for p, kept in zip(documents[d], left[first : last[d]], strict=True) if kept)
-        found = UNIT.findall(" ".join(map(clean_word, text.split())))
-        hashes[d] = segment_hashes(*word_bytes(found))
-        characters[d] = np.fromiter(map(writes_without_spaces, (unit[0] for unit in found)), bool, len(found))
+        text_units = UNIT.findall(" ".join(map(clean_word, text.split())))
+        hashes[d] = segment_hashes(*word_bytes(text_units))
+        characters[d] = np.fromiter(map(writes_without_spaces, (unit[0] for unit in text_units)), bool, len(text_units))
     sizes = np.cumsum([0, *map(len, hashes)])
     return Units(np.concatenate(hashes), np.concatenate(characters), sizes)
 

@@ -46,8 +46,8 @@ def run(
     tokens = counts["tokens read"] - counts["dropped tokens"]
     job = replace(job, passage=min(TOKENS, max(LEAST, int(share * tokens))), held_limit=0)
     stage = stages.map("passages", find, job, kept)
-    found = [np.array(result.facts["passages"], np.uint64).reshape(-1, 2) for result in stage.results]
-    hashes, sizes = np.concatenate(found).T
+    by_task = [np.array(result.facts["passages"], np.uint64).reshape(-1, 2) for result in stage.results]
+    hashes, sizes = np.concatenate(by_task).T
     distinct, place = np.unique(hashes, return_inverse=True)
     reached = np.cumsum(np.bincount(place, sizes.astype(np.int64)))
     last = int(np.abs(reached[:-1] - share * reached[-1]).argmin()) if len(distinct) > 1 else -1
@@ -57,7 +57,7 @@ def run(
             f"held out: {(hashes < job.held_limit).sum():,} passages of about {job.passage:,} tokens, {reached[last] / reached[-1]:.2%} of "
             f"the text; whole documents would be {counts['held-out documents']:,} with {counts['held-out tokens'] / tokens:.2%}"
         )
-    return job, [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in found], stage
+    return job, [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in by_task], stage
 
 
 def find(job: BuildJob, part: KeptDocuments) -> ItemResult:

@@ -203,20 +203,20 @@ class _TaskFiles:
         codes[table["tokens"] == 0] = -1
         if self._weight < 1:
             codes[(codes == 0) & ~choose_share(table["hash"], self._weight)] = -2
-        own: dict[str, int] = {}
+        code_of: dict[str, int] = {}
         for classifier in self._classifiers:
             reason = f"classifier {Path(classifier.path).name}"
             for i in np.flatnonzero(codes == 0).tolist():
                 if not classifier.keeps(" ".join(documents[i].paragraphs)):
-                    codes[i] = own.setdefault(reason, OWN - len(own))
+                    codes[i] = code_of.setdefault(reason, OWN - len(code_of))
         contents = batch.encoded.document_texts() if self._functions else []
         for function in self._functions:
             for i in np.flatnonzero(codes == 0).tolist():
                 document, tokens = documents[i], int(table["tokens"][i])
                 metadata = {"source": document.path, "document": document.offset, "tokens": tokens}
                 if reason := function.objection(contents[i], metadata):
-                    codes[i] = own.setdefault(reason, OWN - len(own))
-        reason_of = OTHER_REASONS | {code: reason for reason, code in own.items()}
+                    codes[i] = code_of.setdefault(reason, OWN - len(code_of))
+        reason_of = OTHER_REASONS | {code: reason for reason, code in code_of.items()}
         for code in np.unique(codes[codes != 0]).tolist():
             places = np.flatnonzero(codes == code)
             sentences, tokens = int(table["sentences"][places].sum()), int(table["tokens"][places].sum())

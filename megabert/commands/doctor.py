@@ -106,9 +106,9 @@ def everything() -> Iterator[Finding]:
     """The findings of this machine, each as soon as it is known: importing every package takes a while."""
     yield from machine()
     without_torch = False
-    for found in packages():
-        without_torch |= found.name == "torch" and found.state == "missing"
-        yield found
+    for line in packages():
+        without_torch |= line.name == "torch" and line.state == "missing"
+        yield line
     if not without_torch:
         yield from devices()
         yield from backends()
@@ -180,8 +180,8 @@ def cluster(folder: Path, as_json: bool) -> int:
         with tempfile.TemporaryDirectory() as stacks:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
             watchdog.progress()
-            found = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
-        lines = [Finding("cluster", **vars(line)) for line in preflight.report(ranks.world, *found)]
+            surveyed = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
+        lines = [Finding("cluster", **vars(line)) for line in preflight.report(ranks.world, *surveyed)]
         if ranks.world.is_main:
             show(lines, as_json)
         return 1 if any(line.state == "missing" for line in lines) else OK

@@ -72,8 +72,8 @@ def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
-        found = json.loads(path.read_bytes())
-        tree = found.get("state", found)["config"]
+        content = json.loads(path.read_bytes())
+        tree = content.get("state", content)["config"]
         if from_dict(tree).digest() == sha256:
             break
     else:
@@ -154,20 +154,18 @@ def compare(of: Interval, folder: Path) -> str:
     reasons = differences_of_place(of, folder)
     how = f"to rounding, as not as then are {reasons}" if reasons else "bit for bit, as machine and code are as then"
     distance = distance_of_weights(of, folder, both[-1][0])
-    for step, name, was, found in unequal:
-        far = distance > ROUNDING[WEIGHTS] if name == WEIGHTS else not near(name, was, found)
+    for step, name, was, now in unequal:
+        far = distance > ROUNDING[WEIGHTS] if name == WEIGHTS else not near(name, was, now)
         if far or not reasons:
-            raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {found}, compared {how}")
+            raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {now}, compared {how}")
     allowed = ", ".join(f"{name} {share:g}" for name, share in ROUNDING.items())
     return f"{what} {how} ({allowed}); weights differ by {distance:.2g} of how far they moved"
 
 
-def near(name: str, was: Any, found: Any) -> bool:
+def near(name: str, was: Any, now: Any) -> bool:
     """Whether a value is the same but for rounding; what is neither of the data nor in ROUNDING is not judged."""
     far = [
-        abs(float(was) - float(found)) > share * abs(float(was))
-        for end, share in ROUNDING.items()
-        if name.endswith(end)
+        abs(float(was) - float(now)) > share * abs(float(was)) for end, share in ROUNDING.items() if name.endswith(end)
     ]
     return not any(far) and not name.startswith("data/")
 
@@ -178,8 +176,8 @@ def differences_of_place(of: Interval, folder: Path) -> str:
 
     from megabert.checkpoint import chain
 
-    *_, here = chain.read(folder / "checkpoints")
-    unlike = [name for name in chain.MACHINE if any(entry[name] != here[name] for entry in of.entries)]
+    *_, replayed = chain.read(folder / "checkpoints")
+    unlike = [name for name in chain.MACHINE if any(entry[name] != replayed[name] for entry in of.entries)]
     if torch.cuda.is_available() and not of.config.deterministic:
         unlike.append("deterministic=false on CUDA")
     return ", ".join(unlike)
@@ -193,10 +191,8 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
     places = [run / "checkpoints" / f"step-{at:08d}" for run, at in of_runs]
     if not all(place.exists() for place in places):
         return math.nan
-    found, was, before = (load_weights(place)[0] for place in places)
-    differ, moved = (
-        sum(float((w - other[name]).square().sum()) for name, w in was.items()) for other in (found, before)
-    )
+    now, was, before = (load_weights(place)[0] for place in places)
+    differ, moved = (sum(float((w - other[name]).square().sum()) for name, w in was.items()) for other in (now, before))
     return math.sqrt(differ / moved)
 
 

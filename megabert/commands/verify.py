@@ -37,11 +37,11 @@ def check_config(run: Path, state: Mapping[str, Any]) -> None:
     if data == canonical(trained):
         return
     try:
-        found, start = json.loads(data), json.loads((run / STARTS).read_text().splitlines()[-1])
-        later = all(found[name] == start[name] for name in STARTED_WITH) and start["step"] == state["step"]
-        if later and from_dict(found["config"]).digest() == found["config_sha256"]:
+        recorded, start = json.loads(data), json.loads((run / STARTS).read_text().splitlines()[-1])
+        later = all(recorded[name] == start[name] for name in STARTED_WITH) and start["step"] == state["step"]
+        if later and from_dict(recorded["config"]).digest() == recorded["config_sha256"]:
             return
-        before, after = flat(trained), flat(found)
+        before, after = flat(trained), flat(recorded)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError(f"{path}: is not as it was written") from None
     changed = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

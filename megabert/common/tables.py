@@ -271,10 +271,10 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         kind = kind_of(file.read(6))
     if not kind:
         raise BadTable(f"{path}: is neither Parquet nor Arrow")
-    found = batches(kind, str(path))
+    stream = batches(kind, str(path))
     while True:
         with arrow_errors(str(path)):
-            batch = next(found, None)
+            batch = next(stream, None)
             if batch is None:
                 return
             row, table = batch
@@ -289,14 +289,14 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
     """The names of the classes of each column that has some, in the description that `datasets` writes into a table."""
-    found = {}
+    by_column = {}
     features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     for name, node in features.items():
         while isinstance(node, dict) and isinstance(node.get("feature"), dict):
             node = node["feature"]
         if isinstance(node, dict) and node.get("_type") == "ClassLabel" and name in schema.names:
-            found[name] = [str(one) for one in node.get("names", [])]
-    return found
+            by_column[name] = [str(one) for one in node.get("names", [])]
+    return by_column
 
 
 def _named(value: Any, names: Sequence[str]) -> Any:

@@ -43,12 +43,12 @@ def phases_of(config: Config) -> list[Phase]:
     # exact, so that a change falls on the update that the shares name
     parts = [Fraction(repr(_share(table, f"phases.{number}"))) for number, table in enumerate(tables, 1)]
     ends = [float(sum(parts[: number + 1]) / sum(parts)) for number in range(len(parts))]
-    found = []
+    phases = []
     for number, (begin, end, table) in enumerate(zip([0.0, *ends], ends, tables, strict=False), 1):
         changes = {name: value for name, value in table.items() if name != "share"}
         text = ", ".join(f"{name}={value}" for name, value in flat(changes).items()) or "the run's own settings"
-        found.append(Phase(begin, end, _changed(config, changes, f"phases.{number}"), "schedule" in changes, text))
-    return found
+        phases.append(Phase(begin, end, _changed(config, changes, f"phases.{number}"), "schedule" in changes, text))
+    return phases
 
 
 def phase_at(phases: Sequence[Phase], share: float) -> int:
@@ -79,29 +79,29 @@ def check_phases(config: Config) -> None:
             f"phases: their shares sum to {total:g}; make it 1, or the run's budget, {whole:g} {schedule.unit}"
         )
     for number, phase in enumerate(phases, 1):
-        own, where = phase.config, f"phases.{number}"
+        changed, where = phase.config, f"phases.{number}"
         try:
-            check(own)
+            check(changed)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        if own.schedule.unit != schedule.unit:
+        if changed.schedule.unit != schedule.unit:
             raise ValueError(
-                f"{where}: schedule.name={own.schedule.name} counts {own.schedule.unit}, the run {schedule.unit}; "
+                f"{where}: schedule.name={changed.schedule.name} counts {changed.schedule.unit}, the run {schedule.unit}; "
                 "set schedule.by=minutes instead of schedule.name=budget"
             )
-        if own.model != config.model and not config.model.gated:
+        if changed.model != config.model and not config.model.gated:
             raise ValueError(f"{where}: rotary positions need model.kind=modern or nomic")
-        if own.distill.teacher and own.data.masking.strategy != config.data.masking.strategy:
+        if changed.distill.teacher and changed.data.masking.strategy != config.data.masking.strategy:
             raise ValueError(f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy")
         if (
             phase.own_schedule
-            and own.schedule.name == "wsd"
-            and own.schedule.budget_warmup + own.schedule.decay_share > 1
+            and changed.schedule.name == "wsd"
+            and changed.schedule.budget_warmup + changed.schedule.decay_share > 1
         ):
             raise ValueError(f"{where}: schedule.budget_warmup + schedule.decay_share exceed 1; lower one of them")
-    if own.data.masking.strategy != config.data.masking.strategy:
+    if changed.data.masking.strategy != config.data.masking.strategy:
         raise ValueError(
-            f"{where}: data.masking.strategy={own.data.masking.strategy}, but the run's own, which its last phase must have, "
+            f"{where}: data.masking.strategy={changed.data.masking.strategy}, but the run's own, which its last phase must have, "
             f"is {config.data.masking.strategy}"
         )
 

@@ -142,13 +142,13 @@ def _counts(shares: Sequence[float]) -> list[int]:
 
 def _check_alike(first: Dataset, part: Dataset) -> None:
     a, b = first.manifest, part.manifest
-    for what, want, found in (
+    for what, want, value in (
         ("row length", a.seq_len, b.seq_len),
         ("tokenizer (SHA-256)", a.tokenizer["sha256"], b.tokenizer["sha256"]),
         ("sentence pairs", a.options.get("nsp", True), b.options.get("nsp", True)),
     ):
-        if want != found:
-            raise ValueError(f"{part.folder}: its {what} is {found}, that of {first.folder} {want}; build it to fit")
+        if want != value:
+            raise ValueError(f"{part.folder}: its {what} is {value}, that of {first.folder} {want}; build it to fit")
 
 
 def fitted_to(config: Config, manifest: Manifest) -> Config:

@@ -97,12 +97,12 @@ def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
     place = np.arange(len(text))
     places = np.stack([place, place + 1], 1)
     for rule in RULES:
-        found = [places[:0]]
+        parts = [places[:0]]
         segments = list(_segments(text, rule))
         for start, end, new in segments:
             same = new == text[start:end]
-            found.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
-        text, places = "".join(new for _, _, new in segments), np.concatenate(found)
+            parts.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
+        text, places = "".join(new for _, _, new in segments), np.concatenate(parts)
     return text, places
 
 

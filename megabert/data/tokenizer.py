@@ -103,8 +103,8 @@ def refuse_other_tokenizer(tree: Mapping[str, Any], path: Path) -> None:
             "take a model that has that one"
         )
     for field, want in SPLIT_BY.items():
-        if (found := tree.get(field)) not in (None, want):
-            raise ValueError(f"{path}: {field} is {found!r:.60}, only {want!r} is supported")
+        if (value := tree.get(field)) not in (None, want):
+            raise ValueError(f"{path}: {field} is {value!r:.60}, only {want!r} is supported")
 
 
 class Tokenizer:
@@ -196,7 +196,7 @@ class Tokenizer:
 
     def token_bytes(self) -> list[bytes]:
         """UTF-8 of each token as it stands in a text, the space before a word included; some are parts of a character."""
-        return [bytes.fromhex(found[1]) if (found := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]
+        return [bytes.fromhex(match[1]) if (match := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""

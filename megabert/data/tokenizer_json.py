@@ -182,9 +182,9 @@ def _bytes_of(token: str, raw: str) -> bytes:
     """Of a token that a text shows as `token` and the file has as `raw`."""
     if "\ufffd" not in token:
         return token.encode()
-    found = BYTE.fullmatch(raw)
+    match = BYTE.fullmatch(raw)
     return (
-        bytes.fromhex(found[1]) if found else b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in raw)
+        bytes.fromhex(match[1]) if match else b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in raw)
     )
 
 

@@ -87,34 +87,34 @@ def choose_backends(
         write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
     on_main(world, choose)
-    found: dict[str, str] = world.broadcast(chosen)
+    of_rank_0: dict[str, str] = world.broadcast(chosen)
     problems = [
         f"ops.{role}=auto is {name} on rank 0 and cannot run here: {reason}"
-        for role, name in found.items()
+        for role, name in of_rank_0.items()
         if (reason := obstacles(role, config, world.device.type)[name])
     ]
     refuse_together(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
-    return config.model_copy(update={"ops": config.ops.model_copy(update=found)})
+    return config.model_copy(update={"ops": config.ops.model_copy(update=of_rank_0)})
 
 
 def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
     """Why each backend of an operation cannot run; "" where it can."""
     model = config.model
-    found = ops.obstacles(
+    reasons = ops.obstacles(
         role, device, DTYPES[config.precision], config.causal_updates, model.hidden // model.heads, model.window
     )
     if role == "layer" and config.zero.stage == 3:
-        found["compiled"] = found["compiled"] or "torch.compile cannot trace the hooks of zero.stage=3"
-    return found
+        reasons["compiled"] = reasons["compiled"] or "torch.compile cannot trace the hooks of zero.stage=3"
+    return reasons
 
 
 def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict[str, Any]:
     """What a micro-batch of the run asks of one layer, as JSON; `lengths` of the sequences in as many of its rows,
     the same ones for every seed, so that a run with another seed finds its results in the cache."""
-    found = []
+    lengths = []
     for row in dataset.order(0, np.arange(config.batch.micro_size))[0]:
         with contextlib.suppress(DamagedRow):  # the loader does what data.on_damage says
-            found.append(dataset.read(np.array([row])).bounds[0, :, 0])
+            lengths.append(dataset.read(np.array([row])).bounds[0, :, 0])
     return {
         "model": config.model.model_copy(update={"layers": 1}).model_dump(),
         "device": device.type,
@@ -122,7 +122,7 @@ def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict
         "deterministic": config.deterministic,
         "rows": config.batch.micro_size,
         "seq_len": dataset.manifest.seq_len,
-        "lengths": np.resize(found, (config.batch.micro_size, dataset.manifest.max_sequences)).tolist(),
+        "lengths": np.resize(lengths, (config.batch.micro_size, dataset.manifest.max_sequences)).tolist(),
         "predictions": largest_capacity(config, dataset.manifest.seq_len),
         "causal": config.causal_updates,
     }
@@ -239,12 +239,12 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
     few = batch_of({**spec, "rows": rows})
     exact = _gradients(_model(spec, PLAIN, torch.float32, dropout=False), few)
     plain = _gradients(_model(spec, PLAIN, dtype, dropout=False), few)
-    found = _gradients(_model(spec, spec["ops"], dtype, dropout=False), few)
+    candidate = _gradients(_model(spec, spec["ops"], dtype, dropout=False), few)
     for name, truth in exact.items():
-        error, allowed = _error(found[name], truth), MULTIPLE * _error(plain[name], truth) + FLOOR[dtype]
+        error, allowed = _error(candidate[name], truth), MULTIPLE * _error(plain[name], truth) + FLOOR[dtype]
         if not error <= allowed:
             return f"wrong: the error of {name} is {error:.2e}, allowed are {allowed:.2e}"
-    del exact, plain, found
+    del exact, plain, candidate
     return _milliseconds(_model(spec, spec["ops"], dtype, dropout=True), batch_of(spec))
 
 

@@ -134,7 +134,7 @@ class SlowRanks:
         total = compute + wait
         # without what the host held up
         device = np.maximum(compute - host, compute / 1e3)
-        found: dict[int, tuple[float, str]] = {}
+        by_rank: dict[int, tuple[float, str]] = {}
         for rank in np.flatnonzero(total >= self._ratio * max(median(total), 1e-9)).tolist():
             computing, waiting = compute[rank] - median(compute), wait[rank] - median(wait)
             cause = "data"
@@ -142,7 +142,7 @@ class SlowRanks:
                 # of what it computes longer, the larger factor
                 slower = device[rank] / median(device)
                 cause = "device" if slower >= compute[rank] / median(compute) / slower else "host"
-            found[rank] = float(total[rank] / max(median(total), 1e-9)), cause
+            by_rank[rank] = float(total[rank] / max(median(total), 1e-9)), cause
         # Where ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and
         # of a single other host nobody knows at which end the link is slow.
         far = [rank for rank, name in enumerate(self._hosts) if name != self._hosts[0]]
@@ -150,10 +150,11 @@ class SlowRanks:
             usual = median(message[far])
             for rank in far:
                 slow = message[rank] - usual >= MESSAGE_SECONDS * updates and message[rank] >= MESSAGE_RATIO * usual
-                if slow and rank not in found:
-                    found[rank] = float(message[rank] / max(usual, 1e-9)), "network"
+                if slow and rank not in by_rank:
+                    by_rank[rank] = float(message[rank] / max(usual, 1e-9)), "network"
         return [
-            SlowRank(rank, self._hosts[rank], round(ratio, 2), cause) for rank, (ratio, cause) in sorted(found.items())
+            SlowRank(rank, self._hosts[rank], round(ratio, 2), cause)
+            for rank, (ratio, cause) in sorted(by_rank.items())
         ]
 
 
@@ -213,8 +214,8 @@ class RankFigures:
         # the first of the two brings the second up to date
         compute, host = self._own.seconds(), self._own.host_seconds
         seconds = (compute, host, self._waited, self._updates * self._watchdog.round_trip)
-        own = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
-        return {"memory": peak_memory_bytes(self._world.device)} | own
+        nanoseconds = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
+        return {"memory": peak_memory_bytes(self._world.device)} | nanoseconds
 
     def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
         """`perf/…` values of the updates since the last call, up to `step`, which took so long, lists by rank, from `counts` of all
@@ -250,8 +251,8 @@ class RankFigures:
                 write_whole(self._record, canonical({"step": step, "slow_ranks": [slow._asdict() for slow in named]}))
         self._recorded = list(named)
 
-    def _warn(self, found: Sequence[SlowRank], minutes: float) -> None:
-        for slow in found if self._world.is_main else ():
+    def _warn(self, slow_ranks: Sequence[SlowRank], minutes: float) -> None:
+        for slow in slow_ranks if self._world.is_main else ():
             log.warning(
                 f"rank {slow.rank} (host {slow.host}) is slow: {slow.ratio:.2f} times the median of the ranks over the last "
                 f"{minutes:.1f} minutes; cause: {slow.cause} ({CAUSES[slow.cause]})"

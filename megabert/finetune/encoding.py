@@ -59,11 +59,11 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     if not labels:
         field = "tags" if task.kind == "tag" else "label"
         values = (getattr(example, field) for example in examples)
-        found = {label for value in values for label in ([value] if isinstance(value, str) else value)}
+        distinct = {label for value in values for label in ([value] if isinstance(value, str) else value)}
         if task.kind == "tag" and any(example.text for example in examples):
             # An entity of any kind may have one word or several.
-            found = {"O", *(start + tag[2:] for tag in found - {"O"} for start in ("B-", "I-"))}
-        labels = tuple(sorted(found))
+            distinct = {"O", *(start + tag[2:] for tag in distinct - {"O"} for start in ("B-", "I-"))}
+        labels = tuple(sorted(distinct))
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")

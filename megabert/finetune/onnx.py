@@ -61,11 +61,11 @@ def write(described: Described, folder: Path) -> float:
     session = onnxruntime.InferenceSession(place / WHOLE, providers=["CPUExecutionProvider"])
     worst = 0.0
     for inputs in (probe(size, 3, described.max_length), probe(size, 1, 6)):
-        found = session.run(None, {name: values.numpy() for name, values in inputs.items()})
+        outputs = session.run(None, {name: values.numpy() for name, values in inputs.items()})
         with torch.no_grad():
             wanted = model(**inputs).to_tuple()
         mask = inputs["attention_mask"].bool()
-        for want, got in zip(wanted, map(torch.from_numpy, found), strict=True):
+        for want, got in zip(wanted, map(torch.from_numpy, outputs), strict=True):
             # Of tokens, those that are no padding.
             differences = (want - got).abs()
             worst = max(worst, float((differences[mask] if want.shape[:2] == mask.shape else differences).max()))

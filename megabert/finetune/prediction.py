@@ -69,8 +69,8 @@ def logits_of(
         batch = collate([items[i] for i in group], layout, line).to(world.device)
         return module.logits(batch.read, **batch.packed.inputs())
 
-    own = groups[world.rank :: world.size]
-    results = in_order(compute, own, threads, 2 * threads, one_thread) if threads else map(compute, own)
+    rank_groups = groups[world.rank :: world.size]
+    results = in_order(compute, rank_groups, threads, 2 * threads, one_thread) if threads else map(compute, rank_groups)
     at = 0
     with evaluating(module):
         for values in results:

@@ -481,8 +481,8 @@ def best_run(
     of_rate = [result for result in results if result["settings"]["lr"] == points[0]["point"]["lr"]]
     best = max(of_rate, key=lambda result: goodness(metric, result["scores"]["dev"][metric]))
     epochs = best["settings"]["epochs"]
-    found = {"epoch": best["best_step"] * epochs // best["steps"], "epochs": epochs, "metric": metric}
-    return {"model": str(output / best["name"] / "best"), "dev": best["scores"]["dev"][metric]} | found
+    choice = {"epoch": best["best_step"] * epochs // best["steps"], "epochs": epochs, "metric": metric}
+    return {"model": str(output / best["name"] / "best"), "dev": best["scores"]["dev"][metric]} | choice
 
 
 def closing(best: Mapping[str, Any]) -> str:

@@ -201,8 +201,8 @@ def _correlated(truth: list[float], predictions: Sequence[float]) -> dict[str, f
     error = {"mae": float(np.abs(np.subtract(truth, predictions)).mean())}
     if len(truth) < 2:
         return {"pearson": 0.0, "spearman": 0.0} | error
-    found = {"pearson": stats.pearsonr(truth, predictions), "spearman": stats.spearmanr(truth, predictions)}
-    return {name: float(np.nan_to_num(result.statistic)) for name, result in found.items()} | error
+    results = {"pearson": stats.pearsonr(truth, predictions), "spearman": stats.spearmanr(truth, predictions)}
+    return {name: float(np.nan_to_num(result.statistic)) for name, result in results.items()} | error
 
 
 def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
@@ -216,10 +216,10 @@ def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequenc
     by_query: dict[str, list[int]] = {}
     for i, query in enumerate(queries):
         by_query.setdefault(query, []).append(i)
-    true, found = np.asarray(truth), np.asarray(predictions)
+    true, predicted = np.asarray(truth), np.asarray(predictions)
     reciprocal, gains = [], []
     for places in by_query.values():
-        gain, value = true[places], found[places]
+        gain, value = true[places], predicted[places]
         if len(places) > 1 and gain.max() > 0:
             best = value[gain > 0].max()
             reciprocal.append(1 / (1 + int((value[gain == 0] >= best).sum())))
@@ -349,11 +349,11 @@ def spans_of(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, An
     """The spans of a plain text that tags make, in characters; each word's where tags are no entities."""
     from seqeval.metrics.sequence_labeling import get_entities
 
-    found = [(tag, i, i) for i, tag in enumerate(tags)]
+    entities = [(tag, i, i) for i, tag in enumerate(tags)]
     if ENTITY_METRICS & set(task.metrics):
-        found = get_entities(list(tags))
+        entities = get_entities(list(tags))
     places = example.places
-    return [{"start": places[first][0], "end": places[last][1], "label": label} for label, first, last in found]
+    return [{"start": places[first][0], "end": places[last][1], "label": label} for label, first, last in entities]
 
 
 def _tagged_words(example: Any, tags: Sequence[str]) -> str:

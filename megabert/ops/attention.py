@@ -86,11 +86,11 @@ def attend(
         # both ends inclusive; without them, everything
         sides = {"window_size_left": window // 2, "window_size_right": 0 if causal else window // 2} if window else {}
         if backend == "varlen":
-            found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, causal, False, scale=scale, **sides)
+            fused = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, causal, False, scale=scale, **sides)
         else:
             assert not causal
-            found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
-        return found[0].reshape(batch, width, heads * size)
+            fused = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
+        return fused[0].reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
     if backend == "fused_softmax":
         start, end = inputs

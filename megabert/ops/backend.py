@@ -98,12 +98,12 @@ def obstacles(
     op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
 ) -> dict[str, str]:
     """Why each backend of `op` cannot run there; "" where it can."""
-    found = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
+    why = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
     if op == "attention" and window:
-        found["cudnn"] = found["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
+        why["cudnn"] = why["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
     if op == "attention" and causal:
-        found["cudnn"] = "it attends to whole sequences, a causal model must not"
-    return found
+        why["cudnn"] = "it attends to whole sequences, a causal model must not"
+    return why
 
 
 def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: int) -> str:

@@ -42,7 +42,7 @@ def build_optimizer(
 def rates_of(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
     """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above its own, the embeddings below them
     all (Clark et al. 2020, ELECTRA, appendix B); those have `embedding_lr`, too."""
-    depth = {name: int(found[1]) for name, _ in model.named_parameters() if (found := LAYER.search(name))}
+    depth = {name: int(match[1]) for name, _ in model.named_parameters() if (match := LAYER.search(name))}
     layers = max(depth.values(), default=-1) + 1
 
     def rate(name: str) -> float:
