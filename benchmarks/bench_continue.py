@@ -16,7 +16,6 @@ the machine's speed changes nothing; each finished run is in the file, and the s
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 
 from benchmarks import bench_vocabulary
 from benchmarks.common import hardware
-from benchmarks.race import dataset, training
+from benchmarks.race import training
 from benchmarks.race.dataset import RaceData, Scorer
 from benchmarks.race.recipes import RaceRecipe, track_of
 
@@ -62,17 +61,8 @@ def trained(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
-    add("--run", type=Path, default=Path("runs/continue"), help="folder of texts, shards and runs")
-    add("--seeds", type=int, default=3)
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
-    what = "of the base model, and of each run"
-    add("--tokens", type=int, nargs=2, default=[2_000_000, 150_000], metavar="N", help=what)
-    add("--rows", type=int, default=256, help="held-out rows of a score")
-    add("--bytes", type=int, default=TEXT, help="of each text")
-    hardware.add_json(parser, required=True)
+    parser = bench_vocabulary.study_parser(__doc__, "runs/continue", tokens=[2_000_000, 150_000], rows=256, size=TEXT)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     result = json.loads(args.json.read_text()) if args.json.is_file() else {"runs": {}}

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
+from benchmarks.race.dataset import default_text
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import decompress
@@ -34,7 +35,6 @@ from data_prep.readers.tasks import group, list_ranges
 
 ROOT = hardware.ROOT
 OURS, PEER = "wordpiece", "hugging face"
-DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
 
 
 def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
@@ -144,17 +144,17 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     hardware.add_json(parser)
-    parser.add_argument("--input", nargs="+", metavar="PATH")
-    parser.add_argument("--megabytes", type=float, default=210, help="of unpacked input")
-    parser.add_argument("--repeats", type=int, default=3)
-    add = parser.add_argument
+    add, data = parser.add_argument, default_text()
+    add("--input", nargs="+", metavar="PATH")
+    add("--megabytes", type=float, default=210, help="of unpacked input")
+    add("--repeats", type=int, default=3)
     add("--tokenizer", metavar="FILE", help="default: a vocabulary of 30,000 trained on the input, untimed")
-    add("--vocab", metavar="FILE", default=str(DATA / "bert-base-uncased-vocab.txt"), help="of both in `ratio`")
-    parser.add_argument("--workers", type=int, default=hardware.cores())
+    add("--vocab", metavar="FILE", default=str(data / "bert-base-uncased-vocab.txt"), help="of both in `ratio`")
+    add("--workers", type=int, default=hardware.cores())
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
     # English Wikipedia where it is at hand, else Python's documentation
-    inputs = args.input or [str(DATA / "enwiki") if (DATA / "enwiki").is_dir() else PYDOC]
+    inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else PYDOC]
     with tempfile.TemporaryDirectory() as folder:
         result = speed(args, inputs, Path(folder))
     if args.json:

@@ -157,23 +157,22 @@ def curve(recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int,
     return [{"tokens": p.tokens} | scorer.score(training.weights_of(p), finished.config) for p in points]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def study_parser(description: str, run: str, tokens: list[int], rows: int, size: int) -> argparse.ArgumentParser:
+    """The options of this study and of `bench_continue.py`, with the defaults of one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
-    add("--run", type=Path, default=Path("runs/vocabulary"), help="folder of texts, shards and runs")
+    add("--run", type=Path, default=Path(run), help="folder of texts, shards and runs")
     add("--seeds", type=int, default=3)
-    add(
-        "--tokens",
-        type=int,
-        nargs=2,
-        default=[2_000_000, 100_000],
-        metavar="N",
-        help="of the base model, and of each run",
-    )
-    add("--rows", type=int, default=160, help="held-out rows of a score")
-    add("--bytes", type=int, default=TEXT, help="of each text")
+    add("--tokens", type=int, nargs=2, default=tokens, metavar="N", help="of the base model, and of each run")
+    add("--rows", type=int, default=rows, help="held-out rows of a score")
+    add("--bytes", type=int, default=size, help="of each text")
     hardware.add_json(parser, required=True)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = study_parser(__doc__, "runs/vocabulary", tokens=[2_000_000, 100_000], rows=160, size=TEXT)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     result = json.loads(args.json.read_text()) if args.json.is_file() else {"curves": {}}

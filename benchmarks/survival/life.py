@@ -30,7 +30,7 @@ TINY = (
 
 
 class Server:
-    """The client of `server.py`."""
+    """A running `server.py`, asked through its pipes."""
 
     def __init__(self) -> None:
         command = [sys.executable, "benchmarks/survival/server.py"]
