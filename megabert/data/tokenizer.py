@@ -108,7 +108,7 @@ def refuse_other_tokenizer(tree: Mapping[str, Any], path: Path) -> None:
 
 
 class Tokenizer:
-    """What both kinds share; `load` makes one.
+    """What all kinds share; `load` makes one.
 
     `tokens` are the vocabulary as it stands in a text, those that start a word with a space before; `word_start` is bool
     [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin a word or what stands for one: in scripts

@@ -113,7 +113,7 @@ def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict
     the same ones for every seed, so that a run with another seed finds its results in the cache."""
     lengths = []
     for row in dataset.order(0, np.arange(config.batch.micro_size))[0]:
-        with contextlib.suppress(DamagedRow):  # the loader does what data.on_damage says
+        with contextlib.suppress(DamagedRow):  # the loader names it when the row is due
             lengths.append(dataset.read(np.array([row])).bounds[0, :, 0])
     return {
         "model": config.model.model_copy(update={"layers": 1}).model_dump(),

@@ -90,8 +90,10 @@ def assumed_rows(phase: Config, number: int) -> str:
 
 
 def manifest_of(config: Config) -> Manifest | None:
-    """That of the run's data, with what was added to it and mixed in; None where no dataset is named. No shard is looked for.
-    Raises ValueError naming what is no dataset or does not fit."""
+    """The manifest of the run's dataset or mixture, read without its shards; None where no dataset is named.
+
+    Raises ValueError naming what is no dataset or does not fit.
+    """
     data = config.data
     return open_mixture(data.path, data.mix, shards=False).manifest if data.path else None
 
