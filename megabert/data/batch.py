@@ -1,7 +1,7 @@
 """Batches: the tensors of a micro-batch, their collation from rows, an update of micro-batches, and the digest of rows seen.
 
-Every array has a static shape, and every token knows the sequence it belongs to. All of one rank's update lies in two flat
-buffers, so that it travels between processes as two tensors, of which micro-batches are views.
+Every array has a static shape, and every token has the range of its sequence. One rank's update is in two flat buffers, so that it
+is passed between processes as two tensors, of which micro-batches are views.
 
 Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences a row, K prediction slots.
 """
@@ -28,7 +28,7 @@ DIGEST_MODULUS = 1 << 64
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of B rows as the model takes it, and its counts (ints, of this micro-batch)."""
+    """One micro-batch of B rows, the input of the model, and its counts (ints, of this micro-batch)."""
 
     # int32 [B, T], masked already
     input_ids: torch.Tensor
@@ -54,24 +54,24 @@ class Batch:
     # without padding
     tokens: int
     sequences: int
-    # int64 [B]; negative is a filler, which has no labels and counts for nothing
+    # int64 [B]; negative is a filler, which has no labels
     row_ids: np.ndarray
     # int64 [B], the epoch of each row
     epochs: np.ndarray
-    # each token attends only to those before it, and to itself
+    # each token attends only to those before it and to itself
     causal: bool = False
-    # bool [N, B, K]: which predictions come from each of N sources, where figures of each are wanted
+    # bool [N, B, K]: which predictions come from each of N sources; set for figures by source
     sources: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """The tensors by name, `causal` where it is true, and `sources` if there are any, as the model's `forward` takes them."""
+        """The arguments of the model's `forward`: the tensors by name, `causal` where it is true, and `sources` if there are any."""
         values = {name: getattr(self, name) for name in TENSORS} | ({"causal": True} if self.causal else {})
         return values if self.sources is None else values | {"sources": self.sources}
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on `device`; asynchronous where the batch lies in pinned memory.
+        """The batch on `device`; copied asynchronously from pinned memory.
 
-        A device other than the CPU gets the lengths compact: only the host can count them without waiting.
+        On a device other than the CPU the lengths are compact, which only the host can compute without a synchronisation.
         """
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self.sources is not None:
@@ -87,7 +87,7 @@ TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
 
 
 def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int32 [N] of lengths [B, S] on the CPU: for each of B rows of `width` tokens its sequences' lengths, then its padding's.
+    """int32 [N] from lengths [B, S] on the CPU: for each of B rows of `width` tokens the lengths of its sequences and of its padding.
 
     Zeros fill it up to N, a multiple of B. So N seldom changes between batches (with 2.2 sequences and padding a row on
     average, 3 B), and a compiler or an allocator sees few shapes.
@@ -104,8 +104,8 @@ def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
 class Update:
     """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row.
 
-    `problem` is why the data could not be read; every row is a filler then, and `problem_code` is the exit code of that kind
-    of problem. `objective` is "masked", or "causal" where each token predicts the next.
+    `problem` says why the data could not be read; every row is a filler then, and `problem_code` is the exit code for it.
+    `objective` is "masked", or "causal" where each token predicts the next.
     """
 
     step: int
@@ -117,7 +117,7 @@ class Update:
 
     @property
     def row_ids(self) -> np.ndarray:
-        """int64 [n]; fillers -1, in seats without a row too."""
+        """int64 [n]; -1 for fillers and places without a row."""
         return np.concatenate([batch.row_ids for batch in self.batches])
 
     @property
@@ -144,7 +144,7 @@ class Update:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How n rows lie in one int32 and one int64 buffer, which is how they travel between processes."""
+    """The layout of n rows in one int32 and one int64 buffer, in which they are passed between processes."""
 
     rows: int
     seq_len: int
@@ -248,8 +248,8 @@ def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
 class RowDigest:
     """Digest of the rows a run saw since its first update, on all ranks together.
 
-    A sum of hashes: the same whatever the order of rows, the ranks and the restarts. A row that is repeated or left out, or of
-    another epoch, changes it, so two runs have the same digest only if they saw the same rows as often (but for 2^-64 by chance).
+    A sum of hashes, so it does not depend on the order of rows, the ranks and restarts. A row that is repeated, missing or of another
+    epoch changes it: two runs with the same digest saw the same rows equally often, up to a chance of 2^-64.
     """
 
     def __init__(self, digest: int = 0) -> None:

@@ -1,12 +1,11 @@
-"""Loader of the updates of a phase, whose cursor is one integer: updates are cut from one fixed order of rows.
+"""Loader of the updates of a phase. Its cursor is one integer: updates are ranges of one fixed order of rows.
 
 Update `step` takes global positions [step * G, (step + 1) * G), counted from `origin`. Position P is the row that the dataset's
 order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id). Ranks,
-workers, accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows
-under the same masks whatever they are. Every array has a static shape. Where m W does not divide G, the last micro-steps of some
-ranks have seats without a row.
+workers, accumulation and micro-batch size only split that range, so a global batch has the same rows and masks for any of them.
+Every array has a static shape. Where m W does not divide G, the last micro-steps of some ranks have places without a row.
 
-Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update,
+Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m places of one rank's update,
 T row length, S sequences a row, K prediction slots a row.
 """
 
@@ -35,7 +34,7 @@ from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.signals import SIGNALS
 
-# tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
+# tokens masked at once: more exceeds the cache, with fewer the cost of numpy calls shows
 CHUNK_TOKENS = 1 << 18
 
 
@@ -106,10 +105,9 @@ class _Source:
         return buffers
 
     def _rows(self, row_ids: np.ndarray) -> Rows:
-        """Rows `row_ids`. A filler (-1) is one sequence that fills the row: what is computed from it is finite, and it counts
-        for nothing."""
+        """Rows `row_ids`. A filler (-1) is one sequence that fills the row, so that its activations are finite; it has no labels."""
         filler = row_ids < 0
-        if filler.all():  # stands for rows that could not be read, so nothing is read
+        if filler.all():  # fillers replace rows that could not be read, so nothing is read
             rows = Rows.without_sequences(len(row_ids), self.dataset.manifest)
         else:
             rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
@@ -122,7 +120,7 @@ class _Source:
 
 
 class _Made(NamedTuple):
-    """An update as it travels from a worker: its buffers, and why it has no rows ("": it has)."""
+    """An update as a worker sends it: its buffers, and why it has no rows ("": it has)."""
 
     narrow: torch.Tensor
     wide: torch.Tensor
@@ -133,14 +131,14 @@ class _Made(NamedTuple):
 class _Updates(torch.utils.data.Dataset):
     """Step -> `_Made` of one rank.
 
-    A rank whose rows cannot be read gets fillers, the reason and its exit code: it still takes part in collectives.
+    If a rank's rows cannot be read it gets fillers, the reason and an exit code, so that it still takes part in collectives.
     """
 
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int, origin: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
         self.origin = origin
         self.micro_steps = -(-global_batch // (source.micro_batch * world))
-        # the update that is being read ahead: its step, row ids and epochs
+        # the update being read ahead: its step, row ids and epochs
         self.ahead: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def first(self, step: int) -> int:
@@ -148,7 +146,7 @@ class _Updates(torch.utils.data.Dataset):
         return self.origin + step * self.global_batch
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""
+        """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and the places without a row, bool [n]."""
         m = self.source.micro_batch
         micro_steps = np.arange(self.micro_steps)[:, None]
         seats = ((micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
@@ -156,14 +154,14 @@ class _Updates(torch.utils.data.Dataset):
         return self.first(step) + np.where(vacant, 0, seats), vacant
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Row ids (-1 where a seat has no row) and epochs of this rank's rows, both int64 [n]."""
+        """Row ids (-1 in places without a row) and epochs of this rank's rows, both int64 [n]."""
         positions, vacant = self.positions(step)
         row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
         row_ids[vacant] = -1
         return row_ids, epochs
 
     def __getitem__(self, step: int) -> _Made:
-        """An update of a process that makes each of its updates in turn: the next one is read while this one is made."""
+        """The next update of a process; the one after it is read ahead meanwhile."""
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = step, *self.rows(step)
         _, row_ids, epochs = self.ahead
@@ -182,7 +180,7 @@ class _Updates(torch.utils.data.Dataset):
 
 
 def _start_worker(_: int) -> None:
-    """A worker ends at once with the process it works for, however that ends; torch looks only every 5 s."""
+    """End a worker at once when its parent process ends; torch checks only every 5 s."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
 
@@ -195,7 +193,7 @@ def _end_with_parent() -> None:
 
 
 def _kill(workers: list[Any]) -> None:
-    """End loader workers: they hold nothing."""
+    """Kill loader workers; they have no state to save."""
     for worker in workers:
         worker.kill()
 
@@ -204,7 +202,7 @@ class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
     `workers` processes each keep `prefetch` updates ready (0: made on request, in this process). They ignore the signals that
-    ask a run to stop: the run needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
+    stop a run, which needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
     `close` ends the workers. `origin`: the position of update 0, below 0 where an earlier phase took more rows an update.
     """
 
@@ -229,7 +227,7 @@ class Loader:
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
         self._updates = _Updates(self.source, global_batch, rank, world, origin)
-        # seats of this rank's update
+        # places of this rank's update
         self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
         steps = itertools.count(start_step)
@@ -241,10 +239,10 @@ class Loader:
         self._end_workers = weakref.finalize(self, _kill, self._workers)
 
     def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
-        """Fork the workers: that takes milliseconds, and they start with the signals below blocked.
+        """Fork the workers, which takes milliseconds, with the signals below blocked.
 
-        The threads that a run has by then (gloo, watchdog, OpenMP) do a worker no harm: it computes with numpy and one torch
-        thread, and Python and glibc renew their own locks.
+        The threads that a run has by then (gloo, watchdog, OpenMP) are harmless: a worker computes with numpy and one torch
+        thread, and Python and glibc reset their locks after a fork.
         """
         loader = torch.utils.data.DataLoader(
             self._updates,
@@ -255,10 +253,10 @@ class Loader:
             multiprocessing_context="fork",
             worker_init_fn=_start_worker,
             pin_memory=self._pin,
-            generator=torch.Generator(),  # not the global one, whose state belongs to the model
+            generator=torch.Generator(),  # not the global generator, whose state the model uses
         )
         others = multiprocessing.active_children()
-        # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
+        # Signals blocked at the fork stay blocked in the workers, so they cannot be killed in between.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._items = iter(loader)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -275,7 +273,7 @@ class Loader:
         start_step: int = 0,
         origin: int = 0,
     ) -> Loader:
-        """The loader of a phase's configuration; memory is pinned where there is a CUDA device."""
+        """The loader for a phase's configuration; memory is pinned where there is a CUDA device."""
         return Loader(
             dataset,
             tokenizer,
@@ -310,7 +308,7 @@ class Loader:
         return update
 
     def close(self) -> None:
-        """End the worker processes; no update comes after it."""
+        """End the worker processes; the loader is exhausted then."""
         self._items = None
         self._end_workers()
 
@@ -328,8 +326,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
 
-    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
-    (row id -1), which count for nothing. Raises DamagedRow.
+    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining places are fillers
+    (row id -1). Raises DamagedRow.
     """
     source = _Source.of(dataset, tokenizer, seed, micro_batch, masking)
     rows = min(dataset.rows, max_rows or dataset.rows)

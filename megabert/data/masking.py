@@ -1,11 +1,11 @@
-"""Masking of rows: a function of (seed, epoch, row id) and the row, whatever its batch, rank, worker or time.
+"""Masking of rows: a function of (seed, epoch, row id) and the row, independent of batch, rank, worker and time.
 
 Random numbers are hashes of (seed, epoch, row id, position), so there is no state to save or share. [CLS], [SEP], padding and
 every other special id are neither predicted nor drawn as a replacement. The strategies:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
-    causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; by
-           `causal_every` in some updates alone, which their number decides
+    causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; with
+           `causal_every` only in updates of certain numbers
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
 bias, and at least 1.
@@ -33,12 +33,12 @@ CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
 
 
 def largest_capacity(config: Config, seq_len: int) -> int:
-    """The most prediction slots a row of any update."""
+    """The largest number of prediction slots of a row in any update."""
     return seq_len if config.causal_updates else config.data.masking.capacity(seq_len)
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
-    """The masking of held-out rows in every phase: that of the last one, at the rate of evaluation."""
+    """The masking of held-out rows in every phase: that of the last phase, at the rate of evaluation."""
     options = phases_of(config)[-1].config.data.masking
     return options.model_copy(update={"rate": config.eval.rate or options.rate})
 
@@ -112,7 +112,7 @@ def _next_tokens(ids: np.ndarray, bounds: np.ndarray) -> Masked:
 def _choose(
     ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: MaskingVocabulary
 ) -> np.ndarray:
-    """Flat positions of the predictions, int64 [P], ascending; `keys` uint64 [n] are those of the rows' random streams.
+    """Flat positions of the predictions, int64 [P], ascending; `keys` uint64 [n]: keys of the rows' random streams.
 
     Each position gets a number of (sequence, random bits, position), from high to low bits. Sorted, a row holds the positions of
     each sequence in random order, of which the first ones are taken.
@@ -200,9 +200,9 @@ def _replace(
 ) -> Masked:
     """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or unchanged.
 
-    A row's predictions in random order take golden-ratio steps round the unit circle from a random start, and the angle
-    decides. Each single prediction falls in a share with that share's probability, and every row is within about one
-    prediction of 80/10/10, where independent draws would spread ten times wider over a corpus.
+    A row's predictions in random order take golden-ratio steps around the unit circle from a random start; the angle selects
+    the treatment. Each prediction gets a treatment with its probability, and every row is within about one prediction of
+    80/10/10, while independent draws would spread ten times wider over a corpus.
     """
     n, seq_len = ids.shape
     row = chosen // seq_len

@@ -1,7 +1,7 @@
-"""Mixtures: several datasets as one, each with a share of all rows; and the data of a run's phases, one after the other.
+"""Mixtures: several datasets as one, each with a share of all rows; and the data of a run's phases.
 
-The row at a position stays a function of the seed, the manifests and the shares. Row ids count through the parts in their order,
-so that no two rows share one, nor a mask. What an earlier phase took of a dataset, a later one leaves out.
+The row at a position is a function of the seed, the manifests and the shares. Row ids are numbered through the parts in order, so
+that ids and masks differ between all rows. A later phase skips the rows of a dataset that an earlier phase used.
 
 Legend: n positions or rows, T row length, S sequences a row, V vocabulary size.
 """
@@ -24,21 +24,21 @@ from megabert.config import Config, from_dict
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
 
-# shards that a mixture keeps open: 64 of each dataset are read from in turn
+# shards that a mixture keeps open: 64 of each dataset are in use at a time
 OPEN_SHARDS = 512
 # positions that hold each dataset of a mixture in exactly its share
 WINDOW = 1 << 12
 # statistics that a run reads
 STATISTICS = ("tokens", "sequences")
-# `token_counts`: tokens counted at most (the error of a frequency of 1e-5 is then a sixth of it), places where neighbouring rows
-# are taken (so that few shards are opened), rows read at once
+# `token_counts`: most tokens to count (the error of a frequency of 1e-5 is then a sixth of it), number of places from which
+# neighbouring rows are read (so that few shards are opened), rows read at once
 COUNTED_TOKENS, COUNTED_PLACES, COUNTED_ROWS = 1 << 22, 64, 1 << 12
 
 
 class Mixture:
-    """Datasets of which every WINDOW positions hold a fixed share each, in an order that depends on the seed.
+    """Datasets with fixed shares of every WINDOW positions, in an order that depends on the seed.
 
-    It has the methods of `Dataset`. `shares` sum to 1. A dataset's rows come in the order that it has alone, epoch after epoch.
+    It has the methods of `Dataset`. `shares` sum to 1. The rows of each dataset keep its order, epoch after epoch.
     `manifest` is the first part's, with the rows and sequence slots of all, a fingerprint of parts and shares, and as statistics
     the tokens and sequences of as many rows in these shares. Raises ValueError naming the part that does not fit the first.
     """
@@ -189,8 +189,7 @@ def with_vocabulary_size(config: Config, size: int) -> Config:
 def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True) -> AnyDataset:
     """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
 
-    `shards`: false where they may be elsewhere: only the manifests are read. Raises ValueError as `Dataset` does, and where the
-    shares leave nothing for `folder`.
+    `shards`: false reads only the manifests. Raises ValueError as `Dataset` does, and if the shares leave nothing for `folder`.
     """
     if mix and (sum(mix.values()) >= 1 or min(mix.values()) <= 0):
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
@@ -229,10 +228,10 @@ def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float]) -> AnyD
 
 
 def continue_data(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: Sequence[int]) -> int:
-    """Let the data of a run's newest phase continue behind the rows of the phases before it; the position of its first update.
+    """Make the data of a run's newest phase start after the rows of earlier phases; returns the position of its first update.
 
     `datasets` and `sizes` (rows of an update) are those of all phases, `starts` the numbers of the first updates of the phases so
-    far. Phases that follow each other on the same data have one order; of a mixture otherwise whole windows count as taken.
+    far. Consecutive phases on the same data share one order; otherwise whole windows of a mixture count as used.
     """
     taken: Counter[str] = Counter()
     position = 0
@@ -247,7 +246,7 @@ def continue_data(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: 
 
 
 def _rows_taken(dataset: AnyDataset, positions: int) -> dict[str, int]:
-    """How many rows of each dataset, by fingerprint, the first `positions` hold; of a mixture those of whole windows."""
+    """Rows of each dataset, by fingerprint, in the first `positions`, for a mixture rounded up to whole windows."""
     windows = -(-positions // WINDOW)
     rows = [windows * count for count in dataset.counts] if isinstance(dataset, Mixture) else [positions]
     return {part.manifest.fingerprint: count for part, count in zip(members(dataset), rows, strict=True)}
@@ -256,7 +255,7 @@ def _rows_taken(dataset: AnyDataset, positions: int) -> dict[str, int]:
 def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
     """int64 [V]: how often each id that is `predicted` (bool [V]; not padding) occurs in about COUNTED_TOKENS tokens, else 0.
 
-    From rows at places spread evenly, the same for the same dataset. Raises as `Dataset.read` does.
+    Counted in rows at evenly spread places, which depend only on the dataset. Raises as `Dataset.read` does.
     """
     manifest = dataset.manifest
     places = np.arange(COUNTED_PLACES) * manifest.rows // COUNTED_PLACES

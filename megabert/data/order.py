@@ -1,10 +1,9 @@
 """Order of rows: position -> row id of an epoch, a function of the seed and the manifest alone, not a state.
 
-An epoch's rows come from few shards at a time. The shards are permuted. Each is cut into `ACTIVE_SHARDS` parts, which go to as
-many consecutive slots: slot t holds part 0 of shard t, part 1 of shard t - 1 and so on, around the end of the epoch. So from
-slot to slot one shard ends and one begins, and a reader that keeps the shards of a slot open opens one more for each shard's
-number of rows. Within a slot blocks are permuted, and rows within windows of 16 permuted blocks. Shards of few blocks are
-grouped and treated as one.
+An epoch reads from few shards at a time. The shards are permuted. Each is cut into `ACTIVE_SHARDS` parts for as many consecutive
+slots: slot t has part 0 of shard t, part 1 of shard t - 1 and so on, around the end of the epoch. From one slot to the next one shard
+ends and one begins, so a reader that keeps the shards of a slot open opens one shard a slot. Within a slot blocks are permuted, and
+rows within windows of 16 permuted blocks. Shards of few blocks are grouped and treated as one.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ ACTIVE_SHARDS = 64
 GROUP_BLOCKS = 64
 # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
 WINDOW_BLOCKS = 16
-# keys of the random streams, which keep the permutations apart from each other and from masks
+# keys of the random streams, so that permutations and masks are independent of each other
 BLOCK_STREAM, ROW_STREAM, MIX_STREAM = 0x626C6F636B, 0x726F77, 0x6D6978
 SHARD_STREAM, SLOT_STREAM = 0x7368617264, 0x736C6F74
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
-    """Permutation of range(n), int64 [n], a function of `key` alone (no library's random stream is involved)."""
+    """Permutation of range(n), int64 [n], a function of `key` alone, independent of any library's generator."""
     low = np.uint64((1 << n.bit_length()) - 1)
     drawn = stream_keys(*key, np.arange(n)) & ~low | np.arange(n, dtype=np.uint64)
     drawn.sort()  # all distinct: the index is in the low bits

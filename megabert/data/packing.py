@@ -1,7 +1,7 @@
 """Packing of sequences of any length into rows of one width, for fine-tuning, evaluation and features.
 
-The layout of pre-training's rows: attention stays inside a sequence, positions restart in each. A sequence's output does not
-depend on what it is packed with.
+The layout of pre-training's rows: attention is within a sequence, and positions restart in each. The output of a sequence does not
+depend on the other sequences in its row.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Packed:
 def pack(sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0, causal: bool = False) -> Packed:
     """Rows that hold `sequences` (integer ids [length], whole), the longest placed first, each in the emptiest row.
 
-    `seconds[i]` is where segment 1 of sequence i begins (its length where there is none). `width` tokens a row, 0: as
-    many as the longest sequence has. `causal`: a token attends only to the tokens before it, and to itself. Raises ValueError
+    `seconds[i]` is the start of segment 1 of sequence i (its length if there is none). `width`: tokens a row, 0 for the
+    length of the longest sequence. `causal`: a token attends only to the tokens before it, and to itself. Raises ValueError
     for a sequence that is empty or longer than a row.
     """
     sizes = [len(ids) for ids in sequences]
@@ -68,7 +68,7 @@ def pack(sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0
 
 
 def pack_line(sequences: Sequence[np.ndarray], seconds: Sequence[int], causal: bool = False) -> Packed:
-    """One row that holds `sequences` in their order and no padding: for attention that takes no longer over long rows.
+    """One row of all `sequences` in their order without padding, for attention whose cost does not grow with the row length.
 
     Arguments as of `pack`. Raises ValueError for a sequence that is empty.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """Two sentences, of which the first is right; `paradigm`: what they differ in, `field`: the paradigms it belongs to."""
+    """An acceptable and an unacceptable sentence; `paradigm`: the phenomenon in which they differ, `field`: its group of paradigms."""
 
     good: str
     bad: str
@@ -19,9 +19,9 @@ class Pair(NamedTuple):
 
 
 def read_pairs(source: str | Path, each: int = 0) -> list[Pair]:
-    """The pairs of a file, or of all .jsonl and .txt files below a folder; with `each` the first so many of each paradigm.
+    """The pairs of a file, or of all .jsonl and .txt files below a folder; `each` is the largest number of each paradigm.
 
-    .jsonl, BLiMP's format (Warstadt et al. 2020): `sentence_good`, `sentence_bad` and, if there, `UID` and `field`, by default
+    .jsonl, BLiMP's format (Warstadt et al. 2020): `sentence_good`, `sentence_bad` and optionally `UID` and `field`, by default
     the file's name. .txt, Zorro's (Huebner et al. 2021): lines in pairs, the wrong sentence first, in a file PARADIGM's name
     FIELD-PARADIGM.txt. Raises ValueError naming file and line.
     """

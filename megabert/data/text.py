@@ -1,6 +1,6 @@
-"""Text before tokens: its cleaning, sentence ends of all scripts, scripts without spaces, and where a token lies in its text.
+"""Text before tokens: its cleaning, sentence ends of all scripts, scripts without spaces, and offsets of tokens in the text.
 
-Used alike when a dataset is built and when a model reads text.
+The same functions clean text for a dataset and for a model's input.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ INVISIBLE = re.compile("[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u
 # as HTML 5 finds them
 ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[^\t\n\f <&#;]{1,32});?")
 _WORD = re.compile(r"\S+")
-# of a text that is read, those that `data_prep` removes from the bytes of a document
+# characters that `data_prep` removes from the bytes of a document
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-# what stands between words, where it is no single space
+# whitespace between words, other than a single space
 SPACES = re.compile(r"\s{2,}|[^\S ]")
 # characters; a longer word is encoded in slices of this size
 MAX_WORD = 512
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD + 1},}}")
-# (start, end, what stands there instead)
+# (start, end, replacement)
 Replacement = tuple[int, int, str]
 
 # marks that close a quotation or bracket
 CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
 # 」』】）〉》〕｣›
 WIDE_CLOSERS = "\u300d\u300f\u3011\uff09\u3009\u300b\u3015\uff63\u203a"
-# Code points of Unicode 14's Sentence_Terminal without ASCII and without those that also stand inside numbers; and two that
-# it leaves out: Tibetan's shads (0F0D-0F11) and Khmer's khan and bariyoosan (17D4-17D5).
+# Code points of Unicode 14's Sentence_Terminal without ASCII and without those that also occur inside numbers; and marks that
+# it lacks: Tibetan's shads (0F0D-0F11) and Khmer's khan and bariyoosan (17D4-17D5).
 _SENTENCE_TERMINAL = """
     0589 061D-061F 06D4 0700-0702 07F9 0837 0839 083D-083E 0964-0965 0F0D-0F11 104A-104B 1362 1367-1368 166E 1735-1736
     17D4-17D5 1803 1809 1944-1945 1AA8-1AAB 1B5A-1B5B 1B5E-1B5F 1B7D-1B7E 1C3B-1C3C 1C7E-1C7F 203C-203D 2047-2049 2E2E
@@ -51,13 +51,13 @@ def _characters(ranges: str) -> str:
 
 # without Burmese's comma
 SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
-# Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
+# Marks that end a sentence and need no space after them: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
 # Burmese, Khmer and Tibetan ones.
 GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
 CLOSING = CLOSERS + WIDE_CLOSERS
-# such a mark that something follows: a space is put between them
+# such a mark with text directly after it: a space is inserted
 GLUED_END = re.compile(rf"([{GLUED}]+[{re.escape(CLOSING)}]*)(?=[^\s{GLUED}{re.escape(CLOSING)}])")
-# Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
+# Blocks of scripts without spaces between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
 # Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
 # full-width forms, half-width kana; ideographs beyond the first plane.
 NO_SPACES = (
@@ -65,24 +65,24 @@ NO_SPACES = (
     (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
     (0xF900, 0xFAFF), (0xFF00, 0xFF9F), (0x20000, 0x3FFFF),
 )  # fmt: skip
-# most of most texts comes before it
+# first code point of these blocks; most text is below it, which is fast to test
 FIRST_WITHOUT = chr(NO_SPACES[0][0])
-# letters of Thai and Lao that begin no syllable
+# letters of Thai and Lao that cannot begin a syllable
 TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
 
 
 def clean_word(word: str) -> str:
-    """A word in NFC, without invisible characters, with HTML entities resolved if it has a whole one."""
+    """A word in NFC, without invisible characters, with complete HTML entities resolved."""
     if "&" in word and ";" in word:
         word = html.unescape(word)
     return word if word.isascii() else unicodedata.normalize("NFC", INVISIBLE.sub("", word))
 
 
 def prepared(text: str) -> str:
-    """`text` as a dataset holds it, but for a space before and behind it.
+    """`text` cleaned as for a dataset, without surrounding spaces.
 
-    Control characters are removed, sentences, words and slices of long words separated by single spaces, and each word is as
-    `clean_word` returns it.
+    Control characters are removed, sentences, words and slices of long words are separated by single spaces, and each word is
+    cleaned by `clean_word`.
     """
     for rule in RULES[:-1]:
         text = "".join(new for _, _, new in _segments(text, rule))
@@ -90,9 +90,9 @@ def prepared(text: str) -> str:
 
 
 def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
-    """(`prepared(text)`, int64 [its length, 2]: the characters of `text` that each of its characters stands for, first and end).
+    """`prepared(text)`, and int64 [its length, 2]: for each of its characters the range of characters of `text` that it came from.
 
-    A space that was put after a character stands for that one.
+    An inserted space has the range of the character before it.
     """
     place = np.arange(len(text))
     places = np.stack([place, place + 1], 1)
@@ -107,7 +107,7 @@ def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
 
 
 def _segments(text: str, rule: Callable[[str], Iterator[Replacement]]) -> Iterator[Replacement]:
-    """All of `text` in order: what `rule` replaces, and what stays between."""
+    """All of `text` in order: the ranges that `rule` replaces, and the unchanged ones between them."""
     at = 0
     for start, end, new in rule(text):
         yield at, start, text[at:start]
@@ -138,7 +138,7 @@ def _long_words(text: str) -> Iterator[Replacement]:
 
 
 def _resolved(text: str) -> Iterator[Replacement]:
-    """Entities of words that have a whole one, and invisible characters."""
+    """Complete entities in words, and invisible characters."""
     replacements = [(m.start(), m.end(), "") for m in (() if text.isascii() else INVISIBLE.finditer(text))]
     for word in _WORD.finditer(text) if "&" in text else ():
         if "&" in word[0] and ";" in word[0]:
@@ -149,7 +149,7 @@ def _resolved(text: str) -> Iterator[Replacement]:
                     replacements.append((start, start + len(entity[0]), INVISIBLE.sub("", new)))
     last = 0
     for start, end, new in sorted(replacements):
-        if start >= last:  # an invisible character may be part of something that only looks like an entity
+        if start >= last:  # an invisible character may interrupt an apparent entity
             yield start, end, new
             last = end
 
@@ -163,7 +163,7 @@ def _composed(text: str) -> Iterator[Replacement]:
 
 @functools.cache
 def _composable() -> re.Pattern[str]:
-    """A character and all that may compose with it or change places: marks, second halves of compositions, Hangul's vowels and finals."""
+    """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and finals."""
     joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
     for code in range(sys.maxunicode + 1):
         parts = unicodedata.decomposition(chr(code)).split()
@@ -174,7 +174,7 @@ def _composable() -> re.Pattern[str]:
     return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
 
 
-# the steps of `prepared` in their order
+# the steps of `prepared`, in order
 RULES = (_controls, _separations, _spaces, _long_words, _resolved, _composed)
 
 
@@ -191,7 +191,7 @@ def offsets_in_original(text: str, encoded: str, offsets: np.ndarray) -> np.ndar
 
 
 def without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
-    """`offsets` int64 [n, 2] with each start moved past the blanks there, which SentencePiece counts to the token after."""
+    """`offsets` int64 [n, 2] with each start moved past blanks, which SentencePiece includes in the token after them."""
     blank = _blank()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
     solid = np.append(np.flatnonzero(~blank), len(text))
     offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
@@ -200,19 +200,19 @@ def without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _blank() -> np.ndarray:
-    """bool [every code point]: whether Unicode calls it a separator, a control or a format character."""
+    """bool [all code points]: whether it is a separator, control or format character of Unicode."""
     kinds = {"Zs", "Zl", "Zp", "Cc", "Cf"}
     return np.array([unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
 
 
 def writes_without_spaces(character: str) -> bool:
-    """Whether a character's script puts no space between words."""
+    """Whether a character's script has no spaces between words."""
     return character >= FIRST_WITHOUT and any(first <= ord(character) <= last for first, last in NO_SPACES)
 
 
 def words_of(text: str) -> list[tuple[int, int]]:
-    """First character, and one past the last, of each word: a run of letters, marks and digits, or one other character that is
-    not blank. In a script without spaces a character with its marks is a word."""
+    """First character, and one past the last, of each word: a run of letters, marks and digits, or one other non-blank
+    character. In a script without spaces a character with its marks is a word."""
     words: list[tuple[int, int]] = []
     for at, character in enumerate(text):
         kind = unicodedata.category(character)[0]
@@ -230,7 +230,7 @@ def words_of(text: str) -> list[tuple[int, int]]:
 
 
 def stand_together(before: str, after: str) -> bool:
-    """Whether a text has no space between two words: one is in a script without spaces, the other too or punctuation."""
+    """Whether two words have no space between them: one is in a script without spaces, the other too or punctuation."""
     edges = before[-1:], after[:1]
     without = [bool(c) and writes_without_spaces(c) for c in edges]
     return any(without) and all(
@@ -239,7 +239,7 @@ def stand_together(before: str, after: str) -> bool:
 
 
 def begins_unit(token: str) -> bool:
-    """Whether a token begins with a character of a script without spaces that does not belong to the one before it."""
+    """Whether a token begins with a character of a script without spaces that is not attached to the one before it."""
     first = token[:1]
     if not first or not writes_without_spaces(first) or first in TRAILING_VOWELS:
         return False

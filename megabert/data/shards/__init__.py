@@ -1,9 +1,9 @@
 """Datasets on disk: their manifest, shards, verified random access and verification.
 
-Nothing read from a shard is used before its checksum is compared, and nothing in a shard is ever executed. A dataset is a
+Data from a shard is used only after its checksum was compared, and nothing in a shard is ever executed. A dataset is a
 folder: `manifest.json`, a tokenizer file and shards. A shard is a plain ustar tar of blocks, one webdataset sample a block, and
-its bytes are a function of its arrays alone: every header is known in advance, so a row's byte offset follows from the
-manifest, rows are read through a read-only map without parsing, and `verify` compares headers instead of interpreting them.
+its bytes are a function of its arrays alone. Every header is known in advance, so a row's byte offset follows from the manifest,
+rows are read through a read-only map without parsing, and `verify` compares headers instead of interpreting them.
 
 Legend: n requested rows, R rows a block, T row length, S sequences a row.
 

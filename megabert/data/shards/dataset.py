@@ -1,4 +1,4 @@
-"""Random access to the rows of a dataset: each is compared with its checksum, and checked for consistency, before it is returned."""
+"""Random access to the rows of a dataset, each verified by its checksum and for consistency before it is returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPEN_SHARDS = 256
 
 
 class DamagedRow(ValueError):
-    """A row whose bytes are not the bytes that were written; the text names shard, block, row and byte offset."""
+    """A row whose bytes differ from those written; the text names shard, block, row and byte offset."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def unpack(packed: np.ndarray, m: Manifest) -> Rows:
 
 
 def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
-    """bool [n]: rows whose parts contradict each other although their checksum is correct (written wrongly)."""
+    """bool [n]: rows whose parts contradict each other although the checksum is correct (a mistake of the writer)."""
     n, seq_len = rows.ids.shape
     bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (rows.bounds[:, :, 1] > rows.bounds[:, :, 0]).any(1)
     if rows.ids.max(initial=0) >= vocab_size:
@@ -67,7 +67,7 @@ def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
 
 
 def read_sources(folder: Path, m: Manifest) -> np.ndarray:
-    """uint8 [rows, S, 2]: the sources of the A and the B part of each sequence, as places among the manifest's names.
+    """uint8 [rows, S, 2]: the sources of the A and the B part of each sequence, as indices into the manifest's names.
 
     Raises ValueError naming the file where it is missing or not as written, OSError where it cannot be read.
     """
@@ -92,7 +92,7 @@ class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
     Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. With a
-    `manifest` that another process has checked, against the shards too, nothing is read or compared.
+    `manifest` that another process has checked against the shards nothing is read or compared.
     """
 
     def __init__(self, folder: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -110,7 +110,7 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self.most_open = OPEN_SHARDS
-        # rows of its order that earlier phases of a run took: its positions count from there
+        # rows of its order used by earlier phases of a run; positions count from there
         self.taken = 0
         # blocks of the last call of `read_ahead`
         self._ahead: set[int] = set()
@@ -147,7 +147,7 @@ class Dataset:
 
     @property
     def source_names(self) -> list[str]:
-        """What its sequences come from, where there are several and it says which."""
+        """Names of the sources of its sequences; empty where it has one or does not record them."""
         return self.manifest.sources["names"] if self.manifest.sources else []
 
     @cached_property
@@ -169,7 +169,7 @@ class Dataset:
         return (position + self.taken) // self.rows
 
     def _check_size(self, shard: Shard) -> None:
-        """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be looked at."""
+        """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be accessed."""
         path = self.folder / shard.name
         status = path.stat()
         if status.st_size != shard.bytes or not stat.S_ISREG(status.st_mode):
@@ -177,7 +177,7 @@ class Dataset:
             raise ValueError(f"{text}; `python -m data_prep verify` shows what is damaged")
 
     def _map(self, shard: Shard) -> mmap.mmap:
-        """The mapped file of a shard that was there when the dataset was opened: if it is gone now, so is its file system."""
+        """The mapped file of a shard. It existed when the dataset was opened, so if it is missing its file system is."""
         path = self.folder / shard.name
         try:
             self._check_size(shard)
@@ -210,8 +210,8 @@ class Dataset:
     def read(self, row_ids: np.ndarray) -> Rows:
         """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
 
-        DamagedRow names shard, block, row and byte offset of a row that is not as written. ValueError and OSError name a file
-        that is not whole or cannot be read.
+        Raises DamagedRow naming shard, block, row and byte offset of a row that is not as written, ValueError or OSError naming a
+        file that is incomplete or unreadable.
         """
         n = len(row_ids)
         section, block, row = self._places(row_ids)
@@ -233,7 +233,7 @@ class Dataset:
         return rows
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
-        """Open the shards of rows `row_ids` (int64 [n]) and let the system read the blocks that hold them in the background.
+        """Open the shards of rows `row_ids` (int64 [n]) and let the system read their blocks in the background.
         Raises ValueError and OSError as `read` does."""
         section, block, _ = self._places(row_ids)
         blocks = self.manifest.rows_per_shard // self._full.rows + 1  # of a section, at most

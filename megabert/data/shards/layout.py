@@ -1,4 +1,4 @@
-"""Byte layout of a shard, and its writer: where every header and row lies is known before a byte is read."""
+"""Byte layout of a shard, and its writer. The offset of every header and row is known before a byte is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKSUM = 148
 
 
 class BlockLayout:
-    """Where everything is inside a block of `rows` rows: `members` maps a name to (npy header, data offset, bytes a row)."""
+    """Offsets inside a block of `rows` rows: `members` maps a name to (npy header, data offset, bytes a row)."""
 
     def __init__(self, rows: int, seq_len: int, max_sequences: int, dtype: str) -> None:
         self.rows, self.bytes = rows, 0
@@ -50,16 +50,16 @@ class BlockLayout:
         self.row = np.dtype([(name, f"V{sizes[name]}") for name in ("ids", "bounds", "isnext")])
 
     def header(self, name: str, block: int) -> bytes:
-        """The tar and npy headers of one member: constant but for the key and its share of tar's checksum."""
+        """The tar and npy headers of one member: constant except for the key and its share of tar's checksum."""
         key = b"%09d" % block
         assert len(key) == KEY
         before, after, rest = self._headers[name]
         return b"%s%s%06o%s%s" % (key, before, rest + sum(key), after, self.members[name][0])
 
     def views(self, data: Any, start: int, blocks: int) -> dict[str, np.ndarray]:
-        """Views [blocks, rows] of each member of the blocks that lie in `data` from byte `start` on; no bytes are read.
+        """Views [blocks, rows] of each member of the blocks in `data` from byte `start` on; no bytes are read.
 
-        The checksums are uint32, a row of any other member is one opaque element.
+        Checksums are uint32; a row of any other member is one opaque element.
         """
         return {
             name: np.ndarray(
@@ -82,7 +82,7 @@ def _tar_header(name: str, size: int) -> tuple[bytes, bytes, int]:
     return header[KEY:CHECKSUM], header[end:], int(header[CHECKSUM:end], 8) - sum(header[:KEY])
 
 
-@lru_cache(maxsize=64)  # all shards of a dataset but the last are alike
+@lru_cache(maxsize=64)  # all shards of a dataset but the last have the same size
 def shard_bytes(rows: int, block_rows: int, seq_len: int, max_sequences: int, dtype: str) -> int:
     """Size in bytes of a shard of `rows` rows."""
     full, rest = divmod(rows, block_rows)
@@ -103,7 +103,7 @@ def write_shard(
     isnext: np.ndarray,
     block_rows: int = 256,
 ) -> dict[str, Any]:
-    """Write the shard of ids [n, T] (uint16 or uint32), bounds [n, S, 2] and isnext [n, S] whole or not at all.
+    """Write the shard of ids [n, T] (uint16 or uint32), bounds [n, S, 2] and isnext [n, S] atomically.
 
     `first_block` is the global number of its first block. Returns its manifest entry: name, rows, bytes, sha256.
     The bytes depend on the arguments alone. OSError (a full disk) leaves no file behind.

@@ -1,4 +1,4 @@
-"""Manifest of a dataset: a model of `manifest.json` in which every field is checked and none is unknown."""
+"""Manifest of a dataset: a model of `manifest.json` that checks every field and refuses unknown ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1)]
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class TokenizerEntry(TypedDict):
-    """The tokenizer of a dataset; `file` lies in the dataset's folder or its parent."""
+    """The tokenizer of a dataset; `file` is in the dataset's folder or its parent."""
 
     kind: Literal["sentencepiece", "wordpiece", "tokenizers"]
     file: Annotated[str, Field(pattern=r"^(\.\./)?\w[\w.-]*$")]
@@ -42,7 +42,7 @@ class TokenizerEntry(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class HeldOutEntry(TypedDict):
-    """The dataset of the documents that are kept for evaluation, or of so many passages of about so many tokens."""
+    """The dataset of held-out documents, or of held-out passages, with their number and approximate length in tokens."""
 
     path: Literal["held_out"]
     rows: Count
@@ -53,7 +53,7 @@ class HeldOutEntry(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class SourcesEntry(TypedDict):
-    """The file that says which of `names` the sequences of held-out rows come from."""
+    """The file that assigns one of `names` to each sequence of the held-out rows."""
 
     file: Literal["sources.npy"]
     sha256: Sha256
@@ -73,7 +73,7 @@ class Shard(BaseModel):
 class Manifest(BaseModel):
     """`manifest.json`, checked strictly.
 
-    `fingerprint` is the SHA-256 of the compact JSON of all other fields, so that no change of any field goes unseen. `order`
+    `fingerprint` is the SHA-256 of the compact JSON of all other fields, so that any change is detected. `order`
     is the version of the rows' order (`megabert.data.order`).
     """
 
@@ -116,7 +116,7 @@ class Manifest(BaseModel):
             raise ValueError(f"tokenizer.special_ids.{min(missing)} is missing")
         if max(special.values()) >= vocab:
             raise ValueError(f"tokenizer.special_ids must lie in 0..{vocab - 1}")
-        # a tokenizer may have no token of its own for what is unknown, or for padding
+        # a tokenizer may lack a token for unknown words or for padding
         if len({i for name, i in special.items() if name not in ("unk", "pad")}) < len(special) - 2:
             raise ValueError("tokenizer.special_ids must be distinct")
         if self.dtype != (want := "uint32" if vocab > 65535 else "uint16"):
@@ -153,7 +153,7 @@ class Manifest(BaseModel):
 
     @staticmethod
     def parse(raw: Any, where: str = MANIFEST) -> Manifest:
-        """Check a manifest as parsed from JSON; `where` is the file name that errors begin with."""
+        """Check a manifest parsed from JSON; `where` is the file name at the beginning of errors."""
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: the file must hold one JSON object")
         try:

@@ -1,7 +1,7 @@
-"""Verification of a dataset: every byte is compared with its expected value, and differences are named with their place.
+"""Verification of a dataset: every byte is compared with its expected value, and differences are reported with their offsets.
 
-Nothing is parsed: headers and padding are known in advance, rows have checksums, files have hashes. Shards are
-checked apart from each other, so that a caller may hand them to as many processes as it likes.
+Nothing is parsed: headers and padding are known in advance, rows have checksums, files have hashes. Shards are checked
+independently, so a caller may distribute them over processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, B
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 from megabert.data.tokenizer import CONFIG, Tokenizer
 
-# read at once: stays in a core's cache until hash, checksums and comparisons are done
+# bytes read at once: they stay in a core's cache for hash, checksums and comparisons
 SPAN_BYTES = 1 << 19
 
 
@@ -45,9 +45,9 @@ def _is_tokenizer(path: Path, sha256: str) -> bool:
 
 
 def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
-    """Problems of manifest, tokenizer and file list (lines), and the shards that are still to be read; then held-out's.
+    """Problems of manifest, tokenizer and file list (lines) and the shards to read; those of the held-out part follow.
 
-    All is checked whatever problems there are, unless the manifest cannot be used.
+    Everything is checked after any problem, unless the manifest is unusable.
     """
     folder = Path(folder)
     path = folder / MANIFEST
@@ -67,7 +67,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     listed = {shard.name for shard in m.shards}
     parts += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
-    # a check must be cheap to send to a process
+    # without the lists, since a check is sent to a process
     small = m.model_copy(update={"shards": (), "statistics": {}, "options": {}})
     for i, shard in enumerate(m.shards):
         if (folder / shard.name).is_file():
@@ -98,7 +98,7 @@ class ShardCheck:
     manifest: Manifest
 
     def problems(self) -> list[str]:
-        """What is wrong with the shard, in the order of its bytes; its hash last."""
+        """Problems of the shard, in the order of its bytes; its hash last."""
         try:
             return list(self._read())
         except OSError as error:
@@ -131,7 +131,7 @@ class ShardCheck:
             yield f"{self.path}: SHA-256 is not the one in the manifest"
 
     def _span(self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int) -> Iterator[str]:
-        """Problems of `blocks` whole blocks in `data`, which begin with block `first` at byte `start` of the shard."""
+        """Problems of `blocks` whole blocks in `data`, of which the first is block `first` at byte `start` of the shard."""
         if not blocks:
             return
         m = self.manifest
