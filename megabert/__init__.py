@@ -32,7 +32,7 @@ __all__ = ["Dataset", "LoadedModel", "batches", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """`megabert.Dataset`, imported when it is used: arrays are slow to import."""
+    """`megabert.Dataset`, imported on first use, since numpy is slow to import."""
     if name == "Dataset":
         from megabert.data.shards import Dataset
 
@@ -49,12 +49,12 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Called with texts it gives their ids, int32 [n, T] from [CLS] to [SEP], padded with 0."""
+        """Maps texts to ids, int32 [n, T] from [CLS] to [SEP], padded with 0."""
         return self.pretrained.tokenizer
 
     @cached_property
     def model(self) -> BertForPreTraining:
-        """The module, in fp32 on the CPU, in eval mode. Called with ids alone it gives logits, as `logits` does."""
+        """The module, in fp32 on the CPU, in eval mode. Called with only ids it returns logits as `logits` does."""
         import torch
 
         return self.pretrained.model(torch.device("cpu"))
@@ -69,9 +69,9 @@ class LoadedModel:
         return self._extractors[pool].encode([texts] if isinstance(texts, str) else texts)
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
-        """Logits of texts, or of ids as `tokenizer` gives them: fp32 [n, T, V], of a causal model those of the next token.
+        """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model.
 
-        Without gradients; `model` has them. Raises ValueError for a text too long for the model.
+        Without gradients; use `model` for those. Raises ValueError for a text too long for the model.
         """
         import torch
 
@@ -99,11 +99,11 @@ class LoadedModel:
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
-    """The model of a run folder (its newest whole checkpoint), of one checkpoint, of a Hugging Face BERT folder, or of the hub
-    by its name (google-bert/bert-base-uncased).
+    """The model of a run folder (its newest complete checkpoint), of a checkpoint, of a Hugging Face folder, or of the hub by its
+    name (google-bert/bert-base-uncased).
 
-    `tokenizer`: its file, where it is neither in the folder nor in the run's dataset. Raises ValueError naming what is missing
-    or does not belong to the rest.
+    `tokenizer`: its file, if it is neither in the folder nor in the run's dataset. Raises ValueError naming a missing file or
+    a mismatch.
     """
     from megabert import hf
 
@@ -111,8 +111,8 @@ def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
 
 
 def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, start: int = 0) -> Iterator[Batch]:
-    """Endless batches of `rows` masked rows in the order that a run with this seed has, from batch `start` on; `workers`
-    processes make them. `model(**batch.inputs())` gives loss sums. Raises ValueError for rows that cannot be read."""
+    """Endless batches of `rows` masked rows in the order of a run with this seed, from batch `start` on, made by `workers`
+    processes. `model(**batch.inputs())` returns loss sums. Raises ValueError for rows that cannot be read."""
     from megabert.data.loader import Loader
     from megabert.data.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
 """The command `megabert NAME …`, also `python -m megabert NAME …`: every command of the project under one name.
 
-Modules are named here and imported when they are called, so that `megabert --help` answers at once.
+Modules are listed by name and imported on use, so that `megabert --help` is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megabert.common.logs import log
 
 @dataclass(frozen=True)
 class Command:
-    """A module with `main(argv)`. `saves`: it trains, so a signal means "save and end", from its first moment on."""
+    """A module with `main(argv)`. `saves`: it trains, so a signal means "save and end" from the beginning on."""
 
     module: str
     about: str
@@ -52,7 +52,7 @@ def usage(prog: str) -> str:
 
 
 def called() -> str:
-    """How this process was called, without its arguments."""
+    """The command of this process, without arguments."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return f"python -m {spec.name.removesuffix('.__main__')}"
@@ -60,13 +60,13 @@ def called() -> str:
 
 
 def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
-    """Run a command to its exit code, the same way however it was called; `prog` is for its usage lines."""
+    """Run a command and return its exit code, for every way to call it; `prog` is the name in its usage lines."""
     command = COMMANDS[name]
     if command.saves:
         from megabert.distributed.signals import leave_when_signalled
 
         leave_when_signalled()  # before the slow imports
-    environment.spin_briefly()  # read when torch is loaded
+    environment.spin_briefly()  # torch reads it when it is imported
     arguments.call_as(prog or called())
     code = errors.code_of(lambda: importlib.import_module(command.module).main(argv))
     if command.saves:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @errors.command
 def answer(argv: list[str] | None) -> int:
-    """The answer where no command is called."""
+    """Handle a call without a command."""
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(usage(called()))

@@ -1,11 +1,11 @@
-"""Distillation: a student with fewer layers learns from a teacher beside the text.
+"""Distillation: a student with fewer layers is trained on the outputs of a teacher and on the text.
 
 The losses are DistilBERT's (Sanh et al. 2019, section 3): KL(teacher || student) at a temperature, the language model's
 own, and one minus the cosine of the last hidden states, with the weights and the choice of layers of its released code
 (github.com/huggingface/transformers-research-projects, distillation: README.md and scripts/extract_distilbert.py). The
 soft loss is taken where the language model predicts, as that code does with --restrict_ce_to_mask (without it: at every
-token): logits exist only there. The teacher is no submodule: it is in no optimizer,
-checkpoint or ZeRO partition. Once trained, the student is a run as any other.
+token): logits exist only there. The teacher is not a submodule, so it is in no optimizer,
+checkpoint or ZeRO partition. The trained student is an ordinary run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SAME = ("kind", "hidden", "heads", "ffn", "norm", "tied", "max_positions", "voca
 
 
 class Student(BertForPreTraining):
-    """In training its losses are `terms`, and the teacher runs too; in evaluation it is plain BERT.
+    """In training its losses are `terms`, and the teacher runs too; in evaluation it is a plain BERT.
 
     Figures beside the losses: of `soft`, how often student and teacher prefer the same id; of `cosine`, the mean cosine.
-    `provenance` is what a checkpoint says of the teacher.
+    `provenance`: the teacher as recorded in checkpoints.
     """
 
     def __init__(self, config: Config, teacher: Pretrained, device: torch.device) -> None:
-        """Weights are those of `teacher`. Raises ValueError naming the field in which the two cannot be a pair."""
+        """Starts from weights of `teacher`. Raises ValueError naming the field in which the two do not fit."""
         check(config, teacher)
         dtype, causal = DTYPES[config.precision], config.data.masking.causal
         super().__init__(config.model, config.ops, device.type, dtype, causal)
@@ -55,7 +55,7 @@ class Student(BertForPreTraining):
         return self._teacher[0]
 
     def forward(self, *args: Any, seed: Tensor | None = None, **batch: Any) -> Any:
-        """Sums of the four losses, then what was correct of each; shapes of `batch` as BertForPreTraining's."""
+        """Sums of the four losses, then the number of correct predictions of each; shapes of `batch` as BertForPreTraining's."""
         if not self.training:
             output = super().forward(*args, **(batch | {"seed": seed}))
             if isinstance(output, Tensor):
@@ -73,7 +73,7 @@ class Student(BertForPreTraining):
         logits = self.mlm_logits(hidden.index_select(0, at))  # (B * K, V)
         mlm = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
         soft, agreed = soft_loss(logits, wanted_logits, labels != IGNORE, self._temperature)
-        # A row in which nothing is predicted is a filler, which counts for nothing.
+        # A row without predictions is a filler, which has no loss.
         real = (inputs["key_end"] > 0) & (batch["mlm_labels"] != IGNORE).any(1, keepdim=True)
         cosine = F.cosine_similarity(hidden.float(), wanted.float(), dim=-1) * real.flatten()
         nsp, nsp_correct = mlm.new_zeros(()), labels.new_zeros(())
@@ -102,8 +102,8 @@ def soft_loss(logits: Tensor, wanted: Tensor, real: Tensor, temperature: float) 
 def build(config: Config, tokenizer: str, device: torch.device) -> Student:
     """The student of `distill.teacher`, with fp32 weights.
 
-    `tokenizer` is the SHA-256 of the data's. Raises ValueError when the teacher was trained with another one, is no
-    model, or cannot teach this one.
+    `tokenizer` is the SHA-256 of the data's. Raises ValueError when the teacher has another one, is not a model, or does not
+    fit the student.
     """
     teacher = hf.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
@@ -136,7 +136,7 @@ def check(config: Config, teacher: Pretrained) -> None:
 
 
 def layers_taken(teacher: int, student: int) -> list[int]:
-    """Which of the teacher's layers the student starts from: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
+    """Layers of the teacher from which the student starts: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
     (the released choice) and 0, 3 for 2 of 4."""
     return [round(i * (teacher - 1) / max(student - 1, 1)) for i in range(student)]
 
@@ -155,14 +155,14 @@ def first_weights(weights: Mapping[str, Tensor], layers: int, student: ModelConf
 
 
 def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
-    """`section.key=value` for all in which the student of `source` differs from the defaults; raises ValueError."""
+    """The student of `source` as overrides `section.key=value` of the defaults. Raises ValueError."""
     if not 1 <= layers <= teacher.model.layers:
         raise ValueError(f"--layers {layers}: the teacher has {teacher.model.layers}")
     tree = teacher.model_dump()
     tree["model"]["layers"] = layers
     tree["data"]["path"] = tree["init_from"] = ""
     tree["data"]["mix"] = {}  # of the teacher's data
-    # A student learns from its teacher's masked predictions throughout.
+    # A student is trained on masked predictions throughout.
     tree["objective"]["causal_share"], tree["data"]["masking"]["causal_every"], tree["phases"] = 0.0, 0, []
     tree["distill"] = Config().distill.model_dump() | {"teacher": source}
     values = changed(tree).items()

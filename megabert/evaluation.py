@@ -1,4 +1,4 @@
-"""Held-out evaluation under a mask that never changes, so that any two evaluations can be compared, and samples of it."""
+"""Held-out evaluation under a fixed mask, so that any two evaluations are comparable, and samples of its predictions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megabert.model import BertForPreTraining, evaluating
 
 # fixed: the mask of a held-out row is the same in every run
 EVAL_SEED = 20181011
-# A sample: so many tokens of a row's longest sequence, with so many of the model's likeliest words for each mask; causal,
-# where every token is predicted, for one of so many.
+# A sample: number of tokens of a row's longest sequence, of the likeliest words for each mask, and, causal, the interval of the
+# predicted tokens that are shown.
 SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
 
 
@@ -57,14 +57,14 @@ def fixed_batches(
 
 
 def with_sources(batches: Iterable[Batch], dataset: Dataset) -> Iterator[Batch]:
-    """`batches` of `dataset` with the sources of their predictions, where it says which it has. Raises as `Dataset.sources`."""
+    """`batches` of `dataset` with the sources of their predictions if it records them. Raises as `Dataset.sources`."""
     numbers = np.arange(len(dataset.source_names))[:, None, None]
     for batch in batches:
         if len(numbers):
             positions, ends = batch.mlm_positions.numpy(), batch.lengths.numpy().cumsum(1)
             at = positions - np.arange(len(positions))[:, None] * batch.input_ids.shape[1]  # (B, K), in the row
             slot = np.minimum((at[:, :, None] >= ends[:, None]).sum(2), ends.shape[1] - 1)
-            # of the token that is predicted, causal the next one
+            # of the predicted token; causal: the next one
             part = batch.segment_ids.numpy().ravel()[positions + batch.causal]
             of_source = dataset.sources[batch.row_ids[:, None], slot, part] == numbers
             batch = replace(batch, sources=torch.from_numpy(of_source & (batch.mlm_labels.numpy() != IGNORE)))
@@ -84,8 +84,8 @@ def batch_sums(
 
 
 def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first, then MLM's of `sources`; of these what was predicted
-    in. Raises ValueError when nothing was predicted."""
+    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first, then MLM's of those `sources` with predictions. Raises
+    ValueError when nothing was predicted."""
     mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
     if not predictions:
         raise ValueError("the held-out split has no token to predict")
@@ -114,8 +114,7 @@ def of_dataset(name: str, figures: Mapping[str, float], bytes_a_token: float) ->
 
 
 def bytes_a_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
-    """Mean UTF-8 bytes of the tokens that can be masked in a dataset's rows, the space before a word counted to it. Raises as
-    `Dataset.read`."""
+    """Mean UTF-8 bytes of the maskable tokens of a dataset's rows, including the space before a word. Raises as `Dataset.read`."""
     maskable = np.ones(tokenizer.vocab_size, dtype=bool)
     # the padding among them
     maskable[list(tokenizer.special_ids.values())] = False
@@ -126,7 +125,7 @@ def bytes_a_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """The samples of one micro-batch: their texts, and where its logits are wanted (int64 [N], flat)."""
+    """The samples of one micro-batch: their texts, and the positions of the needed logits (int64 [N], flat)."""
 
     batch: Batch
     samples: list[dict[str, Any]]
@@ -134,7 +133,7 @@ class SampledBatch:
 
 
 class HeldOutSamples:
-    """The samples of some batches: the model's words under the masks of a few held-out rows. The batches stay on the CPU."""
+    """The samples of some batches: predictions for the masks of a few held-out rows. The batches stay on the CPU."""
 
     def __init__(self, batches: Iterable[Batch], tokenizer: Tokenizer, causal: bool) -> None:
         """`batches` under the mask of evaluation; `causal`: each token predicts the next."""
@@ -159,7 +158,7 @@ class HeldOutSamples:
         return SampledBatch(batch, samples, torch.tensor(at, dtype=torch.int64))
 
     def _sample(self, batch: Batch, row_id: int, first: int, end: int, chosen: list[tuple[int, int]]) -> dict[str, Any]:
-        """A sample without the model's words: its original tokens and, of each mask, its index and the token in the input."""
+        """A sample without predictions: its original tokens and, for each mask, its index and the token in the input."""
         seen = [self._vocabulary[i] for i in batch.input_ids.flatten()[first:end].tolist()]
         tokens, masks = list(seen), []
         for p, label in chosen:
@@ -169,7 +168,7 @@ class HeldOutSamples:
         return {"row": row_id, "tokens": tokens, "masks": masks}
 
     def look(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
-        """The samples with the words of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
+        """The samples with the predictions of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
         tokens, "shown": the token in the input, "" of a causal model, "said": [[token, probability] …]}]}.
 
         Leaves train/eval as it was, and draws no random numbers. At ZeRO stage 3 a collective.
@@ -191,9 +190,9 @@ class HeldOutSamples:
 
 
 def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, or of another model that `hf.load` reads, on the device at hand, with its
-    usual backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it). Of several datasets the first one's,
-    and loss and bits a byte of each."""
+    """Figures of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
+    default backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it). For several datasets those of the
+    first, and loss and bits a byte of each."""
     folders = [data] if isinstance(data, str) else list(data)
     datasets, folder = [held_out(each) for each in folders], hf.located(run)
     loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)

@@ -1,7 +1,7 @@
-"""Figures of a run: loss, accuracy, throughput, FLOP utilisation; and the sinks they are written to.
+"""Figures of a run (loss, accuracy, throughput, FLOP utilisation), and the sinks they are written to.
 
-Figures count real tokens only: padding adds neither tokens nor FLOPs. `metrics.jsonl` is the truth; TensorBoard and
-Weights & Biases show the same numbers. A new figure of the data is one line in `PretrainingMeter.counts_of`, one of the
+Figures count real tokens only: padding adds neither tokens nor FLOPs. `metrics.jsonl` is authoritative; TensorBoard and Weights &
+Biases show the same numbers. A new figure of the data is one line in `PretrainingMeter.counts_of`, one of the
 device (a norm, say) one line in `measured`.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megabert.distributed.ranks import World
     from megabert.engine import UpdateResult
 
-# -- work and its ceiling --------------------------------------------------------------------------------------------
+# -- FLOPs and peak rate --------------------------------------------------------------------------------------------
 
 
 def attending_pairs(squares: float, tokens: float, causal: bool) -> float:
-    """How many (query, key) pairs sequences have whose lengths sum to `tokens` and their squares to `squares`."""
+    """Number of (query, key) pairs in sequences whose lengths sum to `tokens` and squared lengths to `squares`."""
     return (squares + tokens) / 2 if causal else squares
 
 
@@ -60,7 +60,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Best measured rate of a square-ish matrix product on `device`, in TFLOP/s: the ceiling MFU is measured against."""
+    """Best measured rate of a square-ish matrix product on `device`, in TFLOP/s: the peak for MFU."""
     m, k, n = (8192, 4096, 4096) if device.type == "cuda" else (1024, 1024, 4096)
     a = torch.randn(m, k, device=device).to(dtype)
     b = torch.randn(k, n, device=device).to(dtype)
@@ -74,11 +74,11 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     return 2 * m * k * n / best / 1e12
 
 
-# -- what is logged of the updates -----------------------------------------------------------------------------------
+# -- figures of updates -----------------------------------------------------------------------------------
 
 
 def measured(result: UpdateResult, terms: Sequence[str]) -> dict[str, Tensor]:
-    """Scalars of an update on the device, by the name they are logged under; a term without a name is left out."""
+    """Scalars of an update on the device, by their name in the log, without unnamed terms."""
     values = {"train/loss": result.loss}
     for term, loss, accuracy in zip(terms, result.losses, result.accuracies, strict=True):
         if term:
@@ -92,13 +92,13 @@ def as_row(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def figures(result: UpdateResult, terms: Sequence[str]) -> dict[str, float]:
-    """`measured` as numbers. Waits for the device."""
+    """`measured` as floats. Waits for the device."""
     values = measured(result, terms)
     return dict(zip(values, as_row(values).tolist(), strict=True))
 
 
 class Means:
-    """Means of `measured` over the updates that were applied; the sums stay on the device until `figures`."""
+    """Means of `measured` over the applied updates; the sums stay on the device until `figures`."""
 
     def __init__(self, terms: Sequence[str], saved: Mapping[str, float] | None = None) -> None:
         """`saved`: the `state` to continue from."""
@@ -108,7 +108,7 @@ class Means:
         self._sums: Tensor | None = None
 
     def add(self, result: UpdateResult) -> None:
-        """One more update; one that was skipped is not averaged in."""
+        """Add an update; a skipped one is not averaged."""
         values = measured(result, self._terms)
         row = torch.cat([as_row(values), result.applied.view(1)])
         row = row.where(result.applied > 0, 0.0)
@@ -133,9 +133,9 @@ class Means:
 
 
 class Meter:
-    """Figures of the updates between two log lines, part of a checkpoint: a window that a restart falls into is logged whole.
+    """Figures of the updates between two log lines. Part of a checkpoint, so that a window with a restart inside is complete.
 
-    `counts` are this rank's; `synced` takes in their sums over the ranks.
+    `counts` are this rank's; `synced` adds their sums over the ranks.
     """
 
     def __init__(self, terms: Sequence[str]) -> None:
@@ -144,29 +144,29 @@ class Meter:
         self.seconds = 0.0
         self.counts: dict[str, int] = {}
         self.totals: dict[str, int] = {}
-        # those of a checkpoint that the window was continued from
+        # sums of the checkpoint from which the window resumed
         self._before: dict[str, int] = {}
         self.resume({})
 
     def counts_of(self, update: Any) -> dict[str, int]:
-        """What this rank's part of an update adds, by name. A name with a section is logged: per second of training where it
-        ends in `_per_sec`, else as the sum since the last log line. The same names for every update."""
+        """Counts of this rank's part of an update, by name. Names with a section are logged: per second of training if they end in
+        `_per_sec`, else as the sum since the last log line. All updates have the same names."""
         raise NotImplementedError
 
     def add(self, result: UpdateResult, update: Any) -> None:
-        """One update. The figures of a skipped update are not averaged in, its counts are."""
+        """Add an update. Figures of a skipped update are not averaged; its counts are added."""
         for name, count in self.counts_of(update).items():
             self.counts[name] = self.counts.get(name, 0) + count
         self._means.setdefault(update.objective, Means(self._terms)).add(result)
 
     def synced(self, seconds: float, sums: Mapping[str, int]) -> None:
-        """An update took so long on the slowest rank; `sums` of all ranks' counts."""
+        """Add the seconds of an update on the slowest rank, and the `sums` of all ranks' counts."""
         self.seconds += seconds
         self.totals = {name: count + self._before.get(name, 0) for name, count in sums.items()}
 
     def drain(self) -> dict[str, Any]:
-        """Figures of the window, which begins again. `train/objective` names the objective that they are of; causal updates among
-        masked ones have theirs apart, as `train/causal_...`."""
+        """Figures of the window, which is reset. `train/objective` names their objective; causal updates among masked ones have
+        separate figures, `train/causal_...`."""
         seconds = max(self.seconds, 1e-9)
         values: dict[str, Any] = {}
         # masked before causal
@@ -196,7 +196,7 @@ class Meter:
 
 
 class PretrainingMeter(Meter):
-    """Tokens and sequences a second, and the share of the device's peak that training's FLOPs are."""
+    """Tokens and sequences a second, and the training FLOPs as a share of the device's peak."""
 
     def __init__(self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float) -> None:
         super().__init__(terms)
@@ -230,8 +230,8 @@ class PretrainingMeter(Meter):
 
 
 def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, objective: str, eta_seconds: float) -> str:
-    """One line for the terminal: the step, of how many or how much of the budget of tokens or minutes is used; the loss, and the
-    accuracy of each objective by its name."""
+    """One line for the terminal: the step and the total, or the used share of a budget of tokens or minutes; the loss, and the
+    accuracy of each objective."""
     accuracy = f"{objective} {values['train/mlm_accuracy']:6.2%}"
     if "train/nsp_accuracy" in values:
         accuracy += f"  NSP {values['train/nsp_accuracy']:6.2%}"
@@ -252,21 +252,21 @@ def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, objective
 
 # -- sinks -----------------------------------------------------------------------------------------------------------
 
-# TensorBoard sorts curves by name and opens on the first group: the losses
+# TensorBoard sorts groups by name and shows the first one: the losses
 FIRST_CURVES = {"train/loss": "1_loss/training", "eval/mlm_loss": "1_loss/held_out"}
-# TensorBoard has a curve for each of so many ranks, of more a histogram
+# ranks up to which TensorBoard has a curve for each; with more a histogram
 RANK_CURVES = 64
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What an evaluation looked at besides its figures: `samples` are those of `megabert.evaluation.HeldOutSamples.look`."""
+    """Results of an evaluation besides its figures; `samples` as of `megabert.evaluation.HeldOutSamples.look`."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """One line of JSON; a float that JSON has no number for is written as text."""
+    """One line of JSON; non-finite floats are written as strings."""
     finite = (not isinstance(value, float) or math.isfinite(value) for value in values.values())
     return json.dumps(
         {name: value if good else str(value) for (name, value), good in zip(values.items(), finite, strict=True)}
@@ -274,24 +274,24 @@ def as_json(values: Mapping[str, Any]) -> str:
 
 
 class Sink:
-    """What takes the figures of a run; each kind takes what it can show."""
+    """A destination for figures of a run; subclasses implement what they can show."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Figures, and the "step" they are of."""
+        """Write figures with their "step"."""
 
     def show(self, step: int, shown: Shown) -> None:
-        """What an evaluation looked at."""
+        """Show samples of an evaluation."""
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        """The final figures."""
+        """Write the final figures."""
 
     def close(self) -> None:
-        """The run ends."""
+        """End of the run."""
 
 
 class JsonLines(Sink):
-    """One object a line, each with its step, in a file that appears with the first one. Lines after the step a run resumes
-    from are cut."""
+    """One object a line, each with its step, in a file created with the first line. Lines after the step from which a run resumes
+    are removed."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self._path = path
@@ -314,7 +314,7 @@ class SampleLines(JsonLines):
     """`samples.jsonl`: the samples of each evaluation."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Figures are not for this file."""
+        """Figures are not written to this file."""
 
     def show(self, step: int, shown: Shown) -> None:
         if shown.samples:
@@ -359,10 +359,10 @@ class TensorBoard(Sink):
 
 
 class WeightsAndBiases(Sink):
-    """A run of the project `log.wandb`, the same one after a restart. WANDB_MODE=offline keeps it in the run's folder."""
+    """A run of the project `log.wandb`, continued after restarts. WANDB_MODE=offline keeps it in the run's folder."""
 
     def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run starts. Raises ValueError where Weights & Biases refuses."""
+        """`fresh`: the run starts at step 0. Raises ValueError where Weights & Biases refuses."""
         self._wandb: Any = importlib.import_module("wandb")
         known = folder / SINK_IDS
         ids = json.loads(known.read_text()) if known.is_file() and not fresh else {}
@@ -381,7 +381,7 @@ class WeightsAndBiases(Sink):
             raise ValueError(
                 f"log.wandb={config.log.wandb}: {' '.join(str(error).split())}; `wandb login`, or WANDB_MODE=offline"
             ) from None
-        # by our own step: after a resume or a rollback steps come a second time
+        # with an explicit step: after a resume or a rollback steps are repeated
         self._run.define_metric("*", step_metric="step")
         write_whole(known, json.dumps({"wandb": run_id}).encode())
 
@@ -393,7 +393,7 @@ class WeightsAndBiases(Sink):
 
     def close(self) -> None:
         self._run.finish()
-        # its process takes no second run of one id, as after a rollback
+        # its process does not accept the same id twice, as after a rollback
         self._wandb.teardown()
 
 
@@ -401,8 +401,8 @@ class Sinks:
     """All sinks of a run; without a folder there are none."""
 
     def __init__(self, folder: Path | None, config: Config, step: int, saved_step: int) -> None:
-        """Continues from `step`; `saved_step` is that of the newest checkpoint, -1 where there is none. Raises ValueError
-        where one that is asked for cannot be had."""
+        """Continue from `step`; `saved_step` is that of the newest checkpoint, -1 without one. Raises ValueError if a requested sink
+        is unavailable."""
         self._sinks: list[Sink] = []
         if folder is None:
             return
@@ -418,17 +418,17 @@ class Sinks:
             sink.write(values)
 
     def show(self, step: int, shown: Shown) -> None:
-        """What the evaluation at `step` looked at."""
+        """Show the samples of the evaluation at `step`."""
         for sink in self._sinks:
             sink.show(step, shown)
 
     def hparams(self, results: Mapping[str, float]) -> None:
-        """The run's settings with its final figures, where a sink shows them together."""
+        """Write the run's settings with its final figures to sinks that show them together."""
         for sink in self._sinks if results else ():
             sink.conclude(results)
 
     def close(self) -> None:
-        """Each of them, also where another one fails, whose error is raised then."""
+        """Close all sinks, then raise the error of one that failed."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
@@ -443,7 +443,7 @@ def check_packages(config: Config) -> None:
 
 
 def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
-    """The samples as a text of TensorBoard: each with its masks numbered, and under it the model's words for each."""
+    """The samples as Markdown for TensorBoard: each with numbered masks, followed by the predictions for each mask."""
     lines = []
     for sample in samples:
         tokens = [_escaped(token) for token in sample["tokens"]]
@@ -457,13 +457,13 @@ def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
 
 
 def _escaped(token: str) -> str:
-    """A token as Markdown shows it unchanged."""
+    """A token, escaped for Markdown."""
     shown = token if token.isprintable() else ascii(token)
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in shown)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line: what has a section in its name and is a number."""
+    """The figures of a line: numbers whose name has a section."""
     return {name: value for name, value in values.items() if "/" in name and isinstance(value, int | float)}
 
 

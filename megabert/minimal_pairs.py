@@ -1,7 +1,7 @@
-"""Minimal pairs: how often the acceptable one of two sentences, which differ in one point of grammar, is likelier.
+"""Minimal pairs: the share of pairs, differing in one point of grammar, whose acceptable sentence is likelier.
 
-A masked model's score of a sentence is its pseudo-log-likelihood: the sum, over the tokens, of a token's log-probability where
-it alone is masked (Salazar et al. 2020, Masked Language Model Scoring). A causal model's is the sentence's log-likelihood.
+A masked model's score of a sentence is its pseudo-log-likelihood: the sum over tokens of the log-probability of a token when only it
+is masked (Salazar et al. 2020, Masked Language Model Scoring). A causal model's is the sentence's log-likelihood.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, pack_weights
 from megabert.model import evaluating
 
-# tokens of masked copies computed at once, on the CPU by each core
+# tokens of masked copies in a batch, on the CPU for each core
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
 
 
 class SentenceScorer:
-    """A model as a function from sentences to log-likelihoods, natural logarithms; a masked model's are pseudo-log-likelihoods."""
+    """Scores of sentences by a model: log-likelihoods (natural logarithms), pseudo-log-likelihoods of a masked model."""
 
     def __init__(
         self, model: nn.Module, config: Config, tokenizer: Tokenizer, device: torch.device, line: bool
     ) -> None:
-        """`model`: a `BertForPreTraining`, or what is called as one; `line`: batches are one row without padding."""
+        """`model`: a `BertForPreTraining` or a callable like it; `line`: batches are one row without padding."""
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.causal, self.most = config.data.masking.causal, config.model.max_positions
         self._pack = pack_line if line else pack
@@ -51,7 +51,7 @@ class SentenceScorer:
         return [np.array([tokenizer.cls_id, *ids, tokenizer.sep_id], np.int32) for ids in encoded]
 
     def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[int]]:
-        """Indices of sentences that are computed at once."""
+        """Indices of the sentences of each batch."""
         work = [len(ids) * (1 if self.causal else len(ids) - 2) for ids in encoded]
         return groups(work, BATCH_TOKENS[self.device.type])
 
@@ -61,7 +61,7 @@ class SentenceScorer:
         labels = torch.from_numpy(np.concatenate([ids[1:-1] for ids in sentences])).long().to(self.device)  # (N)
         copies = list(sentences) if self.causal else [copy for ids in sentences for copy in self._masked(ids)]
         packed = self._pack(copies, [len(ids) for ids in copies], causal=self.causal)
-        if self.causal:  # a token is predicted at the one before it
+        if self.causal:  # a token is predicted at the position before it
             spans = zip(packed.starts, sentences, strict=True)
             at = np.concatenate([np.arange(start, start + len(ids) - 2) for start, ids in spans])
         else:
@@ -87,7 +87,7 @@ def score_sentences(
     pretrained: Pretrained, sentences: Sequence[str], precision: torch.dtype = torch.float32
 ) -> np.ndarray:
     """fp64 [n], in their order, on a GPU where there is one; shows progress. Raises ValueError as `SentenceScorer.encode`, and for a
-    Hugging Face folder whose weights are no language model's."""
+    Hugging Face folder without weights of a language model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = pretrained.language_model(device, precision)
     pack_weights(model)
@@ -107,7 +107,7 @@ def score_sentences(
 
 
 class PairsWhileTraining:
-    """Minimal pairs under a model that is being trained, each rank scoring its share of the sentences."""
+    """Minimal pairs under a model in training; each rank scores its share of the sentences."""
 
     def __init__(self, pairs: Sequence[Pair], scorer: SentenceScorer, world: World) -> None:
         self.pairs, self.scorer, self.world = pairs, scorer, world
@@ -115,11 +115,11 @@ class PairsWhileTraining:
         self.encoded = scorer.encode(self.sentences)
 
     def figures(self, progress: Callable[[], None]) -> dict[str, float]:
-        """`eval/pairs_accuracy`, and of each field `eval/pairs_FIELD`. Leaves train/eval as it was. A collective; at ZeRO stage 3
-        each batch is one, too, so that every rank has as many."""
+        """`eval/pairs_accuracy`, and of each field `eval/pairs_FIELD`. Leaves train/eval as it was. A collective. At ZeRO stage 3
+        each batch is one too, so all ranks have the same number."""
         model, jobs = self.scorer.model, self.scorer.jobs(self.encoded)
         rank_jobs = jobs[self.world.rank :: self.world.size]
-        # the first job again where a rank has fewer: its result is the same
+        # ranks with fewer jobs repeat their first one, with the same result
         rank_jobs += jobs[:1] * (-(-len(jobs) // self.world.size) - len(rank_jobs))
         scored: list[tuple[int, float]] = []
         with evaluating(model):
@@ -135,14 +135,14 @@ class PairsWhileTraining:
 
 
 def sentences_of(pairs: Sequence[Pair]) -> list[str]:
-    """The different sentences of pairs."""
+    """The distinct sentences of pairs."""
     return sorted({sentence for pair in pairs for sentence in (pair.good, pair.bad)})
 
 
 def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
-    """How often the right sentence of a pair has the higher score: {"accuracy", "pairs", "ties", "fields": {name: accuracy},
-    "paradigms": {name: {"field", "pairs", "accuracy"}}}. A tie counts half; a field is the mean of its paradigms, and `accuracy` is
-    the mean of all paradigms, as BLiMP has it."""
+    """How often the acceptable sentence of a pair has the higher score: {"accuracy", "pairs", "ties", "fields": {name: accuracy},
+    "paradigms": {name: {"field", "pairs", "accuracy"}}}. A tie counts half. A field is the mean of its paradigms, `accuracy` the mean
+    of all paradigms, as in BLiMP."""
     outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for pair in pairs:
         good, bad = scores[pair.good], scores[pair.bad]
@@ -166,7 +166,7 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
 def score_pairs(
     pretrained: Pretrained, pairs: Sequence[Pair], precision: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """`table_of` a model; each different sentence is scored once. Raises ValueError as `score_sentences` does."""
+    """`table_of` for a model; each distinct sentence is scored once. Raises ValueError as `score_sentences` does."""
     sentences = sentences_of(pairs)
     scores = score_sentences(pretrained, sentences, precision)
     return table_of(pairs, dict(zip(sentences, scores.tolist(), strict=True)))

@@ -1,9 +1,9 @@
-"""Spike policy: what a loss far above the recent ones, or an update that could not be applied, leads to.
+"""Spike policy: reactions to a loss far above the recent ones and to updates that could not be applied.
 
 The score of a loss is the modified z-score of Iglewicz and Hoaglin (1993, "How to Detect and Handle Outliers", section
-3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. The spikes themselves hardly move
-median and MAD, so one does not hide the next. A run's losses fall, so the MAD holds the trend too: the score is below that of
-a flat curve, never above. Arithmetic on host floats, the same on every rank.
+3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. Spikes hardly change median
+and MAD, so one does not hide the next. The MAD of falling losses includes the trend, so scores are below those of a flat curve. The
+arithmetic is on host floats and the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import SupportsFloat
 
 from megabert.config import SpikesConfig
 
-# the normal distribution's third quartile: scores then read as standard deviations
+# third quartile of the normal distribution, so that scores are comparable to standard deviations
 CONSISTENT = 0.6745
-# share of the window that must be filled before anything is judged
+# share of the window that must be filled before scores are computed
 ENOUGH = 0.25
-# of the median: where losses hardly differ, a small difference is no spike
+# smallest MAD as a share of the median: where losses hardly differ, a small difference is not a spike
 LEAST_SCATTER = 1e-3
 
 
@@ -34,7 +34,7 @@ class Spikes:
         self._losses: deque[float] = deque(losses, maxlen=window)
 
     def score(self, loss: float) -> float:
-        """Modified z-score of `loss`; 0 while too few losses are known, and for one that is not finite."""
+        """Modified z-score of `loss`; 0 while too few losses are known, and for a non-finite one."""
         if len(self._losses) < max(2, math.ceil(ENOUGH * self.window)) or not math.isfinite(loss):
             return 0.0
         median = statistics.median(self._losses)
@@ -45,12 +45,12 @@ class Spikes:
         return self.score(loss) > self.threshold
 
     def add(self, loss: float) -> None:
-        """One more update's loss. Spikes count too: a new level becomes the normal one after half a window."""
+        """Add the loss of an update. Spikes are added too, so a new level becomes the median after half a window."""
         if math.isfinite(loss):
             self._losses.append(loss)
 
     def state(self) -> list[float]:
-        """The losses known, oldest first: what a resumed run needs to judge the same way."""
+        """The known losses, oldest first: the state of a resumed run."""
         return list(self._losses)
 
 
@@ -65,7 +65,7 @@ class Decision(Enum):
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why an update is suspect: `kind` is "non-finite" or "spike", `action` what is done about it."""
+    """A suspect update: `kind` is "non-finite" or "spike", `action` the reaction to it."""
 
     kind: str
     action: str
@@ -83,8 +83,8 @@ class Judgement:
 
 
 class SpikePolicy:
-    """Judges each update by its loss, compared with those of its objective, and by whether it was applied; `bad` counts updates in
-    a row that were not."""
+    """Judges updates by their loss, compared with those of the same objective, and by whether they were applied; `bad` counts
+    consecutive updates that were not."""
 
     def __init__(self, settings: SpikesConfig, max_bad_steps: int) -> None:
         self.settings, self.max_bad_steps = settings, max_bad_steps
@@ -92,32 +92,32 @@ class SpikePolicy:
         self.bad = self.rollbacks = 0
 
     def resume(self, losses: Mapping[str, Iterable[float]], bad: int) -> None:
-        """Judge from here on as after these losses of each objective. The number of rollbacks is that of this process and stays."""
+        """Restore the losses of each objective. The number of rollbacks is that of this process and is kept."""
         window, threshold = self.settings.window, self.settings.threshold
         self._spikes = {objective: Spikes(window, threshold, known) for objective, known in losses.items()}
         self.bad = bad
 
     def state(self) -> dict[str, list[float]]:
-        """The losses known of each objective."""
+        """The known losses of each objective."""
         return {objective: spikes.state() for objective, spikes in self._spikes.items()}
 
     def spikes(self, objective: str) -> Spikes:
-        """Those among the updates of an objective."""
+        """The scores of an objective."""
         return self._spikes.setdefault(objective, Spikes(self.settings.window, self.settings.threshold))
 
     def veto(self, objective: str) -> Callable[[float], bool] | None:
-        """Given to the engine, which does not apply an update whose loss it is true for."""
+        """Passed to the engine, which does not apply an update if this is true for its loss."""
         return self.spikes(objective).is_spike if self.settings.policy == "skip" else None
 
     @property
     def immediate(self) -> bool:
-        """Whether each update has to be judged before the next one; under the other policies later is as good: a rollback
-        forgets the updates after the spike."""
+        """Whether each update has to be judged before the next one. Under the other policies it may be later, since a rollback
+        discards the updates after the spike."""
         return self.settings.policy == "skip"
 
     def judge(self, loss: SupportsFloat, objective: str, *, skipped: bool, vetoed: bool) -> Judgement:
-        """What an update leads to. The flags are those of `megabert.engine.UpdateResult`; `loss` is read, which waits for
-        the device, unless the policy is "off"."""
+        """The reaction to an update. The flags are those of `megabert.engine.UpdateResult`. Reads `loss`, which waits for the
+        device, unless the policy is "off"."""
         policy, troubles = self.settings.policy, []
         if skipped and not vetoed:
             text = "non-finite loss or gradient; the update is skipped on every rank"

@@ -1,18 +1,18 @@
-"""Tokenizers, SentencePiece, WordPiece and any tokenizer.json: identified by the SHA-256 of their file; text yields no special id but [UNK].
+"""Tokenizers (SentencePiece, WordPiece, any tokenizer.json), identified by the SHA-256 of their file; text yields no special id but [UNK].
 
-The file is hashed before it is parsed, and what is parsed is what was hashed. Its content says which kind it is:
+The file is read once, then hashed and parsed. The kind is recognised by content:
 
     sentencepiece  a SentencePiece model with [PAD], [UNK], [CLS], [SEP] and [MASK] at ids 0 to 4, all but [UNK] control
                    symbols
     wordpiece      BERT's published `vocab.txt`: UTF-8, a token a line, [PAD] first, the other special tokens anywhere.
-                   How text is normalised is not in it: a tokenizer_config.json beside it has that, as in Hugging Face's
-                   folders, or the caller. Without either it is guessed: cased where lower-casing would change some token
+                   The normalisation is not in it but in a tokenizer_config.json beside it, as in Hugging Face's folders,
+                   or given by the caller. Without either it is guessed: cased where lower-casing would change some token
                    outside square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two
-                   releases). Where that is not the guess the SHA-256 is of both files' content
+                   releases). If it is not as guessed, the SHA-256 is of both files' content
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
-A document that spells "[MASK]" is text like any other: `[`, `mask`, `]`. (transformers' BertTokenizer gives the
-special id there; everywhere else its ids are the same.)
+"[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there; all other ids are
+the same.)
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_START = "\u2581"
 # WordPiece's mark of a token inside a word
 CONTINUATION = "##"
-# a token that is one byte, in vocabularies that fall back to bytes
+# a token of one byte, in vocabularies with byte fallback
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 # a model of a million tokens takes about 20 MB
 MAX_BYTES = 256 << 20
-# characters; BERT makes a longer word [UNK]
+# characters; for BERT a longer word is [UNK]
 MAX_WORD = 100
-# texts whose encodings are in memory at once
+# texts encoded at once
 CHUNK = 4096
 
-# Hugging Face's file beside a vocab.txt, and its fields by ours
+# Hugging Face's file beside a vocab.txt, and its fields by those of `Casing`
 CONFIG = "tokenizer_config.json"
 CASING_FIELDS = {"lowercase": "do_lower_case", "strip_accents": "strip_accents", "ideographs": "tokenize_chinese_chars"}
-# tokenizer classes of Hugging Face that split text as BERT's does, with or without "Fast" at the end
+# tokenizer classes of Hugging Face that split text like BERT's, with or without "Fast" at the end
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 SPLIT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 
 
 @dataclass(frozen=True)
 class Casing:
-    """How BERT's tokenizer normalises text: lower-cases it, drops accents (all of Unicode's non-spacing marks, of any script),
-    puts space around ideographs."""
+    """Normalisation of BERT's tokenizer: lower-case, drop accents (Unicode's non-spacing marks of all scripts), put spaces around
+    ideographs."""
 
     lowercase: bool
     strip_accents: bool
@@ -73,7 +73,7 @@ class Casing:
 def read_casing(path: Path) -> dict[str, bool | None]:
     """The fields of `Casing` in Hugging Face's tokenizer_config.json; None where it has none.
 
-    Raises ValueError for a file that is damaged, or of a tokenizer that splits text otherwise than BERT's.
+    Raises ValueError for a damaged file and for a tokenizer that splits text differently from BERT's.
     """
     try:
         tree = json.loads(path.read_bytes())
@@ -95,7 +95,7 @@ def checked_casing(
 
 
 def refuse_other_tokenizer(tree: Mapping[str, Any], path: Path) -> None:
-    """Raises ValueError naming the field of Hugging Face's file `path` by which text is split otherwise than by BERT's tokenizer."""
+    """Raises ValueError naming the field of Hugging Face's file `path` that makes it split text differently from BERT's tokenizer."""
     name = tree.get("tokenizer_class")
     if name is not None and str(name).removesuffix("Fast") not in BERT_CLASSES:
         raise ValueError(
@@ -110,16 +110,16 @@ def refuse_other_tokenizer(tree: Mapping[str, Any], path: Path) -> None:
 class Tokenizer:
     """What all kinds share; `load` makes one.
 
-    `tokens` are the vocabulary as it stands in a text, those that start a word with a space before; `word_start` is bool
-    [vocab_size], false for special tokens; so is `unit_start`, the tokens that begin a word or what stands for one: in scripts
-    without spaces between words (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
-    without whitespace in them, encoding `" ".join(words)` equals encoding them one by one. `processor` is the library's own
-    object, `data` the tokenizer file, whose usual name is `file_name`.
+    `tokens` are the texts of the vocabulary, with a space before those that start a word. `word_start` is bool [vocab_size], false
+    for special tokens. So is `unit_start`, tokens that begin a word or its equivalent: in scripts without spaces between words
+    (Chinese, Japanese, Thai, …) every token does. `word_local`: for any words
+    without whitespace in them, encoding `" ".join(words)` equals encoding them one by one. `processor` is the library's
+    object, `data` the content of the tokenizer file, whose usual name is `file_name`.
     """
 
     kind: str
     file_name: str
-    # the mark of tokens inside a word; "": those that begin one hold the space before it
+    # the mark of tokens inside a word; "": tokens that begin a word include the space before it
     continuation = ""
     processor: Any
     # the protocol buffer of a SentencePiece model
@@ -139,7 +139,7 @@ class Tokenizer:
         self.unit_start[list(special_ids.values())] = False
         self.tokens = [f" {t}" if starts else t for t, starts in zip(tokens, word_start.tolist(), strict=True)]
         self.word_local = True
-        # whether a word's tokens after a space are not those at the beginning of a text
+        # whether a word has other tokens after a space than at the beginning of a text
         self.spaced = False
 
     @staticmethod
@@ -172,9 +172,9 @@ class Tokenizer:
 
     @staticmethod
     def parse(data: bytes, path: Path, casing: Mapping[str, bool | None] | None = None) -> Tokenizer:
-        """The tokenizer whose file holds `data`; errors as of `load`, `path` is the file they name.
+        """The tokenizer of a file's content `data`; errors as of `load`, which name `path`.
 
-        `casing`: fields of `Casing` that are known, for a vocab.txt.
+        `casing`: known fields of `Casing`, for a vocab.txt.
         """
         sha256 = hashlib.sha256(data).hexdigest()
         binary = _first_binary_byte(data)
@@ -191,11 +191,11 @@ class Tokenizer:
         return {self.file_name: self.data}
 
     def doubt(self) -> str:
-        """Why text may be normalised otherwise than the vocabulary needs; "" where there is no doubt."""
+        """Why the normalisation may not fit the vocabulary; "" where it is known to."""
         return ""
 
     def token_bytes(self) -> list[bytes]:
-        """UTF-8 of each token as it stands in a text, the space before a word included; some are parts of a character."""
+        """UTF-8 of the text of each token, including the space before a word; some are parts of a character."""
         return [bytes.fromhex(match[1]) if (match := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -203,19 +203,19 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word as it follows another one and a space; those of a text that begins with it where not `spaced`."""
+        """Token ids of each word after another word and a space; if not `spaced`, at the beginning of a text."""
         return self.encode_batch(words)
 
     def prepared(self, text: str) -> str:
-        """`text` as data_prep cleans it before it encodes its words."""
+        """`text` cleaned as by data_prep."""
         return prepared(text)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts from anywhere: those that a dataset built from them would hold."""
+        """Token ids of raw texts, equal to those of a dataset built from them."""
         return self.encode_batch([self.prepared(text) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int32 [n, T]: `encode_masked` of each text, and id 0 behind the shorter ones; what the model's `forward` takes."""
+        """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`."""
         import torch
 
         rows = [
@@ -225,7 +225,7 @@ class Tokenizer:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Ids of `[CLS] text [SEP]`, in which each "[MASK]", or the tokenizer's own name of it, is the special token."""
+        """Ids of `[CLS] text [SEP]`, in which each "[MASK]", or the tokenizer's name for it, is the special token."""
         masks = {SPECIAL_TOKENS[-1], self.tokens[self.mask_id]}
         before, *after = (part.rstrip() for part in re.split("|".join(map(re.escape, masks)), text.strip()))
         ids = [self.cls_id, *self.encode_texts([before])[0]]
@@ -235,14 +235,14 @@ class Tokenizer:
         return [*ids, self.sep_id]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        """As `encode_texts`, of each word as it follows another in a text without spaces: without the space before it."""
+        """As `encode_texts`, of words without a space before them, as in texts without spaces."""
         return self.encode_texts(words)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Ids of each text, those of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last.
+        """Ids of each text as of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last.
 
-        Characters are those of the text as given, whatever was normalised, and leave out blanks before the token. A token
-        that is only a blank, or one of several that a character became, may have none: its two offsets are equal.
+        Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
+        without characters: a blank, or one of several tokens of a single character.
         """
         cleaned = [self.prepared(text) for text in texts]
         encoded = self._encode_with_offsets(cleaned)
@@ -266,8 +266,8 @@ class Tokenizer:
 
 
 def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:
-    """`ids` without the space before them: their first replaced by the token that is the same without one, `bare_id` of it, or
-    left out where it is a space alone; unchanged where there is no such token."""
+    """`ids` without the space before them: the first is replaced by its token without the space, `bare_id` of it, or removed if
+    it is only a space; unchanged where there is no such token."""
     if not ids or not tokenizer.word_start[ids[0]]:
         return ids
     if not tokenizer.tokens[ids[0]][1:]:
@@ -281,9 +281,9 @@ def _in_brackets(token: str) -> bool:
 
 
 def _first_binary_byte(data: bytes) -> int | None:
-    """Offset of the first byte that no vocab.txt holds: a control character or invalid UTF-8. None: all is text.
+    """Offset of the first byte that cannot be in a vocab.txt: a control character or invalid UTF-8. None: all is text.
 
-    Every SentencePiece model has some: its scores are tagged with 0x15.
+    Every SentencePiece model has such bytes: its scores are tagged with 0x15.
     """
     control = re.search(rb"[^\t\n\r\x20-\x7e\x80-\xff]", data)
     try:
@@ -294,7 +294,7 @@ def _first_binary_byte(data: bytes) -> int | None:
 
 
 class _SentencePiece(Tokenizer):
-    """A SentencePiece model from its bytes; `binary` is the offset of the byte that shows it to be no vocab.txt."""
+    """A SentencePiece model from its bytes; `binary` is the offset of a byte that cannot be in a vocab.txt."""
 
     kind, file_name = "sentencepiece", "tokenizer.model"
 
@@ -339,7 +339,7 @@ class _SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _normalises_nothing(self) -> bool:
-        """Whether the model was trained on text of which nothing was changed."""
+        """Whether the model was trained without normalisation of the text."""
         return bool(self.proto.normalizer_spec.name == "identity")
 
     def prepared(self, text: str) -> str:
@@ -366,7 +366,7 @@ class _WordPiece(Tokenizer):
     kind, file_name, continuation = "wordpiece", "vocab.txt", CONTINUATION
 
     def __init__(self, path: Path, sha256: str, text: str, casing: Mapping[str, bool | None]) -> None:
-        # With a thread pool of its own the library would warn at every later fork; a variable that is set stays.
+        # With a thread pool the library would warn at every later fork. A variable that the user has set is kept.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers  # a SentencePiece run does not need it
 
@@ -402,7 +402,7 @@ class _WordPiece(Tokenizer):
         return super().files() | {CONFIG: canonical(fields)}
 
     def doubt(self) -> str:
-        """Of a guess: dropping accents is right for Latin letters, and ruins most other scripts."""
+        """For a guessed normalisation: dropping accents suits Latin letters and destroys most other scripts."""
         if not self._guessed or not self.casing.strip_accents:
             return ""
         normalise = self.processor.normalizer.normalize_str
@@ -428,7 +428,7 @@ class _WordPiece(Tokenizer):
 
 
 def _checked_ids(tokens: list[str], path: Path) -> dict[str, int]:
-    """Id of each token of a vocab.txt. Raises ValueError naming the line that is wrong."""
+    """Id of each token of a vocab.txt. Raises ValueError naming the invalid line."""
     ids = {token: i for i, token in enumerate(tokens)}
     missing = [token for token in SPECIAL_TOKENS if token not in ids]
     if missing:

@@ -1,6 +1,6 @@
-"""Tokenizers of any kind that a `tokenizer.json` of Hugging Face's library describes: byte-level BPE, Unigram, WordPiece.
+"""Tokenizers from a `tokenizer.json` of Hugging Face's library: byte-level BPE, Unigram, WordPiece.
 
-The special tokens are those that a tokenizer_config.json or special_tokens_map.json beside the file names (`cls_token` or
+The special tokens are named by a tokenizer_config.json or special_tokens_map.json beside the file (`cls_token` or
 `bos_token`, `sep_token` or `eos_token`, …), else the usual names.
 """
 
@@ -26,18 +26,18 @@ USUAL = {
     "sep": ("[SEP]", "<sep>", "</s>", "<eos>"),
     "mask": ("[MASK]", "<mask>"),
 }
-# where Hugging Face's files name them otherwise
+# roles with other names in Hugging Face's files
 INSTEAD = {"cls": "bos", "sep": "eos"}
-# words by which it is tried whether tokens cross words
+# words to test whether tokens cross words
 WORDS_TRIED = 512
-# GPT-2's character of each byte (Radford et al. 2019): printable ones are themselves, the others count on from 256
+# GPT-2's character of each byte (Radford et al. 2019): itself if printable, the others from 256 on
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 CHARACTERS = (*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE}))
 BYTE_OF = {chr(b if b in PRINTABLE else 256 + i - len(PRINTABLE)): b for i, b in enumerate(CHARACTERS)}
 
 
 def names_beside(path: Path) -> dict[str, str]:
-    """Special tokens by role (pad, cls, …) that the files beside a tokenizer.json name."""
+    """Special tokens by role (pad, cls, …), from the files beside a tokenizer.json."""
     names: dict[str, str] = {}
     for file in (path.with_name(SPECIAL_MAP), path.with_name(CONFIG)):
         if not file.is_file():
@@ -62,7 +62,7 @@ def _object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json from its bytes; `named` are its special tokens by role as far as they are known."""
+    """A tokenizer.json from its bytes; `named`: its known special tokens by role."""
 
     kind, file_name = "tokenizers", "tokenizer.json"
 
@@ -73,11 +73,11 @@ class FastTokenizer(Tokenizer):
         self.tree = _object(data, path)
         try:
             self.processor = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path}: not a tokenizer.json of the tokenizers library ({error!s:.100})") from None
         self.processor.no_padding()
         self.processor.no_truncation()
-        # a text that spells a special token is text
+        # the name of a special token in a text is ordinary text
         self.processor.encode_special_tokens = True
         vocabulary = self.processor.get_vocab(with_added_tokens=True)
         self._usual, self._named = _special_names(vocabulary, {}, path), _special_names(vocabulary, named, path)
@@ -88,7 +88,7 @@ class FastTokenizer(Tokenizer):
                 f"{CONFIG} beside it"
             )
         special = {role: vocabulary[self._named[role]] for role in SPECIAL_IDS if role in self._named}
-        # padding is known by the lengths, so its token may be another's (EuroBERT's is its end's)
+        # padding is determined by lengths, so its token may also have another role (EuroBERT's is also the last)
         apart = [i for role, i in special.items() if role != "pad"]
         if len(set(apart)) < len(apart):
             raise ValueError(f"{path}: two of its special tokens are one: {self._named}; each needs a token of its own")
@@ -112,14 +112,14 @@ class FastTokenizer(Tokenizer):
         self._find_words()
 
     def _shown(self, path: Path, special: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
-        """The tokens as they stand in a text without a space before, and bool [vocab_size]: which have one. Raises ValueError
-        where the tokens do not say."""
+        """The texts of the tokens without a space before them, and bool [vocab_size]: which have one. Raises ValueError if the
+        tokens do not mark it."""
         model = self.tree["model"]
         if model.get("end_of_word_suffix"):
             raise ValueError(f"{path}: its tokens mark the ends of words (end_of_word_suffix), not where words begin")
         if prefix := model.get("continuing_subword_prefix"):
             return [t.removeprefix(prefix) for t in self._raw], np.array([not t.startswith(prefix) for t in self._raw])
-        # after another token, so that nothing is stripped from the beginning of a text
+        # after another token, since blanks at the beginning of a text may be stripped
         before = self.processor.encode("a", add_special_tokens=False).ids[-1:] or [special["mask"]]
         decode = self.processor.decode_batch
         length = len(decode([before], skip_special_tokens=False)[0])
@@ -134,7 +134,7 @@ class FastTokenizer(Tokenizer):
         return [text.removeprefix(" ") for text in shown], starts
 
     def _find_words(self) -> None:
-        """Set `spaced` and `word_local` by trial."""
+        """Set `spaced` and `word_local` by encoding test words."""
         one, two, spaced = self.encode_batch(["a", "a a", " a"])
         self.spaced = two != one + one and two == one + spaced
         words = [t.strip() for t in self.tokens]
@@ -155,7 +155,7 @@ class FastTokenizer(Tokenizer):
         return [self._without_special(ids) for ids in encoded]
 
     def _without_special(self, ids: list[int]) -> list[int]:
-        """A unigram model finds its special tokens in a text like any other token; they are unknown there."""
+        """Replace special tokens by unknown ones: a unigram model finds them in a text like any other token."""
         return ids if self._hidden.isdisjoint(ids) else [self.unk_id if i in self._hidden else i for i in ids]
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -179,7 +179,7 @@ class FastTokenizer(Tokenizer):
 
 
 def _bytes_of(token: str, raw: str) -> bytes:
-    """Of a token that a text shows as `token` and the file has as `raw`."""
+    """UTF-8 of a token whose text is `token` and which the file has as `raw`."""
     if "\ufffd" not in token:
         return token.encode()
     match = BYTE.fullmatch(raw)
@@ -189,7 +189,7 @@ def _bytes_of(token: str, raw: str) -> bytes:
 
 
 def _special_names(vocabulary: Mapping[str, int], named: Mapping[str, str], path: Path) -> dict[str, str]:
-    """The special token of each role that has one. Raises ValueError for one that is named but not in the vocabulary."""
+    """The special tokens by role. Raises ValueError for one that is named but not in the vocabulary."""
     for role, token in named.items():
         if token not in vocabulary:
             raise ValueError(f"{path}: has no token {token!r:.40}, which the files beside it name as its {role}_token")
