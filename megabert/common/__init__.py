@@ -1,4 +1,4 @@
-"""Tools for every other folder: atomic files, tables, errors, messages, environment, random numbers.
+"""Tools for all other folders: atomic files, tables, errors, messages, environment, random numbers.
 
-They import nothing of this project. This file stays empty, because most of them must import without torch.
+They import nothing else of this project. This file stays empty, because most of them must not import torch.
 """

@@ -1,4 +1,4 @@
-"""Command lines: help that shows every default, and the name a command was called by."""
+"""Command lines: help that shows every default, and the name by which a command was called."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
-# what a command's --model takes
+# help of --model
 MODEL = "run folder, one checkpoint in it, a Hugging Face folder, or OWNER/NAME on its hub"
-# what its --tokenizer is
+# help of --tokenizer
 TOKENIZER = "the run's tokenizer, where its dataset is no longer in its place"
 _called_as = ""
 
 
 def call_as(name: str) -> None:
-    """Usage lines of this process show `name`, e.g. "megabert train"."""
+    """Set the name in usage lines of this process, e.g. "megabert train"."""
     global _called_as
     _called_as = name
 
 
 def called_as(module: str) -> str:
-    """How this process was called; `python -m module` where no name was set."""
+    """The name set by `call_as`, else `python -m module`."""
     return _called_as or f"python -m {module}"
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written, and after each option its default where it has one."""
+    """The description unwrapped, and each option's default after its help."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -39,13 +39,13 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with `Help`, whose errors are one line; of a misspelt option it names the nearest one."""
+    """An argument parser with `Help` and one-line errors, which name the option nearest to a misspelt one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses an unknown option first: what a misspelt one should have given is missing then, too."""
+        """Refuse unknown options before missing ones: a misspelt required option is both."""
         given = sys.argv[1:] if args is None else list(args)
         for name in () if self._subparsers else (text.partition("=")[0] for text in given):
             if name == "--":
@@ -69,7 +69,7 @@ def presets() -> list[str]:
 
 
 def refuse_missing(args: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError for the first of these options that names a file or folder which does not exist; "" names none."""
+    """Raises ValueError for the first of these options whose file or folder does not exist; "" is skipped."""
     for name in names:
         path = getattr(args, name)
         if path and not Path(path).exists():
@@ -77,7 +77,7 @@ def refuse_missing(args: argparse.Namespace, *names: str) -> None:
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `config.from_arguments` reads: preset or file, data, overrides, and what DeepSpeed's launcher passes."""
+    """Options for `config.from_arguments`: preset or file, data, overrides, and those that DeepSpeed's launcher passes."""
     add = parser.add_argument
     add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file")
     add("--data", default="", metavar="DIR", help="dataset folder written by data_prep")

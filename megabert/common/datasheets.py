@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Dense 16-bit tensor-core TFLOP/s with fp32 accumulation, of NVIDIA's datasheets (which print sparse figures, twice these,
-# from A100 on); the first pattern that is in `torch.cuda.get_device_name()` counts. V100 has fp16 only.
+# Dense 16-bit tensor-core TFLOP/s with fp32 accumulation, from NVIDIA's datasheets (from A100 on these print sparse figures,
+# twice as high), for the first pattern in `torch.cuda.get_device_name()`. V100 has only fp16.
 DATASHEET_TFLOPS = {
     r"\bGB200\b": 2500.0,  # GB200 NVL72 datasheet, a GPU
     r"\bB200\b": 2250.0,  # HGX B200 datasheet
@@ -25,5 +25,5 @@ DATASHEET_TFLOPS = {
 
 
 def datasheet_tflops(device_name: str) -> float | None:
-    """Dense bf16 (V100: fp16) peak of a GPU in TFLOP/s by its datasheet, None where it is not in the table."""
+    """Dense bf16 (V100: fp16) peak of a GPU in TFLOP/s by its datasheet; None if it is not in the table."""
     return next((peak for name, peak in DATASHEET_TFLOPS.items() if re.search(name, device_name)), None)

@@ -1,4 +1,4 @@
-"""Exit codes by class of failure, the one line printed for an error, and retries of I/O that may pass.
+"""Exit codes by class of failure, the line printed for an error, and retries after transient I/O errors.
 
     0    finished
     2    a mistake in the command, the configuration or the data: a restart would not help
@@ -7,7 +7,7 @@
     85   stopped with everything saved (`megabert.distributed.signals`)
     130  interrupted at the terminal
 
-An exception that belongs to another class than its type suggests has the attribute `exit_code`.
+The attribute `exit_code` of an exception overrides the class of its type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megabert.common.logs import log
 
 T = TypeVar("T")
 OK, USER_ERROR, BAD_TRAINING, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
-# errno of a path that the user named wrongly; None: a library's own OSError about a file's content
+# errno for a wrong path given by the user; None: an OSError of a library about a file's content
 USER_ERRNO = {
     *(None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.EXDEV),
@@ -44,7 +44,7 @@ class BadTraining(RuntimeError):
 
 
 class Failed(OSError):
-    """I/O failed, or a process was lost, in words of our own."""
+    """I/O failed, or a process was lost; the message is shown as it is."""
 
     exit_code = FAILED
 
@@ -60,7 +60,7 @@ def exit_code(error: Exception) -> int:
 
 
 def describe(error: Exception) -> str:
-    """The error in a user's words: an OSError as path and reason."""
+    """The message of an error; of an OSError path and reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     reason = error.strerror
@@ -70,9 +70,9 @@ def describe(error: Exception) -> str:
 
 
 def tried_again(action: Callable[[], T]) -> T:
-    """The result of `action`, retried after growing waits while it raises an OSError that may pass (EIO, ESTALE, a time-out).
+    """The result of `action`, retried after growing waits while it raises a transient OSError (EIO, ESTALE, a time-out).
 
-    Raises the last try's error, and at once one that the user must fix (no such file, no permission).
+    Raises the error of the last try, and at once one that the user has to fix (no such file, no permission).
     """
     for wait in WAITS:
         try:
@@ -86,7 +86,8 @@ def tried_again(action: Callable[[], T]) -> T:
 
 
 def command(main: Callable[[Any], int]) -> Callable[..., int]:
-    """Decorator of a command's `main(argv)`, or of what it does with its arguments: sets up messages; an error becomes one line on stderr and its exit code."""
+    """Decorator of a command's `main(argv)` or of a function of its arguments: sets up messages, and turns an error into one line on
+    stderr and its exit code."""
 
     @functools.wraps(main)
     def wrapped(argv: Any = None) -> int:
@@ -104,7 +105,7 @@ def command(main: Callable[[Any], int]) -> Callable[..., int]:
 
 
 def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
-    """`code`, also written to $MEGABERT_EXIT_DIR where a launch script set it, with the hosts whose ranks failed: launchers
+    """Return `code`, and write it with the hosts of failed ranks to $MEGABERT_EXIT_DIR where a launch script set it: launchers
     change or lose the ranks' codes."""
     if folder := os.environ.get("MEGABERT_EXIT_DIR"):
         try:
@@ -117,13 +118,13 @@ def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
 
 
 def code_of(main: Callable[[], int]) -> int:
-    """What a command's `main` returns, or exits with because its arguments are wrong; left for a launch script too."""
+    """The exit code of a command's `main`, also after wrong arguments; written for a launch script too."""
     try:
         code = main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else OK if end.code is None else 1
     except KeyboardInterrupt:
-        # in the imports of a command
+        # during a command's imports
         print("error: interrupted", file=sys.stderr)
         code = INTERRUPTED
     return leave_exit_code(code)

@@ -1,6 +1,6 @@
-"""Files that are whole or not there: atomic folders and files, locks, canonical JSON with a SHA-256 seal, safetensors.
+"""Atomic files and folders, locks, canonical JSON with a SHA-256 seal, safetensors.
 
-What is written lies beside its place, is synced to the disk and renamed into it. This module imports torch only to write tensors.
+Output is written beside its target, synced to the disk and renamed. This module imports torch only to write tensors.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from megabert.common.logs import log
 if TYPE_CHECKING:
     from torch import Tensor
 
-# what file systems without flock raise
+# errno of file systems without flock
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 SAFETENSORS_TYPES = {
     "torch.float64": "F64", "torch.int64": "I64", "torch.float32": "F32", "torch.int32": "I32",
     "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int8": "I8", "torch.uint8": "U8",
 }  # fmt: skip
-# bytes that are hashed and written in turn
+# bytes hashed and written at a time
 CHUNK = 16 << 20
-# bytes of a file of tensors after which it waits for the disk: its size then shows how far it is
+# bytes of a file of tensors after which it is synced, so that its size shows the progress
 SYNCED = 256 << 20
 
 
 def refuse_url(path: str) -> None:
-    """Raises ValueError for a URL, where a path is meant."""
+    """Raises ValueError for a URL given as a path."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise ValueError(f"{path}: is a URL; mount it or copy it to a folder, and name that")
 
 
 @contextmanager
 def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
-    """An empty folder to write into, which becomes `target` when the block ends without an error.
+    """An empty folder to write into, renamed to `target` when the block ends without an error.
 
-    Raises ValueError when `target` exists and is not empty, or, with `overwrite`, is anything but a folder with the file
-    `mark`, which an earlier run of the command wrote.
+    Raises ValueError when `target` exists and is not empty, or, with `overwrite`, is not a folder with the file `mark`, which
+    the command writes.
     """
     target = Path(target)
     refuse_existing(target, mark, overwrite)
@@ -94,7 +94,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or the renames in a folder, to the disk."""
+    """Sync a file's content, or the renames in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,7 +112,7 @@ def _hidden(target: Path, kind: str) -> list[Path]:
 
 
 def _remove_abandoned(target: Path, current: Path) -> None:
-    """Remove the folders of processes that were killed while they wrote `target`: those that are not locked."""
+    """Remove temporary folders of killed processes that wrote `target`: those that are not locked."""
     for path in _hidden(target, "new"):
         if path == current:
             continue
@@ -157,10 +157,10 @@ def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
 
 
 def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False, shared: bool = False) -> bool:
-    """Lock an open file or folder (flock), which the system releases however the process ends.
+    """Lock an open file or folder (flock); the system releases it when the process ends.
 
-    False where the file system has no locks: the warning then ends with `otherwise`. Raises BlockingIOError where another
-    process holds the lock, unless `wait`; OSError where the file system fails.
+    False if the file system has no locks; a warning that ends with `otherwise` is shown then. Raises BlockingIOError if another
+    process holds the lock, unless `wait`, and OSError if the file system fails.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -173,17 +173,17 @@ def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False, shared
 
 
 def canonical(value: Any) -> bytes:
-    """The one JSON text of `value`: sorted keys, an item a line, a line end."""
+    """The canonical JSON text of `value`: sorted keys, an item a line, a line end."""
     return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
 
 
 def compact(value: Any) -> bytes:
-    """The one JSON text of `value` without blanks."""
+    """The canonical JSON text of `value` without blanks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def digest(tree: Mapping[str, Any], field: str, text: Any = canonical) -> str:
-    """SHA-256 in hex of all fields of `tree` but `field`, in the JSON text that `text` gives."""
+    """SHA-256 in hex of all fields of `tree` but `field`, as JSON by `text`."""
     return hashlib.sha256(text({name: value for name, value in tree.items() if name != field})).hexdigest()
 
 
@@ -203,8 +203,8 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write a safetensors file durably, byte for byte as the library does; returns its "bytes" and "sha256".
 
-    The library creates a file that only its owner may read, copies every tensor once more under Python's lock, and leaves
-    hashing to a second reading. Format: https://huggingface.co/docs/safetensors. Raises OSError naming the file.
+    The library creates a file that only its owner may read, copies every tensor while holding Python's lock, and would need a
+    second reading to hash it. Format: https://huggingface.co/docs/safetensors. Raises OSError naming the file.
     """
     import torch
 

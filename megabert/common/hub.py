@@ -1,4 +1,4 @@
-"""Folders of models: runs, Hugging Face folders, and models of the hub by name, through its own library and its cache."""
+"""Folders of models: runs, Hugging Face folders, and models of the hub by name, through `huggingface_hub` and its cache."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megabert.common.run_files import holds_checkpoint
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # of a Hugging Face folder: safetensors, and the older form
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# of a repository: what a model is read from where it has safetensors
+# files of a repository with safetensors that a model is read from
 FILES = ("*.json", "vocab.txt", "*.model", WEIGHTS[0])
 
 
 def located(source: str | Path) -> Path:
-    """The folder of a model: `source` itself, or the hub's repository of that name (google-bert/bert-base-uncased), in the
-    hub's cache and downloaded where it is not there yet.
+    """The folder of a model: `source`, or the hub's repository of that name (google-bert/bert-base-uncased) in the hub's cache,
+    downloaded if it is missing there.
 
-    Nothing in it is opened. A name whose first part is a folder here is a path that is wrong, and the hub is not asked. Raises ValueError for what is
-    neither, Failed where the hub cannot be reached.
+    Its files are not opened. A name whose first part is a local folder is a wrong path and not looked up. Raises ValueError for
+    anything else, Failed if the hub cannot be reached.
     """
     path = Path(source)
     if path.is_dir():
-        # `best` of a fine-tuning run is read, too
+        # `best` of a fine-tuning run is a model too
         if not (is_model_folder(path) or holds_checkpoint(path) or is_model_folder(path / "best")):
             raise ValueError(
                 f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(WEIGHTS)}, so it is no "
@@ -41,12 +41,12 @@ def located(source: str | Path) -> Path:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds weights as Hugging Face names them, in one file or several."""
+    """Whether a folder has weights under Hugging Face's names, in one file or several."""
     return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
 
 
 def download(name: str) -> Path:
-    """The folder in the hub's cache that holds a repository's files. Raises as `located`."""
+    """The folder of a repository's files in the hub's cache. Raises as `located`."""
     from huggingface_hub import errors, snapshot_download
 
     try:

@@ -1,7 +1,7 @@
 """Messages of commands and runs: one logger, plain lines on stdout from rank 0, warnings and errors on stderr with their rank.
 
-`log.info` is for what is the same on all ranks: rank 0 prints it. Every rank prints its own `log.warning` and `log.error`.
-MEGABERT_LOG names the lowest level that is shown: debug, info (default), warning or error.
+`log.info` is printed by rank 0 only, `log.warning` and `log.error` by every rank. MEGABERT_LOG is the lowest level that is shown:
+debug, info (default), warning or error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Lines(logging.Handler):
-    """Looks the streams up at each line, so that a replaced sys.stdout gets the lines."""
+    """Looks up the streams at each line, so that a replaced sys.stdout is used."""
 
     prefix, is_main = "", True
 
@@ -35,7 +35,7 @@ _lines = _Lines()
 def setup(rank: int = 0, size: int = 1) -> None:
     """Send the project's messages to this process' streams as rank `rank` of `size`. Called by commands, again once the
     rank is known. Raises ValueError for a level that does not exist."""
-    if _lines not in log.handlers:  # first, so that the error below is printed by it
+    if _lines not in log.handlers:  # before the check below, whose error it prints
         log.addHandler(_lines)
     log.propagate = False
     _lines.prefix, _lines.is_main = f"rank {rank}: " if rank else "", rank == 0
@@ -47,7 +47,7 @@ def setup(rank: int = 0, size: int = 1) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """A warning that all ranks or phases have in common: rank 0 prints it, once a process."""
+    """A warning of all ranks or phases, printed once a process by rank 0."""
     if _lines.is_main:
         log.warning(text)
 

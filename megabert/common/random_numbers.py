@@ -1,6 +1,6 @@
-"""Random numbers as functions of what they are for: hashes for rows, masks and data_prep, seeds for updates.
+"""Random numbers as functions of their use: hashes for rows, masks and data_prep, seeds for updates.
 
-Nothing has to be saved to repeat them. The hashes need numpy alone and must never change: datasets and runs depend on them.
+They have no state to save. The hashes need only numpy and must never change: datasets and runs depend on them.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 
 CONFIG = "config.json"
-# one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or whose loss jumped
+# one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or had a spike
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
-# the ranks that are slow at the newest log line; not there while none is
+# the slow ranks at the newest log line; absent while there are none
 SLOW_RANKS = "slow-ranks.json"
 # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 BEST = "best"
-# the id under which Weights & Biases knows the run
+# the run's id at Weights & Biases
 SINK_IDS = "sinks.json"
 
 
@@ -26,13 +26,13 @@ def checkpoints_of(run: str | Path) -> Path:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether it is a run folder with a checkpoint, or one checkpoint."""
+    """Whether a folder is a run with a checkpoint, or a checkpoint."""
     alone = folder.resolve().name.startswith("step-") and (folder / "manifest.json").is_file()
     return alone or any(folder.glob("checkpoints/step-*"))
 
 
 def step_of(line: str | bytes) -> float:
-    """The step of a log's line; infinite for one that a kill cut short."""
+    """The step of a log line; infinite for a line truncated by a kill."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

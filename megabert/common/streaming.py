@@ -1,4 +1,4 @@
-"""Results in order from threads that work ahead."""
+"""Ordered results from threads that compute ahead."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def in_order(
 ) -> Generator[R, None, None]:
     """`function(item)` of each item in their order, computed by `threads` threads that are at most `waiting` items ahead.
 
-    `items` are taken in the caller's thread. Each thread calls `begin` first. What `function` raises is raised here, and
-    later items are not started.
+    `items` is iterated in the caller's thread. Each thread calls `begin` first. An exception of `function` is raised here, and later
+    items are not started.
     """
     queue: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, initializer=begin) as pool:

@@ -1,10 +1,9 @@
 """Tables row by row: TSV as in GLUE (no quoting), CSV (RFC 4180), JSON lines, Parquet, Arrow, saved Hugging Face datasets.
 
-The first three are UTF-8, gzip where the name ends in .gz. The file name's ending decides between the formats, or else the first
-line; a saved dataset is a folder. Any of them may be larger than memory. Every mistake is a ValueError that names file and line,
-or row.
+The first three are UTF-8, gzip if the name ends in .gz. The format is chosen by the ending of the file name, else by the first line;
+a saved dataset is a folder. Tables may be larger than memory. Errors are ValueErrors that name file and line, or row.
 
-A field `a.b` is nested, `a+b` are texts joined, unless a record has a field of that very name.
+A field `a.b` is nested, `a+b` joins texts, unless a record has a field of exactly that name.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ ENDINGS = (".tsv", ".csv", ".jsonl")
 ARROW_ENDINGS = (".parquet", ".arrow", ".feather")
 # first bytes of a file; an Arrow stream begins with four bytes 255
 MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
-# most characters of a field of CSV
+# largest length of a CSV field in characters
 FIELD = 1 << 24
 # between joined texts: each is a paragraph
 JOINT = "\n\n"
 # rows of a Parquet or Arrow table in memory at once
 BATCH_ROWS = 256
-# of a saved dataset
+# files of a saved dataset
 STATE = "state.json"
 
 
@@ -42,7 +41,7 @@ class BadTable(ValueError):
 
 
 def field_names(spec: str, has: Any) -> list[str]:
-    """The fields that `spec` joins, in order; `has` contains the existing names."""
+    """The fields joined by `spec`, in order; `has` contains the existing names."""
     return [spec] if spec in has or "+" not in spec else spec.split("+")
 
 
@@ -70,7 +69,7 @@ def join(texts: Sequence[str | None]) -> str | None:
 
 
 def text_of(value: Any, where: str) -> str:
-    """A text field without surrounding space. Raises ValueError naming `where` it is no text, or empty."""
+    """A text field without surrounding space. Raises ValueError naming `where` if it is empty or not a text."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: is no text but {value!r:.40}")
     if not value.strip():
@@ -84,13 +83,13 @@ def text_of(value: Any, where: str) -> str:
 def rows(
     path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False, ragged: bool = False
 ) -> Iterator[tuple[str, list[Any]]]:
-    """(file and line, the values of `columns`) of each row: texts; of JSON and Arrow also numbers, lists, None.
+    """(file and line, the values of `columns`) of each row: texts; in JSON and Arrow also numbers, lists, None.
 
-    A column is a name of the header, or a key of the JSON objects, or alternatives with | between, of which the first that
-    exists is taken; in a table without a header a number from 0. With `headed` false a table has none where every column has a
-    number and the first line none of their names. With `cut_rows` rows of another width than the first come without values; else they raise
-    ValueError, as a missing column does, unless the rows of a table without a header may be `ragged`. A class number of a saved
-    dataset is replaced by its name where the dataset's description has one.
+    A column is a name in the header, a key of the JSON objects, or alternatives separated by |, of which the first existing one
+    is used; in a table without a header a number from 0. With `headed` false a table has no header if all columns have numbers
+    and the first line none of their names. With `cut_rows` rows of another width than the first have no values; else they raise
+    ValueError, as does a missing column, unless the rows of a table without a header may be `ragged`. Class numbers of a saved
+    dataset are replaced by the names in its description.
     """
     alternatives = [column.split("|") for column in columns]
     headless = not headed and all(any(one.isdecimal() for one in of) for of in alternatives)
@@ -100,7 +99,7 @@ def rows(
 
 
 def columns(path: Path) -> list[str]:
-    """The names of a table's columns, if it has a row; of a TSV or CSV file what its first line holds."""
+    """The names of a table's columns, if it has a row; for TSV or CSV the fields of the first line."""
     _, record = next(_records(path), ("", None))
     return list(record or ())
 
@@ -122,8 +121,8 @@ def _value(where: str, record: dict[str, Any], spec: str) -> Any:
 def _records(
     path: Path, header: Set[str] | None = None, cut_rows: bool = False, ragged: bool = False
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """(file and line, fields) of each row; None for one of another width where they may be cut. Empty lines are skipped.
-    A table's first line is its header, or only where it has one of the names in `header`."""
+    """(file and line, fields) of each row; None for one of another width if they may be cut. Empty lines are skipped. The first
+    line is the header; with `header` only if it has one of these names."""
     if is_arrow(path):
         for file in files(path):
             yield from _arrow_records(file)
@@ -154,7 +153,7 @@ def _records(
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line; it ends in LF or CRLF, other line ends of Unicode's are text."""
+    """Number and text of each line. Lines end in LF or CRLF; other line ends of Unicode are text."""
     number = 0
     try:
         with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
@@ -184,7 +183,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """The value of a JSON text whose strings are valid Unicode; the message of its ValueError begins with `where`."""
+    """The value of a JSON text. Raises ValueError beginning with `where`, also for strings of invalid Unicode."""
     try:
         tree = json.loads(text)
         if "\\u" in text:  # may be half a surrogate pair
@@ -209,7 +208,7 @@ def kind_of(head: bytes) -> str:
 
 @contextlib.contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
-    """Turns everything that pyarrow raises for damaged tables into BadTable."""
+    """Turns pyarrow's errors for damaged tables into BadTable."""
     import pyarrow
 
     try:
@@ -224,7 +223,7 @@ def arrow_errors(path: str) -> Iterator[None]:
 
 
 def arrow_reader(path: str, columns: Sequence[str] | None = None) -> Any:
-    """A reader of an Arrow file or stream, of the outermost `columns` alone, over a memory map. Raises pyarrow's errors."""
+    """A memory-mapped reader of the outermost `columns` of an Arrow file or stream. Raises pyarrow's errors."""
     import pyarrow
     from pyarrow import ipc
 
@@ -243,7 +242,7 @@ def batches(
 ) -> Iterator[tuple[int, Any]]:
     """(number of the first row, RecordBatch) of at most BATCH_ROWS rows at a time, of row groups or batches [start, end).
 
-    `columns` are outermost ones, without it all. Raises pyarrow's errors.
+    `columns` are outermost ones, all by default. Raises pyarrow's errors.
     """
     import pyarrow.parquet as parquet
 
@@ -288,7 +287,7 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
-    """The names of the classes of each column that has some, in the description that `datasets` writes into a table."""
+    """Class names by column, from the description that `datasets` writes into a table."""
     by_column = {}
     features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     for name, node in features.items():
@@ -306,7 +305,7 @@ def _named(value: Any, names: Sequence[str]) -> Any:
 
 
 def files(path: Path) -> list[Path]:
-    """The tables of a dataset that `datasets` saved, one split of it; of a file itself. Raises BadTable for another folder."""
+    """The tables of a split of a dataset saved by `datasets`, or the file. Raises BadTable for another folder."""
     if not path.is_dir():
         return [path]
     state = path / STATE

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration from ours, the micro-steps of an update, and a user's DeepSpeed file, which may only add keys."""
+"""DeepSpeed's configuration for a run, the micro-steps of an update, and the user's DeepSpeed file, which may only add keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megabert.config.schema import Config
 
-# Keys of a user's file that would have no effect or another one, and what to do instead.
+# Keys of a user's file without effect or with another one, and what to do instead.
 CONFIG_KEYS = {
     "optimizer": "remove it and set optimizer.*",
     "scheduler": "remove it and set schedule.*",
@@ -32,7 +32,7 @@ def read_deepspeed(file: str) -> dict[str, Any] | None:
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this run; pure.
 
-    The learning rate is ours (no `scheduler`, no `optimizer` entry), and so is clipping; accumulation is DeepSpeed's.
+    The learning rate and clipping are computed here (no `scheduler`, no `optimizer` entry); DeepSpeed accumulates.
     """
     zero: dict[str, Any] = {"stage": config.zero.stage}
     if config.zero.stage in (1, 2):
@@ -41,7 +41,7 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
         zero["stage3_gather_16bit_weights_on_model_save"] = False
         zero["stage3_param_persistence_threshold"] = 10_000
     result: dict[str, Any] = {
-        "train_batch_size": config.batch.micro_size * accumulation(config, world_size) * world_size,  # seats
+        "train_batch_size": config.batch.micro_size * accumulation(config, world_size) * world_size,  # places for rows
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": accumulation(config, world_size),
         "gradient_clipping": config.optimizer.clip,
@@ -50,25 +50,23 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # it waits for the device twice a micro-step, and we measure ourselves
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a micro-step
     }
     assert config.precision != "auto", "must be resolved for the device"
-    # both are set, so that a user's file with the other one is refused and not merged
+    # both are set, so that a user's file with the other one is refused
     result["bf16"], result["fp16"] = {"enabled": config.precision in ("bf16", "fp8")}, {"enabled": False}
     if result["bf16"]["enabled"]:
         result["data_types"] = {"grad_accum_dtype": "fp32"}
-        result["communication_data_type"] = "fp32"  # else gradients are averaged over the ranks in bf16
+        result["communication_data_type"] = "fp32"  # otherwise gradients are averaged over the ranks in bf16
     return result
 
 
 def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours, or that a config key sets."""
+    """`ours` with the user's additional keys. Raises ValueError naming the first key that contradicts ours or is set by a config key."""
     merged = dict(ours)
     for key, value in user.items():
         name = f"{prefix}{key}"
-        if key not in ours and name in CONFIG_KEYS and value != {"device": "none"}:  # which asks for no offload
+        if key not in ours and name in CONFIG_KEYS and value != {"device": "none"}:  # no offload
             raise ValueError(f"{source}: {name} is not for this file; {CONFIG_KEYS[name]}")
         if key not in ours:
             merged[key] = value
@@ -82,7 +80,7 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
 
 
 def fit_micro_size(config: Config, world_size: int) -> Config:
-    """The config with the smallest `batch.micro_size` that needs no more micro-steps than the one it has; pure."""
+    """The config with the smallest `batch.micro_size` that needs as many micro-steps as its own; pure."""
     batch = config.batch
     rows = accumulation(config, world_size) * world_size
     fitted = batch.model_copy(update={"micro_size": -(-batch.global_size // rows)})
@@ -90,8 +88,8 @@ def fit_micro_size(config: Config, world_size: int) -> Config:
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """Micro-steps of an update. Where ranks and micro-batches do not divide the global batch, the last micro-step has seats
-    without a row: they hold fillers, which count for nothing."""
+    """Micro-steps of an update. Where ranks and micro-batches do not divide the global batch, the last micro-step has filler rows,
+    which have no loss."""
     return -(-config.batch.global_size // (config.batch.micro_size * world_size))
 
 

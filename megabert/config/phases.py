@@ -1,7 +1,7 @@
 """Phases of a run: parts of its budget with another row length, batch, masking, learning rate or rotary base.
 
 A phase is a table of `phases`: its share of the budget, and the keys that it changes. The phase of an update is a function of
-the share of the budget that is used before it.
+the share of the budget used before it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Phase:
-    """What holds for updates before which a share from `begin` to below `end` of the run's budget is used."""
+    """The configuration of updates before which a share from `begin` to below `end` of the run's budget was used."""
 
     begin: float
     end: float
-    # the run's with what the phase changes, and without phases
+    # the run's config with the phase's changes and without phases
     config: Config
-    # the learning rate follows the phase's own schedule, over its share of the budget
+    # the learning rate follows the phase's schedule, over its share of the budget
     own_schedule: bool
-    # what it changes, as text
+    # its changes, as text
     changes: str
 
 
 def phases_of(config: Config) -> list[Phase]:
-    """The phases of a run, one after the other; of a run without any the run as a whole. Raises ValueError naming phase and key."""
+    """The phases of a run in order; a run without `phases` is one phase. Raises ValueError naming phase and key."""
     share = config.objective.causal_share
     causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
     tables = config.phases or ([causal, {"share": 1.0 - share}] if share else [{"share": 1.0}])
-    # exact, so that a change falls on the update that the shares name
+    # exact, so that phases change at the update given by the shares
     parts = [Fraction(repr(_share(table, f"phases.{number}"))) for number, table in enumerate(tables, 1)]
     ends = [float(sum(parts[: number + 1]) / sum(parts)) for number in range(len(parts))]
     phases = []
@@ -52,18 +52,18 @@ def phases_of(config: Config) -> list[Phase]:
 
 
 def phase_at(phases: Sequence[Phase], share: float) -> int:
-    """Index of the phase of an update before which `share` (0 to 1) of the run's budget is used."""
+    """Index of the phase of an update before which `share` (0 to 1) of the run's budget was used."""
     return sum(share >= phase.begin for phase in phases[1:])
 
 
 def config_at(config: Config, saved: Mapping[str, Any]) -> Config:
-    """A run's configuration with the model as it was when a checkpoint of this state was made."""
+    """A run's configuration with the model of its phase at the checkpoint of this state."""
     number = len(saved.get("phase_starts", [0])) - 1
     return config.model_copy(update={"model": phases_of(config)[number].config.model})
 
 
 def check_phases(config: Config) -> None:
-    """Raises ValueError naming the phase and key that contradicts another, and what to do."""
+    """Raises ValueError naming a phase and key that contradicts another, and what to do."""
     phases, schedule = phases_of(config), config.schedule
     if not config.phases:
         return

@@ -1,4 +1,4 @@
-"""Reference of the configuration: every key with its description, type, range and default, and the source of a run's values.
+"""Reference of the configuration: description, type, range and default of every key, and the sources of a run's values.
 
 python -m megabert.config.reference > docs/configuration.md
 """
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from megabert.config.schema import Config, flat
 from megabert.config.sources import by_leaf, nearest
 
-# bounds of a number as pydantic keeps them
+# bounds of a number in pydantic's metadata
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 HEAD = """# Configuration
 
@@ -29,7 +29,7 @@ This page is the output of `python -m megabert.config.reference`.
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its full name, default, the values it takes, and what it does."""
+    """A key: full name, default, values, and description."""
 
     name: str
     default: Any
@@ -38,7 +38,7 @@ class Key:
 
 
 def sections(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """Name ("" of the first, with the keys outside of sections), description and keys of each section, in the schema's order."""
+    """Name ("" of the first, for keys outside of sections), description and keys of each section, in the schema's order."""
     fields = model.model_fields.items()
     inner = {name: field.annotation for name, field in fields if is_section(field.annotation)}
     default = model()
@@ -57,7 +57,7 @@ def is_section(kind: Any) -> bool:
 
 
 def values_of(field: Any) -> str:
-    """The values that a field takes: its choices, or its type and range."""
+    """The values of a field: its choices, or its type and range."""
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
@@ -81,7 +81,7 @@ def markdown() -> str:
 
 
 def explain(name: str, config: Config, sources: Mapping[str, str]) -> str:
-    """What a section or a key is, and where its value comes from. Raises ValueError for a name that is neither."""
+    """The description of a section or key, and the source of its value. Raises ValueError for an unknown name."""
     everything, values = list(sections()), flat_values(config)
     chosen = [(s, about, keys) for s, about, keys in everything if name and (s == name or s.startswith(f"{name}."))]
     chosen = chosen or [("", "", [key]) for _, _, keys in everything for key in keys if key.name == name]
@@ -102,7 +102,7 @@ def explain(name: str, config: Config, sources: Mapping[str, str]) -> str:
 
 
 def as_toml(config: Config, sources: Mapping[str, str]) -> str:
-    """All values as TOML that gives the same configuration, each with its source as a comment."""
+    """All values as TOML that yields the same configuration, each with its source as a comment."""
     lines, values = [], flat_values(config)
     for section, _, keys in sections():
         lines += ["", f"[{section}]"] if section else []
@@ -118,7 +118,7 @@ def flat_values(config: Config) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value in TOML syntax."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{toml_value(name)} = {toml_value(share)}" for name, share in value.items()) + "}"
     if isinstance(value, list):

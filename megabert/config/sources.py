@@ -34,7 +34,7 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
 
 
 def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
-    """Raises ValueError for the first override that is none, or whose key does not exist, whatever config it is for."""
+    """Raises ValueError for the first override that is malformed or has an unknown key, for any config."""
     tree: dict[str, Any] = {}
     for override in overrides:
         if not override.startswith("phases."):
@@ -43,7 +43,7 @@ def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
 
 
 def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Where the value of each `section.key` that is no default comes from; arguments as of `load`, which they must suit."""
+    """The source of each `section.key` that is not a default; arguments as of `load`, which have to be valid."""
     path, tree = read_toml(source, PRESETS, "--config", "preset") if source else (Path(), {})
     where = f"preset {source}" if path.parent == PRESETS else f"file {path}"
     tables = {"data.mix": where} if tree.get("data", {}).get("mix") else {}
@@ -51,8 +51,8 @@ def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def from_arguments(args: argparse.Namespace) -> Config:
-    """The config of the options of `common.arguments.add_config_options`. Raises ValueError naming the option, key or value that
-    is wrong."""
+    """The config from the options of `common.arguments.add_config_options`. Raises ValueError naming the wrong option, key or
+    value."""
     return load(args.config, overrides_of(args))
 
 
@@ -73,7 +73,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 
 def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
-    """The path and content of the TOML file that an option names; `kind` is a noun for the files of `folder`.
+    """The path and content of the TOML file given by an option; `kind` is a noun for the files of `folder`.
 
     Raises ValueError naming the option or the file.
     """
@@ -90,7 +90,7 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
 
 
 def set_override(tree: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into `tree`, read as the type that the key has. Raises ValueError."""
+    """Put one `section.key=value` into `tree`, parsed as the key's type. Raises ValueError."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ValueError(f"override {override!r}: write section.key=value")
@@ -120,7 +120,7 @@ def _field_type(key: str) -> Any:
 
 
 def parse_value(text: str, kind: Any = None) -> Any:
-    """The value after `=`: TOML or a bare word; where `kind` is str, the text unchanged."""
+    """The value after `=`: TOML or a bare word; the unchanged text if `kind` is str."""
     if kind is str:
         return text
     try:
@@ -130,8 +130,8 @@ def parse_value(text: str, kind: Any = None) -> Any:
 
 
 def refuse_unknown(tree: dict[str, Any], where: str = "") -> None:
-    """Raises ValueError for the first unknown key of `tree`, which lies at `where`, with the nearest name: of its section, else of
-    any section, which catches a key set in the wrong one."""
+    """Raises ValueError for the first unknown key of `tree`, which is at `where`, with the nearest name of its section, or of
+    another section for a key in the wrong one."""
     names = list(_field_names())
 
     def check_section(section: dict[str, Any], prefix: str) -> None:
@@ -146,12 +146,12 @@ def refuse_unknown(tree: dict[str, Any], where: str = "") -> None:
 
 
 def by_leaf(names: Iterable[str]) -> dict[str, str]:
-    """Full names by their last parts."""
+    """Full names by their last part."""
     return {name.rpartition(".")[2]: name for name in names}
 
 
 def nearest(wrong: str, *groups: Mapping[str, str]) -> str:
-    """The question for the full name whose short one is nearest to `wrong`, in the first of the groups that has a near one."""
+    """A question for the name nearest to `wrong`, from the first of the groups that has a near one."""
     near = [group[match] for group in groups for match in difflib.get_close_matches(wrong, group, n=1)]
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -165,6 +165,6 @@ def _field_names(model: Any = Config, prefix: str = "") -> Iterator[str]:
 
 
 def changed(tree: dict[str, Any]) -> dict[str, Any]:
-    """`section.key` -> value of the settings of a config that differ from the defaults."""
+    """`section.key` -> value of the settings that differ from the defaults."""
     usual = flat(Config().model_dump())
     return {name: value for name, value in flat(tree).items() if value != usual.get(name)}
