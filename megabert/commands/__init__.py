@@ -1,1 +1,1 @@
-"""The commands `megabert NAME` other than `train`. Slow imports stand in functions, so that `--help` answers at once."""
+"""The commands `megabert NAME` other than `train`. Slow imports are inside functions, so that `--help` is fast."""

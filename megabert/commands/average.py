@@ -1,6 +1,6 @@
-"""The mean of a run's checkpoints, as a run folder: weights alone.
+"""The mean of a run's checkpoints, as a run folder without moments.
 
-megabert average --run RUN --output DIR                      of all checkpoints that the run has kept
+megabert average --run RUN --output DIR                      of all kept checkpoints
 megabert average --run RUN --last 3 --output DIR
 megabert average --run RUN --steps 800 900 1000 --output DIR
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[int] = ()) -> list[int]:
-    """Write the run folder `output`, with the mean of the newest `last` checkpoints (0: of all) or of those of `steps`: these.
+    """Write the run folder `output` with the mean of the newest `last` checkpoints (0: all) or of those of `steps`; returns the steps.
 
-    The mean is taken in fp64 and stored as fp32. Raises ValueError naming the checkpoint that is missing or of another model;
-    nothing is written then.
+    The mean is computed in fp64 and stored in fp32. Raises ValueError naming a checkpoint that is missing or of another model,
+    without writing anything.
     """
     folder = checkpoints_of(run)
     known = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))

@@ -1,4 +1,4 @@
-"""A Hugging Face model, a folder or one of the hub, as a run folder to continue pre-training from; with another vocabulary, too.
+"""A Hugging Face model (folder or hub name) as a run folder to continue pre-training from, optionally with another vocabulary.
 
 megabert convert --model HF_DIR --run DIR
 megabert convert --model HF_DIR_OR_RUN --vocab DATA --run DIR
@@ -31,8 +31,8 @@ def convert(
 ) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `read.read`; `vocab`: dataset, file or folder of the tokenizer that replaces the model's, which may
-    be that of a run then. After an error nothing is written.
+    Arguments and errors as of `read.read`. `vocab`: dataset, file or folder of a tokenizer that replaces the model's; the model may
+    be a run then. After an error nothing is written.
     """
     folder, run = located(source), Path(run)
     if not vocab and not is_model_folder(folder):
@@ -73,8 +73,8 @@ def convert(
     return foreign
 
 
-# of training that continues on other text: Gururangan et al. 2020, "Don't Stop Pretraining", appendix B: linear, 6% warm-up, the
-# steps of domain-adaptive training with the rate and batch of task-adaptive, which suit one machine
+# for continued training on other text: Gururangan et al. 2020, "Don't Stop Pretraining", appendix B: linear, 6% warm-up, steps as
+# for domain-adaptive training, rate and batch as for task-adaptive training, which suit one machine
 CONTINUED = """
 [optimizer]
 lr = 1e-4
@@ -93,7 +93,7 @@ minutes = 10.0
 
 
 def toml(config: Config, run: Path) -> str:
-    """A configuration that continues from `run` with the settings of CONTINUED; all else is the default and the command line's."""
+    """A configuration that continues from `run` with the settings of CONTINUED; others are defaults or given on the command line."""
     lines = [f"init_from = {json.dumps(str(run), ensure_ascii=False)}", CONTINUED, "[model]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in config.model.model_dump().items()]
     if config.data.masking.causal:

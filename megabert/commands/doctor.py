@@ -1,11 +1,11 @@
-"""What is installed, which backend each operation uses and why, what is missing and how to get it.
+"""Report of installed packages and devices, the backend of each operation and why, and missing parts with their installation.
 
 megabert doctor [--json]        exit 0 when training can run here, 1 when it cannot
-LAUNCHER … megabert/commands/doctor.py --cluster [--folder RUNS]        the same of a whole cluster, in a minute: started by srun,
-    mpirun, torchrun or deepspeed as training would be; devices, versions, network, files, and who is slowest
+LAUNCHER … megabert/commands/doctor.py --cluster [--folder RUNS]        the same for a whole cluster, in a minute, started by srun,
+    mpirun, torchrun or deepspeed like training: devices, versions, network, files, and the slowest rank of each
 
-Nothing is assumed from a package's name: each is imported, in a process of its own, so that one that crashes or hangs
-is a line of the report. Only packages that training needs decide the exit code; the rest costs speed or a feature.
+Each package is imported in a separate process, so that one that crashes or hangs is a line of the report. Only packages that training
+needs affect the exit code; others cost speed or a feature.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ USEFUL = {
     "matplotlib": "plots of the benchmarks",
 }
 APEX = "optional, CUDA only; NVIDIA's installs from its source alone: github.com/NVIDIA/apex"
-# for a part of --cluster, after which the rank that hangs is named
+# timeout of a part of --cluster, after which the hanging rank is named
 PREFLIGHT_SECONDS = 60.0
-# the first import of torch on a cold disk has been seen to take most of a minute
+# the first import of torch from a cold disk may take most of a minute
 PROBE_SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` means that training cannot run; `fix` says what to do about it."""
+    """A line of the report. `missing` means that training cannot run; `fix` says what to do."""
 
     section: str
     name: str
@@ -55,12 +55,12 @@ class Finding:
 
 
 def finding(section: str, name: str, value: str, fix: str = "", otherwise: str = "note") -> Finding:
-    """A line whose state is ok where there is nothing to fix."""
+    """A line with state ok if there is nothing to fix."""
     return Finding(section, name, otherwise if fix else "ok", value, fix)
 
 
 def probe(code: str) -> tuple[bool, str]:
-    """Runs Python code apart; (whether it worked, its last line of output or of the error)."""
+    """Runs Python code in a subprocess; returns whether it worked, and the last line of its output or error."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -87,7 +87,7 @@ def machine() -> list[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What training imports (missing stops it) and what it can do without."""
+    """Packages that training requires, and optional ones."""
     for name in NEEDED:
         works, message = probe(f"import {name}")
         value = (version(name) or "no version") if works else message if version(name) else "not installed"
@@ -103,7 +103,7 @@ def packages() -> Iterator[Finding]:
 
 
 def everything() -> Iterator[Finding]:
-    """The findings of this machine, each as soon as it is known: importing every package takes a while."""
+    """The findings of this machine, yielded one by one since importing every package takes a while."""
     yield from machine()
     without_torch = False
     for line in packages():
@@ -115,7 +115,7 @@ def everything() -> Iterator[Finding]:
 
 
 def apex() -> Finding:
-    """NVIDIA's apex is optional; another package has its name on the package index."""
+    """NVIDIA's apex, which is optional; another package has the same name on PyPI."""
     works, message = probe("from megabert.optim import apex; apex.load_apex()")
     if works:
         return finding("packages", "apex", f"NVIDIA's, {version('apex') or 'no version'}")
@@ -123,7 +123,7 @@ def apex() -> Finding:
 
 
 def devices() -> list[Finding]:
-    """CUDA devices as torch sees them. Needs torch."""
+    """CUDA devices by torch. Needs torch."""
     import torch
 
     from megabert.distributed.ranks import unused_gpu
@@ -141,7 +141,7 @@ def devices() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    """The native library, what `auto` picks for each operation on this machine's device, and by what. Needs torch."""
+    """The native library, and the backend that `auto` chooses for each operation on this machine. Needs torch."""
     import torch
 
     from megabert import ops
@@ -164,7 +164,7 @@ def backends() -> list[Finding]:
 
 
 def cluster(folder: Path, as_json: bool) -> int:
-    """The preflight of the ranks that were launched together; rank 0 prints it. The exit code, the same on every rank."""
+    """The preflight of all launched ranks, printed by rank 0. Returns the exit code, the same on every rank."""
     import torch
 
     from megabert.distributed import preflight, session
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(lines: Iterable[Finding], as_json: bool) -> list[Finding]:
-    """Print the findings as they come, by section, or as one JSON list; all of them."""
+    """Print the findings by section as they arrive, or as one JSON list; returns all."""
     seen: list[Finding] = []
     for line in lines:
         seen.append(line)

@@ -1,4 +1,4 @@
-"""Held-out MLM (next-token where a run is causal) and NSP of a model, of a run's newest checkpoint, under a mask that never changes.
+"""Held-out MLM loss (next-token loss of a causal run) and NSP loss of a model under a fixed mask.
 
 megabert evaluate --model MODEL --data DIR           prints one JSON line
 megabert evaluate --model MODEL --data DIR DIR …     the first one's figures, and loss and bits a byte of each
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.data.shards import Manifest
 
     for data in args.data:
-        Manifest.load(data)  # what is wrong with it is answered before the slow imports
+        Manifest.load(data)  # wrong values are refused before the slow imports
     from megabert.evaluation import evaluate_run
 
     print(json.dumps(evaluate_run(folder, args.data, args.rows)))

@@ -1,4 +1,4 @@
-"""A run, one of its checkpoints, or a fine-tuned model as a Hugging Face folder that loads without any code of ours.
+"""A run, one of its checkpoints, or a fine-tuned model as a Hugging Face folder that loads without this package.
 
 megabert export --model RUN --output HF_DIR
 megabert export --model RUN --output HF_DIR --sentence-transformers mean
@@ -28,10 +28,10 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 def export(
     run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False, pool: str = ""
 ) -> Pretrained:
-    """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one checkpoint).
+    """Write config, weights, tokenizer and model card of a run's newest complete checkpoint, or of one checkpoint.
 
-    `pool`: "mean" or "cls" makes it a sentence-transformers folder too, whose texts have vectors of length 1 pooled so. Raises
-    ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
+    `pool`: "mean" or "cls" adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what
+    cannot be exported or a wrong `output`, without writing anything.
     """
     from megabert import hf
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
@@ -60,9 +60,9 @@ def export(
 
 
 def export_finetuned(args: argparse.Namespace) -> None:
-    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
+    """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files.
 
-    Raises ValueError naming what cannot be exported; nothing is written then.
+    Raises ValueError naming what cannot be exported, without writing anything.
     """
     from megabert.finetune import huggingface, onnx
 

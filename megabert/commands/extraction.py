@@ -1,6 +1,6 @@
-"""Feature extraction: texts in, a model's vectors of them out, in the order of the texts.
+"""Feature extraction: vectors of texts from a model, in the order of the texts.
 
-Devlin et al. 2019, section 5.3. The vectors are the same whatever the batches, and an input may be larger than memory.
+Devlin et al. 2019, section 5.3. The vectors do not depend on the batches, and the input may be larger than memory.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megabert.engine import DTYPES
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, pack_weights
 
-# batches of tokens that are sorted by length together, and whose vectors are in memory together
+# batches that are sorted by length together, and whose vectors are in memory together
 SORTED = 8
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
-# texts in one call of the tokenizer, and calls that are ahead of the model
+# texts in a call of the tokenizer, and calls ahead of the model
 TOKENIZED, AHEAD = 256, 8
 
 
 def read_texts(path: Path, column: str = "") -> Iterator[str]:
     """The texts of a file: its lines, or a named column of a .tsv, .csv or .jsonl, also .gz.
 
-    Raises ValueError naming file and line for an empty text, a missing column, and what `tables` refuses.
+    Raises ValueError naming file and line for an empty text, a missing column, and errors of `tables`.
     """
     if column:
         texts = ((f"{where}, column {column!r}", value) for where, (value,) in tables.rows(path, [column]))
@@ -50,7 +50,7 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
 
 
 def parse_layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers that --layers names, of a model of `count`: 0 is the embeddings. Raises ValueError naming what the model lacks."""
+    """The layers named by --layers, for a model of `count`; 0 is the embeddings. Raises ValueError naming a layer that it lacks."""
     layers = tuple(int(number) for number in text.replace("last", str(count)).split(","))
     if not 0 <= min(layers) <= max(layers) <= count:
         raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
@@ -59,18 +59,18 @@ def parse_layers(text: str, count: int) -> tuple[int, ...]:
 
 @dataclass
 class SortingWindow:
-    """Texts in their order, computed in batches of similar length."""
+    """Texts in order, whose vectors are computed in batches of similar length."""
 
-    # int32 ids of each text, [CLS] and [SEP] among them
+    # int32 ids of each text, including [CLS] and [SEP]
     texts: list[np.ndarray]
-    # places in `texts`
+    # indices into `texts`
     batches: list[list[int]]
-    # fp32 [n, D] where pooled, else [N, D], the tokens of the texts behind each other
+    # fp32 [n, D] if pooled, else [N, D], the tokens of all texts concatenated
     vectors: np.ndarray
 
 
 class Extractor:
-    """A model as a function from texts to vectors. Raises ValueError for layers or a length that the model lacks."""
+    """Vectors of texts by a model. Raises ValueError for layers or a length that the model lacks."""
 
     def __init__(
         self,
@@ -81,8 +81,7 @@ class Extractor:
         batch_tokens: int | None = None,
         precision: str = "fp32",
     ) -> None:
-        """`pool`: none, cls, mean or max. `batch_tokens` are computed at once, on the CPU by one core (None: as many as
-        suit the device)."""
+        """`pool`: none, cls, mean or max. `batch_tokens`: tokens of a batch, on the CPU for each core (None: by device)."""
         model = pretrained.config.model
         self.layers = parse_layers(layers, model.layers)
         self.max_length = max_length or model.max_positions
@@ -94,21 +93,21 @@ class Extractor:
         pack_weights(self.model)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[self.device.type]
         self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
-        # a causal model's vector of a text is that of its last token
+        # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
         self.width = model.hidden * len(self.layers)
         self.only_last_layer = self.layers == (model.layers,)
-        # texts that lost their end so far
+        # texts truncated so far
         self.truncated = 0
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """fp32 [n, D]: one vector a text, in their order. For a `pool`; of no text [0, D]."""
+        """fp32 [n, D]: one vector a text, in order; needs a `pool`. [0, D] without texts."""
         assert self.pool != "none"
         parts = [window.vectors for window in self.windows(texts)]
         return np.concatenate([np.empty((0, self.width), np.float32), *parts])
 
     def windows(self, texts: Iterable[str]) -> Generator[SortingWindow, None, None]:
-        """Vectors of texts, in their order, some batches' worth at a time."""
+        """Vectors of texts in order, some batches at a time."""
 
         def jobs() -> Iterator[tuple[SortingWindow, list[int]]]:
             for tokenized in self._windows_of_ids(iter(texts)):
@@ -123,7 +122,7 @@ class Extractor:
                     yield window
 
     def _windows_of_ids(self, texts: Iterator[str]) -> Iterator[list[np.ndarray]]:
-        """Texts of SORTED batches, tokenised ahead of the model."""
+        """Windows of SORTED batches, tokenised ahead of the model."""
         calls = iter(lambda: list(islice(texts, TOKENIZED)), [])
         waiting: list[np.ndarray] = []
         tokens = 0
@@ -145,7 +144,7 @@ class Extractor:
         return [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
 
     def _compute(self, job: tuple[SortingWindow, list[int]]) -> tuple[SortingWindow, list[int]]:
-        """Fills in the vectors of a batch."""
+        """Fill in the vectors of a batch."""
         window, batch = job
         vectors = self._vectors([window.texts[i] for i in batch])
         if self.pool != "none":
@@ -158,7 +157,7 @@ class Extractor:
 
     @torch.no_grad()
     def _vectors(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        """fp32 [n, D] where pooled, else [N, D], the tokens of the texts behind each other."""
+        """fp32 [n, D] if pooled, else [N, D], the tokens of all texts concatenated."""
         lengths = np.array([len(ids) for ids in texts])
         packed = (pack_line if self.line else pack)(texts, lengths.tolist(), causal=self.causal).to(self.device)
         inputs = packed.inputs() | {"seed": torch.zeros(1, dtype=torch.int64, device=self.device)}
@@ -177,8 +176,8 @@ class Extractor:
         return torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0).cpu().numpy()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(B * T, D) of the layers that are wanted, concatenated: `BertForPreTraining.hidden_states`' (in a pre-LN model only the
-        last one is normalised)."""
+        """(B * T, D): the chosen layers of `BertForPreTraining.hidden_states`, concatenated (in a pre-LN model only the last one is
+        normalised)."""
         states = self.model.hidden_states(**inputs, count=1 + max(self.layers))
         return torch.cat([states[i] for i in self.layers], -1).flatten(0, 1)
 
@@ -198,7 +197,7 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
     fields: dict[str, pa.DataType] = {"vector": vector}
     if not pooled:
         fields = {"ids": pa.list_(pa.int32()), "tokens": pa.list_(pa.string()), "vectors": pa.list_(vector)}
-    # a dictionary of vectors would only be tried and given up
+    # without trying a dictionary, which vectors do not suit
     with pq.ParquetWriter(file, pa.schema(list(fields.items())), use_dictionary=False) as table:
         for window in windows:
             columns = [pa.FixedSizeListArray.from_arrays(pa.array(window.vectors.ravel()), extractor.width)]
@@ -213,8 +212,8 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
 def extract(source: str | Path, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
     """Write the vectors of the texts in `input`; `options` are Extractor's.
 
-    Raises ValueError or OSError naming the mistake, before anything is computed where it can be known; `output` is there
-    only when all is written.
+    Raises ValueError or OSError naming the mistake, if possible before computing anything; `output` appears when it is
+    complete.
     """
     path, target = Path(input), Path(output)
     total = sum(1 for _ in read_texts(path, column))

@@ -3,7 +3,7 @@
 megabert features --model MODEL --input lines.txt --output vectors.npy                    a vector a text
 megabert features --model MODEL --input FILE.tsv --text COLUMN --pool none --output vectors.parquet     a vector a token
 
-Vectors are in the order of the input, and are the same whatever the batches. A file may be larger than memory; the output appears whole or not at all.
+Vectors are in the order of the input and do not depend on the batches. A file may be larger than memory; the output is complete or absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (defa
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for what is wrong whatever model and texts are."""
+    """Raises ValueError for options that are wrong for any model and texts."""
     from megabert.common import tables
 
     path, target = Path(args.input), Path(args.output)

@@ -1,9 +1,8 @@
-"""Words for the [MASK]s of a text, from a run's newest checkpoint, also while it is still training, or from a Hugging Face
-folder.
+"""Words for the [MASK]s of a text, from a run's newest checkpoint, also while it trains, or from a Hugging Face folder.
 
 megabert fill --model DIR "The capital of France is [MASK]."
 
-A causal run fills in one [MASK], from what stands before it.
+A causal run fills in one [MASK], from the text before it.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 MASK = "[MASK]"
-# for each mask its best (word, probability)
+# for each mask the likeliest (word, probability)
 Filled = list[list[tuple[str, float]]]
 
 
 class Filler:
-    """A model and its tokenizer, ready to fill in; on the CPU, so that a run's GPU stays its own."""
+    """A model and its tokenizer; on the CPU, so that the GPU stays free for training."""
 
     def __init__(self, pretrained: Pretrained) -> None:
-        """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
+        """Raises ValueError for a Hugging Face folder without weights of a masked language model."""
         import torch
 
         self.config, self.tokenizer = pretrained.config, pretrained.tokenizer
         self.model = pretrained.language_model(torch.device("cpu"))
 
     def fill(self, text: str, top: int = 5) -> Filled:
-        """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is
-        causal (it has never seen a [MASK]), or for too long a text."""
+        """The `top` likeliest tokens for every [MASK]. Raises ValueError without a mask, with more than one for a causal model (which
+        was never trained on [MASK]), or for too long a text."""
         refuse_without_mask(text)
         import numpy as np
         import torch
@@ -65,7 +64,7 @@ class Filler:
         return self.tokenizer.encode_masked(text)
 
     def _word(self, i: int) -> str:
-        """A token as it is shown: letters that continue the word before them begin with ##."""
+        """The displayed form of a token: letters that continue the word before them begin with ##."""
         tokenizer = self.tokenizer
         shown, whole = tokenizer.tokens[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
         shown = shown.removeprefix(" ") if whole else f"##{shown}" if shown[:1].isalnum() else shown
@@ -78,7 +77,7 @@ def refuse_without_mask(text: str) -> None:
 
 
 def lines(filled: Filled) -> str:
-    """A line a mask: its words and their probabilities."""
+    """A line for each mask: words and probabilities."""
     return "\n".join(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words) for words in filled)
 
 

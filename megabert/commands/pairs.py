@@ -4,7 +4,7 @@ megabert pairs --model DIR --pairs blimp/                   BLiMP's .jsonl files
 megabert pairs --model DIR --pairs zorro/ --json FILE       Zorro's .txt files; the same as JSON
 
 DIR is a run folder, one of its checkpoints, or a Hugging Face folder. A masked model scores a sentence by its
-pseudo-log-likelihood, a causal one by its likelihood. Ties count half; the BabyLM challenge's scorer counts them as right.
+pseudo-log-likelihood, a causal one by its likelihood. Ties count half; the BabyLM challenge's scorer counts them as correct.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRECISION = "of the model: bf16 is faster where the processor has it, and makes 
 
 
 def as_text(table: dict[str, Any]) -> str:
-    """Fields with their paradigms, percent right."""
+    """Fields with their paradigms, accuracy in percent."""
     lines = []
     for field, accuracy in table["fields"].items():
         lines.append(f"{100 * accuracy:6.2f}  {field}")

@@ -1,11 +1,11 @@
-"""Recompute an interval of a run, and compare it with what the run logged and saved.
+"""Recompute an interval of a run, and compare it with the logs and digests of the run.
 
     megabert replay RUN --from A --to B       from the checkpoint of step A (0: from the run's start) through update B
-    mpirun -n 2 megabert replay RUN …         the same of a run of two ranks
+    mpirun -n 2 megabert replay RUN …         the same for a run of two ranks
 
-Training itself is repeated by the run's own configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures
-of the log lines and digests of the weights are to be equal bit for bit. Where they are not, and machine, threads, ranks, versions,
-backends or code are not those of the run, they are to be equal to a rounding, which is printed. Exit code 0: they are equal.
+Training is repeated with the run's configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures of the log
+lines and digests of the weights must be equal bit for bit. If machine, threads, ranks, versions, backends or code differ from those of
+the run, values need only be equal to rounding, with limits that are printed. Exit code 0: they are equal.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from megabert.config import Config
     from megabert.distributed.session import Session
 
-# of figures that follow from the clock
+# prefixes of figures that depend on the clock
 TIMES = ("perf/", "time/")
-# of an entry of the chain
+# name of the weights of a chain entry
 WEIGHTS = "weights"
-# relative differences of figures, by the end of their names, and of weights, over how far they moved in the interval
+# relative limits of figures, by the end of their names, and of weights, relative to their change in the interval
 ROUNDING = {"loss": 0.01, "grad_norm": 0.25, "lr": 1e-9, WEIGHTS: 0.1}
 
 
 class Interval(NamedTuple):
-    """Updates `begin` + 1 to `end` of a run, the entries of its chain that these are in, and their configuration."""
+    """Updates `begin` + 1 to `end` of a run, their entries in its chain, and their configuration."""
 
     run: Path
     begin: int
@@ -45,8 +45,8 @@ class Interval(NamedTuple):
 
 
 def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interval:
-    """The updates to repeat: by default up to the newest checkpoint, from the newest one before. Raises ValueError where there is
-    no checkpoint of `begin`, or the configuration changed in between."""
+    """The updates to repeat: by default up to the newest checkpoint, from the one before it. Raises ValueError if there is no
+    checkpoint of `begin`, or the configuration changed in between."""
     folder = checkpoints_of(run)
     from megabert.checkpoint import chain
 
@@ -68,7 +68,7 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
 
 
 def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
-    """The configuration with this digest, of `config.json` or a checkpoint, without sinks but `metrics.jsonl`. Raises ValueError."""
+    """The configuration with this digest, from `config.json` or a checkpoint, with `metrics.jsonl` as the only sink. Raises ValueError."""
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
@@ -86,7 +86,7 @@ def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
 
 
 def train_again(of: Interval, folder: Path, ranks: Session) -> int:
-    """Repeats the updates in the `folder` of rank 0; the exit code."""
+    """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
     from megabert import config as configuration
@@ -95,7 +95,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     from megabert.metrics import figures as update_figures
     from megabert.pretraining import open_run
 
-    # as many as then: sums are divided among them
+    # as many as in the run, since sums are divided among them
     torch.set_num_threads(of.entries[-1]["threads"])
     stop = ranks.join()
     folder = Path(ranks.world.broadcast(str(folder)))
@@ -118,7 +118,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
 
 
 def copy_start(of: Interval, folder: Path) -> None:
-    """Copies what the updates start from: the checkpoint, the rates that followed the clock, the backends that were measured."""
+    """Copy the files that the updates start from: the checkpoint, learning rates by the clock, measured backends."""
     from megabert.checkpoint import rate_record
     from megabert.engine import choice
 
@@ -131,7 +131,7 @@ def copy_start(of: Interval, folder: Path) -> None:
 
 
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
-    """What a run says of the updates, by step and name: the figures of its log lines, and the digests of its weights."""
+    """The run's records of the updates, by step and name: figures of log lines, and digests of weights."""
     from megabert.checkpoint import chain
 
     lines = list(map(json.loads, (run / METRICS).read_text().splitlines()))
@@ -141,8 +141,8 @@ def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
 
 
 def compare(of: Interval, folder: Path) -> str:
-    """How the run and its repetition in `folder` are equal. Raises ValueError naming the first value in which they are not, or where
-    the run has none of the updates."""
+    """In which sense the run and its repetition in `folder` are equal. Raises ValueError naming the first value that differs, or if
+    the run has no record of the updates."""
     theirs, ours = recorded(of.run, of), recorded(folder, of)
     both = sorted(theirs.keys() & ours.keys())
     if not both:
@@ -163,7 +163,7 @@ def compare(of: Interval, folder: Path) -> str:
 
 
 def near(name: str, was: Any, now: Any) -> bool:
-    """Whether a value is the same but for rounding; what is neither of the data nor in ROUNDING is not judged."""
+    """Whether a value is equal to rounding; True for values that are neither of the data nor in ROUNDING."""
     far = [
         abs(float(was) - float(now)) > share * abs(float(was)) for end, share in ROUNDING.items() if name.endswith(end)
     ]
@@ -171,7 +171,7 @@ def near(name: str, was: Any, now: Any) -> bool:
 
 
 def differences_of_place(of: Interval, folder: Path) -> str:
-    """In what the repetition was done otherwise than the run, beside data and configuration; "" where in nothing."""
+    """Differences between the repetition and the run besides data and configuration; "" without any."""
     import torch
 
     from megabert.checkpoint import chain
@@ -184,7 +184,7 @@ def differences_of_place(of: Interval, folder: Path) -> str:
 
 
 def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
-    """|found - was| / |was - before| of all weights at a step; NaN where the run does not keep them there or at the start."""
+    """|repeated - saved| / |saved - start| of all weights at a step; NaN if the run has no checkpoint there or at the start."""
     from megabert.checkpoint import load_weights
 
     of_runs = (folder, step), (of.run, step), (of.run, of.begin)
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @command
 def repeat(args: Any) -> int:
-    """Repeat and compare; the exit code. The comparison is rank 0's."""
+    """Repeat and compare; returns the exit code. Rank 0 compares."""
     of = interval(Path(args.run), args.begin, args.end, args.data)
     from megabert.distributed import ranks, session
 

@@ -2,7 +2,7 @@
 
 megabert report RUN                  writes RUN/report.html
 
-The file refers to nothing outside itself. A run that is still training has a report too.
+The file has no external references. The run may still be training.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE
 
 OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
-# how a report begins: another file is not overwritten
+# beginning of a report; no other file is overwritten
 MARKER = b"<!doctype html><!-- megabert report -->"
 MOST_EVENTS = 200
-# of events in the chart of the loss
+# marks of events in the chart of the loss
 SIGNS = {"restart": "↻", "phase": "◆", "spike": "▲", "non-finite": "▲"}
-# of a chart, in units of its SVG
+# size of a chart, in units of its SVG
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
-# stretches of a curve of which the first, lowest, highest and last point are drawn
+# intervals of a curve, of each of which the first, lowest, highest and last point are drawn
 BUCKETS = 250
-# a chart of losses or norms is logarithmic where its values differ by this factor
+# a chart of losses or norms is logarithmic if its values differ by this factor
 LOGARITHMIC = 100.0
 
 
 @dataclass(frozen=True)
 class CurveChart:
-    """A chart of the report: figures of metrics.jsonl (the held-out one last), and how their values are written."""
+    """A chart of the report: figures of metrics.jsonl (the held-out one last), and the format of their values."""
 
     title: str
     unit: str
@@ -73,23 +73,23 @@ class ReportEvent(NamedTuple):
 
 @dataclass
 class ReportedRun:
-    """What the files of a run folder hold. `missing`: what a report would show and why it cannot."""
+    """Contents of the files of a run folder. `missing`: parts that the report cannot show, and why."""
 
     folder: Path
     config_json: dict[str, Any]
-    # (update, value) of each figure, finite ones only
+    # finite points (update, value) of each figure
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     # the newest value of each key of metrics.jsonl
     last: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     events: list[ReportEvent] = field(default_factory=list)
-    # lines of samples.jsonl: the last, before it the first of the same texts
+    # lines of samples.jsonl: the first one with the texts of the last, and the last
     samples: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
 def read_run(folder: Path) -> ReportedRun:
-    """Everything about the run in `folder`. Raises ValueError naming the file that cannot be used."""
+    """Read the files of the run in `folder`. Raises ValueError naming an unusable file."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: is no run folder (no {CONFIG}); name one written by megabert train")
@@ -115,8 +115,7 @@ def read_run(folder: Path) -> ReportedRun:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file that have a step, without a line that is still being written. Nothing where there is no
-    file."""
+    """The objects with a step in a JSON-lines file, without a partial last line. Nothing without a file."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
@@ -148,13 +147,13 @@ def read_metrics(run: ReportedRun) -> None:
                 run.events.append(ReportEvent(step, "slow rank", f"{text}; cause: {one['cause']}"))
         run.last |= line
         for name in DRAWN & line.keys():
-            # values that JSON has no number for are strings ("nan")
+            # non-finite values are strings ("nan")
             if isinstance(line[name], int | float):
                 run.curves.setdefault(name, []).append((step, float(line[name])))
 
 
 def read_events(run: ReportedRun) -> None:
-    """Starts, and updates that went wrong, each once: an update that was done again was noted again."""
+    """Starts, spikes and failed updates, each once: repeated updates are recorded repeatedly."""
     run.starts = list(json_lines(run.folder / STARTS))
     for number, start in enumerate(run.starts):
         kind = "restart" if number else "start"
@@ -170,7 +169,7 @@ def read_events(run: ReportedRun) -> None:
 
 
 def of_budget(run: ReportedRun) -> str:
-    """How many updates the schedule has, or how much of its minutes or tokens are used."""
+    """The number of updates of the schedule, or the used part of its minutes or tokens."""
     schedule = run.config_json["config"].get("schedule", {})
     unit = "minutes" if schedule.get("name") == "budget" else schedule.get("by", "steps")
     if unit == "steps":
@@ -181,7 +180,7 @@ def of_budget(run: ReportedRun) -> str:
 
 
 def results(run: ReportedRun) -> dict[str, str]:
-    """What a run came to."""
+    """The results of a run."""
     table = {"updates": f"{run.last.get('step', 0):,}{of_budget(run)}"}
     for chart in CHARTS:
         for name in chart.names:
@@ -198,7 +197,7 @@ def results(run: ReportedRun) -> dict[str, str]:
 
 
 def environment(run: ReportedRun) -> dict[str, Any]:
-    """What a run ran on and with, as its last start found it."""
+    """Hardware and software of the run's last start."""
     start = run.starts[-1] if run.starts else {}
     table: dict[str, Any] = {
         name: start[name] for name in ("time", "ranks", "device", "cores", "memory_gib") if name in start
@@ -209,7 +208,7 @@ def environment(run: ReportedRun) -> dict[str, Any]:
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points of a curve by update, at most 4 x BUCKETS that look the same: no extreme is lost."""
+    """At most 4 x BUCKETS points of a curve, which keep its extremes."""
     points = sorted(points)
     if len(points) <= 4 * BUCKETS:
         return points
@@ -222,7 +221,7 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 class ChartScale:
-    """From values to coordinates of a chart, and round numbers between its ends."""
+    """Maps values to coordinates of a chart; has round ticks within its range."""
 
     def __init__(self, low: float, high: float, first: float, last: float, logarithmic: bool = False) -> None:
         self.logarithmic = logarithmic
@@ -249,7 +248,7 @@ class ChartScale:
 
 
 def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
-    """What the template draws of a chart; None where the run has none of its figures."""
+    """Input of the template for a chart; None if the run has none of its figures."""
     lines: list[dict[str, Any]] = []
     for name in chart.names:
         if points := thinned(run.curves.get(name, [])):
@@ -296,7 +295,7 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
 
 
 def render(run: ReportedRun) -> bytes:
-    """The page of a run."""
+    """The HTML page of a run."""
     import jinja2
 
     from megabert.config import changed

@@ -1,10 +1,10 @@
-"""Check a run folder from its data to its weights by its chain of digests.
+"""Check a run folder, from data to weights, by its chain of digests.
 
 megabert verify RUN                       every row, the configuration, every log line, every file of its checkpoints
-megabert verify RUN --head DIGEST         and that the run is the one whose head was published
+megabert verify RUN --head DIGEST         also that the head of the chain is the published one
 
-What was changed is named in one line, and the exit code is 2. Only a head that was published finds who rewrites the whole chain:
-it is printed last. That the data gives these weights is for `megabert replay` to show.
+A change is named in one line, with exit code 2. A rewritten chain is detected only by comparing its head, which is printed last, with
+a published one. `megabert replay` shows that the data leads to these weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.run_files import CONFIG, STARTS, checkpoints_of
 
-# of `config.json`, besides what an entry of the chain has
+# fields of `config.json` besides those of a chain entry
 MORE = ("config", "datasets", "command")
-# of a line of `starts.jsonl` that `config.json` has too
+# fields of a line of `starts.jsonl` that `config.json` has too
 STARTED_WITH = ("revision", "versions", "command", "config_sha256")
 
 
 def check_config(run: Path, state: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `config.json` is that of the newest checkpoint, of which `state` is, or of a start after it."""
+    """Raises ValueError unless `config.json` is that of the newest checkpoint, whose state is `state`, or of a later start."""
     from megabert.checkpoint import chain
     from megabert.common.files import canonical
     from megabert.config import flat, from_dict
@@ -49,8 +49,8 @@ def check_config(run: Path, state: Mapping[str, Any]) -> None:
 
 
 def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Any]]:
-    """The steps whose checkpoints are kept, the newest first, and the state of that. Raises ValueError naming the file that is
-    not as it was saved, or the checkpoint that is missing or of no entry."""
+    """The steps of kept checkpoints, newest first, and the state of the newest. Raises ValueError naming a changed file, or a
+    checkpoint that is missing or has no entry."""
     from megabert.checkpoint import chain, kept_manifests
 
     by_step, newest, steps = {entry["step"]: entry for entry in entries}, entries[-1]["step"], list[int]()
@@ -66,8 +66,8 @@ def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
-    """A line on the datasets of all phases, of which every byte is read; `moved` replaces their folders, the first ones. Raises
-    ValueError naming what is damaged, or is another dataset."""
+    """Verify every byte of the datasets of all phases; returns a line about them. `moved` replaces the first folders. Raises
+    ValueError naming what is damaged, or another dataset."""
     from megabert.config import Config, phases_of
     from megabert.data import mixture
     from megabert.data.shards import verify
