@@ -1,9 +1,9 @@
-"""What a run will need, before it gets a machine: batch arithmetic, memory, work and time.
+"""The needs of a run, before it is started: batch arithmetic, memory, work and time.
 
     megabert plan --config large_phase1 --data DIR --world-size 64 [section.key=value …]
     megabert plan --config large_phase1 --gpus h100 --over 8 64 512
 
-Nothing is run. With --gpus seconds an update and days at each number of GPUs are predicted (docs/planner.md).
+Nothing is run. With --gpus the seconds of an update and the days are predicted for each number of GPUs (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megabert.common.errors import OK, code_of, command
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Raises ValueError for an option that only a forecast takes, and for a value that is not a positive number."""
+    """Raises ValueError for an option that only a forecast accepts, and for a value that is not a positive number."""
     parser = Parser(prog=called_as("megabert.commands.plan"), description=__doc__)
     add_config_options(parser)
     add = parser.add_argument

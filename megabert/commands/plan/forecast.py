@@ -1,6 +1,6 @@
 """Forecast of a run at several numbers of GPUs: seconds an update and days, as tables.
 
-What is known of this trainer's own kernels is counted from the model on paper; none of it has been timed on a GPU.
+The costs of this trainer's kernels are counted from the model; none of them has been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ PYTHON = 19e-6
 # counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations:
 # bytes a token, layer and hidden unit; kernels a layer
 TORCH, NATIVE = (166.0, 60), (65.0, 28)
-# kernels a layer that add its parameters' gradients up, one each
+# kernels a layer that sum gradients, one for each of its parameters
 GRADIENTS = 12
-# share of a micro-step's time from which on launching it is worth a warning: GPUs may well be twice as fast as predicted
+# share of a micro-step's time above which its launches lead to a warning: GPUs may well be twice as fast as predicted
 LAUNCHING = 0.5
 # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
 ACCUMULATE = 27.0
-# bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides. stable_adamw: lamb's with the
-# pass that measures the surprise (counted, 12 reads and writes).
+# bytes a parameter: norm, clip, update, copies; Muon's products and traffic are counted separately. stable_adamw: lamb's with the
+# pass for the RMS of the update (counted, 12 reads and writes).
 OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0, "stable_adamw": 212.0}
 # seconds an update in which the device waits for Python (assumed)
 HOST = 2e-3
-# bytes a pair and head; the other backends write no scores
+# bytes a pair and head; other backends do not write scores
 SCORES = {"fused_softmax": 22.0}
-# backends that compute a row's every pair, and hide some
+# backends that compute all pairs of a row and mask some
 EVERY_PAIR = ("sdpa", "fused_softmax")
 
 
 @dataclass(frozen=True)
 class ForecastJob:
-    """An update's work over all ranks: `counts` as computed, padding included; real tokens and operations as useful."""
+    """An update's work over all ranks: `counts` as computed, including padding; real tokens and operations without it."""
 
-    # of a phase of the run, and its part of the budget
+    # phase of the run, and its share of the budget
     config: Config
     part: float
     counts: MicroBatch
@@ -61,7 +61,7 @@ class ForecastJob:
     operations: float
 
     def share(self, size: int) -> GpuShare:
-        """One GPU's part of `size`: of the largest, where they are not equal."""
+        """The part of one of `size` GPUs, the largest if they differ."""
         config = fit_micro_size(self.config, size)
         micro, steps = config.batch.micro_size, accumulation(config, size)
         loading = micro * steps * self.update.seq_len / (LOADER * max(1, config.data.workers))
@@ -81,7 +81,7 @@ class ForecastPoint:
 
 
 def job_of(config: Config, part: float = 1.0) -> ForecastJob:
-    """What an update of a phase works on, by the manifests of its data where it names any, computed with its padding.
+    """The work of an update of a phase, by the manifests of its data if it names any, including padding.
 
     Backends of `EVERY_PAIR` compute more than the sequences' pairs.
     """
@@ -94,7 +94,7 @@ def job_of(config: Config, part: float = 1.0) -> ForecastJob:
 
 
 def software_of(config: Config) -> Software:
-    """This trainer under a configuration. Raises ValueError for what the model does not know."""
+    """This trainer under a configuration. Raises ValueError for settings that the model does not cover."""
     if config.precision == "fp32":
         raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
     own_gradients = config.zero.stage == 1
@@ -119,7 +119,7 @@ def software_of(config: Config) -> Software:
 
 
 def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[ForecastPoint]:
-    """A point for each of `sizes`, whole nodes where they are more than one. Raises ValueError naming the value that cannot be."""
+    """A point for each of `sizes`, which must be whole nodes beyond one node. Raises ValueError naming an invalid value."""
     system = System(device, fabric, software_of(job.config))
     points = []
     for size in sizes:
@@ -137,7 +137,7 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> str:
-    """Speed, efficiency (against the first line), days and GPU-hours, a line a number of GPUs; then the terms in milliseconds."""
+    """Speed, efficiency (relative to the first line), days and GPU-hours, a line for each number of GPUs; then the terms in milliseconds."""
     lines = [
         ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "updates", "days", "GPU-hours"]
     ]
@@ -160,7 +160,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
 
 
 def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
-    """A line on the first point whose micro-steps may take Python longer to launch than the GPU to run; "" without one."""
+    """A warning about the first point whose micro-steps may be bound by Python's launches; "" without one."""
     launching = launch_seconds(job.config.model, software_of(job.config))
     for point in points:
         terms = (point.step.products, point.step.attention, point.step.elementwise, point.step.kernels)

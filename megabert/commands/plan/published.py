@@ -1,8 +1,8 @@
-"""Published BERT-LARGE runs of MLPerf Training, rounds 0.7 to 5.0: what each ran on and how fast it was.
+"""Published BERT-LARGE runs of MLPerf Training, rounds 0.7 to 5.0: hardware and speed.
 
-`published.csv` has the facts of the rounds' logs (mlcommons/training_results_v*, Apache-2.0): samples of 512 places that were
-trained on until a masked-LM accuracy of 0.72, and samples a second of the run, evaluations included; of several runs the mean
-without the fastest and the slowest. Networks are those of the systems' descriptions there.
+`published.csv` has facts from the rounds' logs (mlcommons/training_results_v*, Apache-2.0): training samples of 512 places until a
+masked-LM accuracy of 0.72, and samples a second including evaluations; for several runs the mean without the fastest and the slowest.
+Networks are from the system descriptions there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megabert.metrics import training_flops
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A submission. `network` a node as `Fabric.of` reads it; `samples` 0 where only the rate is known."""
+    """A submission. `network`: of a node, in the form of `Fabric.of`; `samples`: 0 if only the rate is known."""
 
     round: str
     submitter: str
     system: str
-    # of the device table, where `left_out` is empty
+    # name in the device table if `left_out` is empty
     gpu: str
     gpus: int
     nodes: int
@@ -38,7 +38,7 @@ class PublishedRun:
     # samples a second
     rate: float
     samples: int
-    # why the planner is not judged by it
+    # why it is not used to judge the planner
     left_out: str
 
     @property
@@ -50,7 +50,7 @@ class PublishedRun:
         return ROUND_YEARS[self.round]
 
 
-# of publication
+# year of publication
 ROUND_YEARS = {
     "0.7": 2020,
     "1.0": 2021,
@@ -67,7 +67,7 @@ ROUND_YEARS = {
 
 @functools.cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Every row, in the order of rounds and submitters."""
+    """All rows, in the order of rounds and submitters."""
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
     return tuple(
         PublishedRun(
@@ -87,14 +87,14 @@ def published_runs() -> tuple[PublishedRun, ...]:
     )
 
 
-# what every row trained
+# the model of every row
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
-# mean of squared lengths over their mean's square (assumed; attention is 5% of the operations), share of tokens predicted
+# mean squared length over the squared mean length (assumed; attention is 5% of the operations), share of predicted tokens
 SQUARES, PREDICTED = 1.35, 0.15
 
 
 def nearest(gpu: str, size: int, count: int = 3) -> list[PublishedRun]:
-    """The runs on this GPU, then on others of its generation, and of those on the most nearly equal number."""
+    """The nearest runs: on this GPU, then on others of its generation, with the most similar number of GPUs."""
 
     def distance(run: PublishedRun) -> tuple[bool, bool, float, float]:
         other = DEVICES[run.gpu].generation != DEVICES[gpu].generation
@@ -104,7 +104,7 @@ def nearest(gpu: str, size: int, count: int = 3) -> list[PublishedRun]:
 
 
 def comparison(job: ForecastJob, points: Sequence[ForecastPoint], gpu: str) -> str:
-    """Each forecast, and below it the published runs nearest to it: real tokens a second and useful TFLOP/s, a GPU."""
+    """Each forecast, followed by the nearest published runs: real tokens a second and useful TFLOP/s of a GPU."""
     tokens = SAMPLE_TOKENS
     sample = (
         training_flops(LARGE, *map(round, (1e3 * tokens, 1e3 * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)))

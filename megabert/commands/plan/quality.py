@@ -1,6 +1,6 @@
-"""MLPerf's quality target from a batch: samples until a masked-LM accuracy of 0.72, and so minutes, energy and cost.
+"""MLPerf's quality target by batch size: samples until a masked-LM accuracy of 0.72, and from these minutes, energy and cost.
 
-The task is phase 2 of BERT-LARGE: rows of 512 places, LAMB, from the checkpoint that MLPerf gives after phase 1.
+The task is phase 2 of BERT-LARGE: rows of 512 places, LAMB, from MLPerf's checkpoint after phase 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megabert.common.logs import aligned
 # real tokens of a sample of MLPerf's data set
 SAMPLE_TOKENS = 254.5
 # batch: samples to the target, the mean of the 20 runs of MLPerf's reference implementation (mlcommons/logging,
-# rcp_checker/training_2.0.0/rcps_bert.json; its list for 8,192 is that for 4,096 again and left out)
+# rcp_checker/training_2.0.0/rcps_bert.json; its list for 8,192 repeats that for 4,096 and is omitted)
 REFERENCE = {
     256: 2_553_000,
     448: 2_625_000,
@@ -30,15 +30,15 @@ REFERENCE = {
     13_056: 4_633_000,
     14_336: 4_777_000,
 }
-# year: what submissions take over the reference, the median of the calibrating rows (benchmarks/common/mlperf.py)
+# year: samples of submissions relative to the reference, the median of the calibrating rows (benchmarks/common/mlperf.py)
 SUBMISSIONS = {2020: 1.48, 2021: 1.206, 2022: 1.08, 2023: 0.964, 2024: 0.917}
 
-# 90th percentile of the sizes of the blind test's errors in minutes (docs/planner.md)
+# 90th percentile of the absolute errors in minutes of the blind test (docs/planner.md)
 BAND = 0.28
 
 
 def target_samples(batch: float, year: int = 2024) -> float:
-    """Samples to the target: between the reference's batches by a power of the batch, beyond its first and last as at them."""
+    """Samples to the target: interpolated between the reference's batches by a power of the batch, constant beyond them."""
     batches = sorted(REFERENCE)
     inside = min(max(batch, batches[0]), batches[-1])
     upper = next(n for n in batches[1:] if inside <= n)
@@ -56,9 +56,9 @@ def applies(job: ForecastJob) -> bool:
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, price: float | None) -> str:
-    """Minutes, energy at the GPUs' power limit and, at a `price` a GPU-hour, cost until the target, a line a number of GPUs.
+    """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, a line for each number of GPUs.
 
-    A batch outside the reference's has no figure: nobody has published one.
+    Batches outside the reference's range have no figure.
     """
     batch = job.update.tokens / SAMPLE_TOKENS
     head = (

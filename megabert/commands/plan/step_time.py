@@ -1,8 +1,8 @@
-"""Seconds of one update, term by term, from shapes, a device, a fabric and what is known of the software.
+"""Seconds of one update, term by term, from shapes, a device, a fabric and the properties of the software.
 
-A pure model. On one GPU: matrix products at their achieved rate, everything else by its bytes over the memory's
-bandwidth, a floor a kernel, and the host's launches where they take longer. Between GPUs: the collectives of the ZeRO
-stage, less what the backward pass hides. docs/planner.md has the formulas, and the sources of the devices' figures.
+A pure model. On one GPU: matrix products at their achieved rate, everything else by its bytes over the memory's bandwidth, a
+minimum for each kernel, and the host's launches where they take longer. Between GPUs: the collectives of the ZeRO stage, minus
+the part overlapped with the backward pass. docs/planner.md has the formulas, and the sources of the devices' figures.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ GB = 1e9
 MICROSECOND = 1e-6
 
 # Share of the datasheet's peak that matrix products in whole waves of tiles reach on a generation's first GPU, fitted on a
-# third of MLPerf's published runs by benchmarks/bench_planner.py (Volta's on DeepLearningExamples' 1 GPU, length 128). Of FP8
-# runs it is what is left after `Constants.fp8`.
+# third of MLPerf's published runs by benchmarks/bench_planner.py (Volta's on DeepLearningExamples' 1 GPU, length 128). For FP8
+# runs it is the remainder after `Constants.fp8`.
 ACHIEVED = {"volta": 0.5482, "ampere": 0.59, "ada": 0.1931, "hopper": 0.4755, "blackwell": 0.3074}
 
-# Gbit/s of network adapters a GPU in NVIDIA's own nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
+# Gbit/s of network adapters a GPU in NVIDIA's nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
 # 8 x 200, DGX H100 and DGX B200 8 x 400; of Ada there is none, 200 assumed
 ADAPTERS = {"volta": 50.0, "ampere": 200.0, "ada": 200.0, "hopper": 400.0, "blackwell": 400.0}
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator as its datasheet has it. `link` is what joins those of a node, `domain` how many it joins at most."""
+    """An accelerator by its datasheet. `link` connects those of a node, at most `domain` of them."""
 
     generation: str
     peak: float
     achieved: float
     memory: float
     link: float
-    # streaming multiprocessors, over which a product's tiles are dealt out; 0: not modelled
+    # streaming multiprocessors, which share a product's tiles; 0: not modelled
     processors: int
-    # W that it may draw
+    # power limit, W
     power: float
-    # 0: a node's
+    # 0: those of a node
     domain: int = 0
 
     @property
     def adapter(self) -> float:
-        """Gbit/s of the network adapter that a GPU has, unless another is named."""
+        """Gbit/s of a GPU's network adapter by default."""
         return ADAPTERS[self.generation]
 
     @property
     def relative_power(self) -> float:
-        """W for a FLOP/s of the peak, over that of the generation's first GPU in the table."""
+        """W per FLOP/s of the peak, relative to the generation's first GPU in the table."""
         first = next(device for device in DEVICES.values() if device.generation == self.generation)
         return self.power / self.peak * first.peak / first.power
 
@@ -69,8 +69,8 @@ def _device(
     return Device(generation, peak * 1e12, ACHIEVED[generation], memory * GB, link * GB, processors, power, domain)
 
 
-# memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
-# directions, PCIe 4.0 x16 is 32 GB/s a direction, 5.0 64. V100-SXM3 is DGX-2H's. GB200: 72 GPUs in one NVLink domain.
+# memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink figures are the sum of both
+# directions; PCIe 4.0 x16 has 32 GB/s a direction, 5.0 64. V100-SXM3 is that of DGX-2H. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
     "v100": _device("V100", "volta", memory=900, link=150, processors=80, power=300),
     "v100-sxm3": _device("V100", "volta", memory=900, link=150, processors=80, power=450),
@@ -93,7 +93,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Constants:
-    """What holds for every system, stated once and never by row. `link`, `network`, `power` and `straggling` are fitted as ACHIEVED is."""
+    """Constants for all systems and rows. `link`, `network`, `power` and `straggling` are fitted like ACHIEVED."""
 
     # share of the memory bandwidth that streaming kernels reach
     memory: float = 0.85
@@ -101,27 +101,27 @@ class Constants:
     link: float = 0.6539
     # share of the adapters' line rate that collectives reach between nodes
     network: float = 1.0
-    # exponent of a GPU's relative power in its achieved rate; 0: power limits nothing, 1: nothing else does
+    # exponent of a GPU's relative power in its achieved rate; 0: power has no effect, 1: it is the only limit
     power: float = 1.0
-    # to fill and drain the device, a kernel
+    # seconds of a kernel to fill and drain the device
     kernel: float = 3 * MICROSECOND
-    # share of the backward pass that hides gradients, where software overlaps them at all
+    # share of the backward pass that overlaps gradients, if the software overlaps them
     overlap: float = 0.5
-    # rate of matrix products in FP8 over that in 16 bits
+    # rate of matrix products in FP8 relative to 16 bits
     fp8: float = 1.4
-    # a collective
+    # latency of a collective
     base_latency: float = 8.4 * MICROSECOND
-    # a hop inside a node
+    # latency of a hop inside a node
     link_latency: float = 3.4 * MICROSECOND
-    # a hop between nodes
+    # latency of a hop between nodes
     network_latency: float = 14 * MICROSECOND
-    # by which the slowest node is later, an update and a doubling of the nodes
+    # delay by the slowest node, for an update and a doubling of the nodes
     straggling: float = 0.5934e-3
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """Accelerators in nodes of `node`, whose network adapters give `network` bytes a second together (0: one node only)."""
+    """Accelerators in nodes of `node`, whose network adapters have `network` bytes a second in total (0: one node only)."""
 
     node: int
     network: float = 0.0
@@ -144,11 +144,11 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Ranks:
-    """`size` accelerators, `node` to a node, and what a collective over them gets of links and network."""
+    """`size` accelerators, `node` to a node, and the bandwidths and latencies of a collective over them."""
 
     size: int
     node: int
-    # of the narrowest place that a ring through all of them passes
+    # bandwidth of the narrowest link of a ring through all of them
     bandwidth: float
     # seconds of a hop between nodes
     network_latency: float
@@ -164,8 +164,8 @@ class Ranks:
         return (self.size - self.nodes) * self.constants.link_latency + (self.nodes - 1) * self.network_latency
 
     def reduce_scatter(self, size: float, calls: int = 1) -> float:
-        """Seconds to reduce `size` bytes held by each rank to a share a rank, in `calls` equal parts, by ring; as long takes
-        an all-gather of `size` bytes, and an all-to-all in which each rank sends every other `size / n` bytes of its own."""
+        """Seconds of a ring reduce-scatter of `size` bytes in `calls` equal parts; also of an all-gather of `size` bytes, and of
+        an all-to-all in which each rank sends `size / n` bytes to each other one."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) / self.size * size / self.bandwidth + calls * (
@@ -173,7 +173,7 @@ class Ranks:
         )
 
     def all_reduce(self, size: float, calls: int = 1) -> float:
-        """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops against the tree's depth twice."""
+        """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops or twice the depth of the tree."""
         if self.size == 1:
             return 0.0
         depth = (min(self.node, self.size) - 1) * self.constants.link_latency
@@ -183,8 +183,8 @@ class Ranks:
 
 
 def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> tuple[Ranks, Ranks, Ranks]:
-    """The ranks of one node; one rank of each node, while as many such groups as a node has ranks share its network; all of
-    them. Raises ValueError where they need a network that the fabric lacks."""
+    """Three groups: the ranks of one node; one rank of each node, where one such group for each rank of a node shares its network;
+    all ranks. Raises ValueError if they need a network that the fabric lacks."""
     linked = size <= max(device.domain, fabric.node)
     if not linked and not fabric.network:
         raise ValueError(f"{size} GPUs in nodes of {fabric.node} need a network: give --network, e.g. 8x400")
@@ -201,29 +201,29 @@ def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> t
 
 # ---- one update
 
-# rows and columns of the product that one multiprocessor works on at a time
+# rows and columns of a tile, which one multiprocessor computes at a time
 TILE = 128
 # a product's inner dimension is split between multiprocessors down to this
 SPLIT_DEPTH = 512
-# of a weight that travels
+# bytes of a weight in a collective
 WEIGHT_BYTES = 2
-# parameters of a model up to which stage 3 keeps what the forward pass gathered for the backward pass; DeepSpeed's default
-# stage3_max_reuse_distance
+# parameters of a model up to which stage 3 keeps the gathered weights of the forward pass for the backward pass; DeepSpeed's
+# default of stage3_max_reuse_distance
 KEPT = 1_000_000_000
 
 
 @functools.cache
 def parameters(model: ModelConfig) -> int:
-    from megabert.model import parameter_count  # not before a command line is checked: it imports torch
+    from megabert.model import parameter_count  # after the command line is checked, since it imports torch
 
     return parameter_count(model)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass of one GPU works on. Padding counts where the software computes it."""
+    """The input of a forward and backward pass of one GPU. Includes padding if the software computes it."""
 
-    # that pass the linear layers
+    # tokens in the linear layers
     tokens: float
     # (query, key) pairs that attention computes
     pairs: float
@@ -236,7 +236,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Software:
-    """How a trainer does it: memory traffic beside the matrix products, kernels, and what travels when."""
+    """Properties of a trainer: memory traffic besides matrix products, kernels, and collectives."""
 
     # bytes a token, layer and hidden unit outside products and attention, forward and backward
     elementwise: float
@@ -251,28 +251,28 @@ class Software:
     accumulate: float = 0.0
     # bytes a parameter of norms, clipping and the update itself
     optimizer: float = 42.0
-    # Muon's, each made orthogonal by one rank
+    # Muon's matrices, each orthogonalised by one rank
     orthogonal: tuple[Matrix, ...] = ()
     # DeepSpeed's stage. None is NVIDIA's DistributedFusedLAMB: gradients are reduce-scattered in a node and all-reduced across
     # nodes, each rank of a node updates its share, weights are gathered in the node.
     zero: int | None = None
-    # gradients travel during the backward pass
+    # gradients are reduced during the backward pass
     overlap: bool = False
-    # of a gradient that travels
+    # bytes of a gradient in a collective
     gradient_bytes: int = 2
-    # shares of fewer parameters than this are reduced by an all-reduce at stage 1, larger ones each to its rank
+    # at stage 1 shares of fewer parameters than this are all-reduced, larger ones reduced to their rank
     least_share: float = math.inf
-    # the forward pass is done again in the backward pass
+    # the forward pass is recomputed in the backward pass
     recompute: bool = False
-    # what a mask hides is computed, too: windows save nothing
+    # masked pairs are computed too, so windows save nothing
     every_pair: bool = False
-    # seconds an update that nothing hides
+    # seconds an update without overlap
     host: float = 0.0
 
 
 @dataclass(frozen=True)
 class System:
-    """What the updates run on and by what."""
+    """Hardware and software of the updates."""
 
     device: Device
     fabric: Fabric
@@ -281,22 +281,22 @@ class System:
 
     @property
     def memory(self) -> float:
-        """Bytes a second that kernels get."""
+        """Memory bandwidth of kernels, bytes a second."""
         return self.device.memory * self.constants.memory
 
     def straggling(self, size: int) -> float:
-        """Seconds an update of `size` GPUs waits for the slowest node; what shares a node or an NVLink domain counts as one."""
+        """Seconds that an update of `size` GPUs waits for the slowest node; an NVLink domain counts as one node."""
         return self.constants.straggling * math.log2(max(1.0, size / max(self.device.domain, self.fabric.node)))
 
     @property
     def rate(self) -> float:
-        """FLOP/s of matrix products in 16 bits, in whole waves: less where a card of the generation may draw less."""
+        """FLOP/s of matrix products in 16 bits, in whole waves; lower for cards of the generation with a lower power limit."""
         return self.device.peak * self.device.achieved * self.device.relative_power**self.constants.power
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """One GPU's part of an update: so many passes over as large a micro-batch. Its rows take the loader `rows_seconds`."""
+    """One GPU's part of an update: `micro_steps` passes over `batch`, whose rows take the loader `rows_seconds`."""
 
     batch: MicroBatch
     micro_steps: int = 1
@@ -310,12 +310,12 @@ class StepTime:
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    # the floor of launching them, and waiting for a host that is slower
+    # minimum time of the kernels, and waiting for a slower host
     kernels: float = 0.0
     optimizer: float = 0.0
-    # collectives within nodes, what is not hidden of them
+    # collectives within nodes, without the overlapped part
     inside: float = 0.0
-    # and through the network
+    # the same through the network
     network: float = 0.0
     host: float = 0.0
     # waiting for rows
@@ -327,7 +327,7 @@ class StepTime:
 
 
 def wave_share(m: float, n: float, k: float, processors: int) -> float:
-    """Share of the multiprocessors' work in a product [m, k] x [k, n] that counts: whole waves of whole tiles.
+    """Efficiency of a product [m, k] x [k, n] that is computed in whole waves of whole tiles.
 
     The inner dimension may be split into parts of at least SPLIT_DEPTH to fill the last wave.
     """
@@ -342,7 +342,7 @@ def wave_share(m: float, n: float, k: float, processors: int) -> float:
 
 
 def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, float, float, int]]:
-    """(m, n, k, how often) of each matrix product of a forward and a backward pass; 2 m n k operations every time."""
+    """(m, n, k, count) of each matrix product of a forward and a backward pass, of 2 m n k operations."""
     d, ffn, tokens = model.hidden, model.ffn, batch.tokens
     linear = [(tokens, model.qkv_columns, d), (tokens, d, d), (tokens, model.ffn_inputs, d), (tokens, d, ffn)]
     heads = [(batch.predictions, model.vocab_size, d)]
@@ -357,20 +357,20 @@ def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, flo
 
 @functools.cache
 def wave_operations(model: ModelConfig, batch: MicroBatch, processors: int) -> float:
-    """FLOPs of a pass's matrix products, and those that its last waves leave undone."""
+    """FLOPs of a pass's matrix products, and those lost in incomplete waves."""
     return sum(count * 2 * m * n * k / wave_share(m, n, k, processors) for m, n, k, count in products(model, batch))
 
 
 def launch_seconds(model: ModelConfig, software: Software) -> float:
-    """Of the host, to launch the kernels of a forward and a backward pass."""
+    """Seconds of the host to launch the kernels of a forward and a backward pass."""
     return model.layers * software.kernels * software.launch * (4 / 3 if software.recompute else 1)
 
 
 def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepTime:
-    """Forward and backward of one micro-batch on one GPU, without what belongs to the update."""
+    """Forward and backward pass of one micro-batch on one GPU, without the update."""
     device, software, constants = system.device, system.software, system.constants
     operations = wave_operations(model, batch, device.processors)
-    # in 16 bits, also where the other products are in 8
+    # in 16 bits, also if the other products are in 8
     pairs = model.layers * batch.pairs if software.every_pair else model.layer_pairs(batch.tokens, batch.pairs)
     scores = 12 * model.hidden * pairs / system.rate + software.attention * model.heads * pairs / system.memory
     terms = {
@@ -379,7 +379,7 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
         "elementwise": software.elementwise * model.layers * model.hidden * batch.tokens / system.memory,
         "kernels": model.layers * software.kernels * constants.kernel,
     }
-    # the forward pass, a third, is done again
+    # the forward pass, a third, is recomputed
     if software.recompute:
         terms = {name: 4 / 3 * value for name, value in terms.items()}
     terms["kernels"] += max(0.0, launch_seconds(model, software) - math.fsum(terms.values()))
@@ -387,14 +387,14 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
 
 
 class Traffic(NamedTuple):
-    """Seconds of an update's collectives, inside nodes and through the network: what may hide behind passes, and what may not."""
+    """Seconds of an update's collectives, inside nodes and through the network, that may overlap with passes, and of the others."""
 
     during: tuple[float, float]
     after: tuple[float, float]
 
 
 def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> Traffic:
-    """Gradients, and weights in 16 bits, of `size` GPUs. docs/planner.md says what each stage sends.
+    """Traffic of gradients, and of weights in 16 bits, of `size` GPUs. docs/planner.md has it by stage.
 
     Raises ValueError where the GPUs need a network that the fabric lacks.
     """
@@ -420,7 +420,7 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
     else:
         during = (micro_steps if software.zero == 2 else 1) * whole.all_reduce(gradients)
         after = whole.reduce_scatter(weights) if software.zero else 0.0
-    # Muon's directions to their owners and updates back; at stage 0 updates alone, to every rank
+    # Muon's directions to their owners and updates back; at stage 0 only updates, to every rank
     if orthogonal:
         after += 2 * whole.reduce_scatter(orthogonal / size) if software.zero else whole.reduce_scatter(orthogonal)
     if size <= max(system.device.domain, system.fabric.node):
@@ -429,13 +429,13 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
 
 
 def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System) -> StepTime:
-    """One update of `size` GPUs, of which each does its `share`. Raises ValueError as `traffic` does."""
+    """An update of `size` GPUs, each with a `share`. Raises ValueError as `traffic` does."""
     software, steps = system.software, share.micro_steps
     one = pass_seconds(model, share.batch, system)
     moved = traffic(model, steps, size, system)
     inside, network = moved.during
     if software.overlap:
-        # the other stages reduce in the last micro-step alone, and stage 3 gathers in the forward pass too
+        # the other stages reduce only in the last micro-step; stage 3 gathers in the forward pass too
         passes = steps if software.zero in (2, 3) else 1
         part = 1.0 if software.zero == 3 else 2 / 3
         room = system.constants.overlap * part * passes * one.seconds
@@ -443,7 +443,7 @@ def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System)
     shards = {None: min(size, system.fabric.node), 0: 1}.get(software.zero, size)
     bytes_each = software.accumulate * steps + software.optimizer / shards
     flops = [matrix.flops for matrix in software.orthogonal]
-    # Muon's, of the busiest rank at best
+    # Muon's products, of the busiest rank under an ideal assignment
     owned = max(math.fsum(flops) / size, max(flops, default=0.0))
     terms = {name: steps * value for name, value in vars(one).items()} | {
         "optimizer": parameters(model) * bytes_each / system.memory + owned / system.rate,

@@ -1,9 +1,8 @@
-"""What a run needs by arithmetic on its config and its dataset's manifest: batches, work, memory, time.
+"""The needs of a run, computed from its config and its dataset's manifest: batches, work, memory, time.
 
-Memory is what training keeps on one GPU: the states as DeepSpeed allocates them (checked by a test on real engines),
-activations tensor by tensor (another compares them with what autograd keeps on the CPU); not counted are the allocator's fragments,
-communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is proposed for a GPU's memory leaves a tenth of it to them;
-on GPUs that is not measured.
+Memory of one GPU: the states as DeepSpeed allocates them (compared with real engines by a test), and activations tensor by tensor
+(compared with autograd's on the CPU). Fragmentation of the allocator, communication buffers and CUDA, about 1-2 GB, are not counted; the
+proposed micro-batch leaves a tenth of the memory for them. Not measured on GPUs.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from megabert.metrics import attending_pairs, training_flops
 from megabert.model import outline, parameter_count
 from megabert.optim.muon import Matrix, find_matrices
 
-# what data_prep trains by default
+# vocabulary size of data_prep by default
 DEFAULT_VOCABULARY = 30_000
 GIB = 2**30
 # elements; DeepSpeed's default reduce_bucket_size
 BUCKET = 500_000_000
-# of a gradient that travels: fp32 (`communication_data_type`)
+# bytes of a gradient in a collective: fp32 (`communication_data_type`)
 GRADIENT_BYTES = 4
-# share of a GPU's memory for what is not counted
+# share of a GPU's memory for uncounted parts
 SPARE = 0.1
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one update holds, on average: rows, real tokens, pairs of a query and a key, predictions, sequences."""
+    """Mean contents of an update: rows, real tokens, pairs of a query and a key, predictions, sequences."""
 
     rows: int
     seq_len: int
@@ -56,7 +55,7 @@ class Work:
     sequences: float
 
     def flops(self, config: Config) -> float:
-        """Of forward and backward of the update, padding not counted."""
+        """FLOPs of forward and backward of the update, without padding."""
         counts = (self.tokens, self.pairs, self.predictions, self.sequences)
         return training_flops(config.model, *map(round, counts))
 
@@ -64,7 +63,7 @@ class Work:
 def work(config: Config, manifest: Manifest | None) -> Work:
     """One update's work; without a manifest full rows of one sequence of `data.seq_len` tokens, or (0) of `model.max_positions`.
 
-    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
+    A dataset's sequences are assumed to be equally long, which underestimates attention by a few percent.
     """
     rows, masking = config.batch.global_size, config.data.masking
     length = config.data.seq_len or config.model.max_positions
@@ -79,8 +78,7 @@ def work(config: Config, manifest: Manifest | None) -> Work:
 
 
 def assumed_rows(phase: Config, number: int) -> str:
-    """What is assumed of the rows of a phase that names no dataset, "" where one is named. `number`: of the phase, 0 in a run
-    without phases."""
+    """A line about the assumed rows of a phase without a dataset; "" with one. `number`: of the phase, 0 in a run without phases."""
     if phase.data.path:
         return ""
     if length := phase.data.seq_len:
@@ -92,29 +90,29 @@ def assumed_rows(phase: Config, number: int) -> str:
 def manifest_of(config: Config) -> Manifest | None:
     """The manifest of the run's dataset or mixture, read without its shards; None where no dataset is named.
 
-    Raises ValueError naming what is no dataset or does not fit.
+    Raises ValueError naming a folder that is not a dataset or does not fit.
     """
     data = config.data
     return open_mixture(data.path, data.mix, shards=False).manifest if data.path else None
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
-    """The config with the size that the data's tokenizer decides, or the default without data. Raises ValueError where a run on
-    this data would be refused."""
+    """The config with the vocabulary size of the data's tokenizer, or the default without data. Raises ValueError if a run on this
+    data would be refused."""
     if manifest is not None:
         return fitted_to(config, manifest)
     return config if config.model.vocab_size else with_vocabulary_size(config, DEFAULT_VOCABULARY)
 
 
 def planned_precision(config: Config) -> str:
-    """What is planned for: `auto` is bf16, as on every GPU since Ampere."""
+    """The precision to plan for: `auto` is bf16, as on every GPU since Ampere."""
     return "bf16" if config.precision == precision.AUTO else config.precision
 
 
 def states(parameters: int, precision: str, stage: int, world: int, one_moment: int = 0) -> dict[str, float]:
-    """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
+    """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs just before an update is applied.
 
-    Of the parameters `one_moment` have only one moment, Muon's matrices, and the others two.
+    `one_moment` of the parameters, Muon's matrices, have one moment, the others two.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
     of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
@@ -134,14 +132,14 @@ def states(parameters: int, precision: str, stage: int, world: int, one_moment: 
 def activations(config: Config, seq_len: int) -> float:
     """Bytes kept for the backward pass of one micro-batch of full rows, tensor by tensor.
 
-    A layer keeps of each token what its products read (two norms' outputs, the context, the activation's output), queries, keys
+    For each token a layer keeps the inputs of its products (two norms' outputs, the context, the activation's output), queries, keys
     and values, both sums before norms and the feed-forward layer's first product; in fp32 the log-sum-exp of each head and the
     norms' statistics. That is Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
     4.1, equation 1 (34 bytes a token and hidden unit in 16 bits) without attention matrices, which grow with the row's square:
-    `fused_softmax` keeps probabilities, `sdpa` its masks, the others neither. Native operations draw dropout masks again. Behind
-    its attention the last layer computes predicted positions alone. With recomputation a layer keeps its input and the stream,
-    and one layer at a time is whole. Heads: logits of the predicted positions in the compute type; native operations keep the
-    gradient of the vocabulary's weights instead.
+    `fused_softmax` keeps probabilities, `sdpa` its masks, the others neither. Native operations recompute dropout masks. After its
+    attention the last layer computes only predicted positions. With recomputation a layer keeps its input and the stream, and
+    one layer at a time has all its activations. Heads: logits of the predicted positions in the compute type; native operations
+    keep the gradient of the vocabulary's weights instead.
     """
     model, ops, rows, d = config.model, config.ops, config.batch.micro_size, config.model.hidden
     width, tokens = DTYPES[planned_precision(config)].itemsize, rows * seq_len
@@ -172,8 +170,8 @@ def activations(config: Config, seq_len: int) -> float:
 def report(
     config: Config, world_size: int, memory_gib: float | None = None, deepspeed_extra: Mapping[str, Any] | None = None
 ) -> str:
-    """The plan as text, phase by phase, and the memory of the one that needs most; with `memory_gib` also the micro-batch that
-    fills it. Raises ValueError naming the value that contradicts another."""
+    """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits.
+    Raises ValueError naming a value that contradicts another."""
     phases, lines, largest, named = phases_of(config), [], (0.0, config, 0), bool(config.phases)
     for number, phase in enumerate(phases, 1):
         manifest = manifest_of(phase.config)
@@ -194,7 +192,7 @@ def report(
 
 
 def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: float, world_size: int) -> list[str]:
-    """Batch, updates and work of a phase of so large a share of the budget."""
+    """Batch, updates and work of a phase with this share of the budget."""
     flops, schedule = update.flops(config), config.schedule
     steps = round(share * schedule.total_steps)
     if schedule.unit == "tokens":
@@ -207,7 +205,7 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
         f", {steps * flops:.4g} the run",
     )
     if schedule.unit == "minutes":
-        # a number of updates would be the machine's
+        # the number of updates depends on the machine
         run = (
             f"{share * schedule.budget_minutes:g} minutes of training, in as many updates as fit; --gpus NAME predicts how many",
             "",
@@ -222,14 +220,14 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
 
 
 def padded_parameters(model: ModelConfig) -> int:
-    """Parameters with the rows that the vocabulary is padded by, and their biases."""
+    """Parameters including the padding rows of the vocabulary and their biases."""
     tables = 1 if model.tied else 2
     return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
 
 
 @functools.cache
 def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
-    """What Muon takes for the matrices of a model."""
+    """The matrices of a model that Muon updates."""
     return tuple(matrix for of in find_matrices(outline(model)).values() for matrix in of)
 
 
@@ -241,7 +239,7 @@ def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
 
 
 def bucket_bytes(config: Config) -> float:
-    """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
+    """Buffers of stages 1 to 3 while gradients are reduced; stage 1 in bf16 reduces in place."""
     if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision != "fp32"):
         return 0.0
     return BUCKET * GRADIENT_BYTES
@@ -254,8 +252,8 @@ def needed(config: Config, seq_len: int, world_size: int) -> float:
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
-    """The largest `batch.micro_size` that fits a GPU; 0 where none does. It divides a rank's share of the global batch, where
-    the shares are equal."""
+    """The largest `batch.micro_size` that fits a GPU; 0 if none does. It divides a rank's share of the global batch if the shares
+    are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
         if needed(with_micro_size(config, micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:
