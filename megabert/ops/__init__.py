@@ -1,7 +1,6 @@
-"""The operations of the encoder: a file each, with two or more backends behind one function. This package imports torch alone.
+"""The operations of the encoder: a file each, with two or more backends behind one function. This package imports only torch.
 
-A new native operation takes four places: its schema in csrc/registration.cpp, its folder under csrc/, its line in the table
-of CPU kernels (csrc/cpu/kernels.h), and its file here with the function, its shapes for tracing and its gradient.
+docs/how-to-add.md lists the files of a native operation.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_losses
 from megabert.ops.rotary import Rotation, rotate, rotation
 from megabert.ops.softmax_mask import fused_softmax_mask
 
-# Graphs of one compiled layer at most: training, evaluation and a teacher have shapes of their own, and native operations
-# one for each layer's number. More than torch's 8.
+# Most graphs of a compiled layer, above torch's 8: training, evaluation and a teacher have different shapes, and native
+# operations need a graph for each layer's number.
 GRAPHS = 128
 
 
@@ -44,7 +43,7 @@ class Ops:
         self.attention_inputs = partial(attention_inputs, attention)
         self.only_queries = partial(only_queries, attention)
         self.attention = partial(attend, backend=attention)
-        # Whether `attention` gives the gradient of a `bias` that was added to its input.
+        # Whether `attention` computes the gradient of a `bias` that was added to its input.
         self.attention_sums_bias = attention == "native"
         self.rotate = partial(rotate, backend=layer)
         self.bias_gelu = partial(bias_gelu, backend=layer)
@@ -56,8 +55,7 @@ class Ops:
         self.mlm_logits, self.mlm_losses = mlm_logits, mlm_losses
 
     def layer(self, layer: nn.Module) -> nn.Module:
-        """A layer as it runs: by `ops.layer=compiled` under torch.compile, in one graph, so that what cannot be compiled is an
-        error and not slow."""
+        """The layer, with `ops.layer=compiled` under torch.compile in one graph, so that code that cannot be compiled is an error."""
         if self.backends.layer.name == "compiled":
             import torch._dynamo
 

@@ -1,7 +1,7 @@
 """Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen, cudnn: finite).
 
-Sequences lie packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask
-needs to be as large as the attention matrix.
+Sequences are packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask of the
+size of the attention matrix is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megabert.ops.softmax_mask import fused_softmax_mask
 def attention_inputs(
     backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor, window: int = 0, causal: bool = False
 ) -> list[Tensor]:
-    """What `attend` needs of a batch, made once for all layers of one `window`.
+    """Inputs of `attend` from a batch, computed once for all layers with the same `window`.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
     mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and cudnn: int32 offsets of the sequences and of each row's
-    pads in the flattened batch, [N + 1] or, with empty slots (kernels start blocks for those too), [B * (S + 1) + 1]; behind
-    them an empty tensor where the key ranges are `causal`, which these backends do not read.
+    pads in the flattened batch, [N + 1] or, with empty slots (for which kernels start blocks too), [B * (S + 1) + 1], followed by
+    an empty tensor if `causal`, since these backends do not read key ranges.
     """
     width = key_start.shape[1]
     if window and backend not in WHOLE_SEQUENCES:
@@ -37,7 +37,7 @@ def attention_inputs(
         mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
         return [mask[:, None]]
     if lengths.dim() == 2:
-        pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
+        pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # the pads of a row are one more sequence
         lengths = torch.cat([lengths, pads], 1).flatten()
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return [offsets, offsets.new_empty(0)] if causal else [offsets]
@@ -51,7 +51,7 @@ def local_keys(key_start: Tensor, key_end: Tensor, window: int) -> tuple[Tensor,
 
 
 def only_queries(backend: str, inputs: list[Tensor], keep: Tensor) -> list[Tensor]:
-    """`attention_inputs` of a layer of which the flat positions `keep` alone are read: on the CPU native attention then skips
+    """`attention_inputs` of a layer whose output is read only at the flat positions `keep`: on the CPU native attention then skips
     the other queries, and their context is zero."""
     if backend != "native" or keep.device.type != "cpu":
         return inputs
@@ -71,16 +71,16 @@ def attend(
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] or [2] and stream number the dropout mask of native and fused_softmax (the same mask), as in
     `dropout_add_layer_norm`; varlen and cudnn draw from torch's generator.
-    bias [3 * D], for native alone: what was added to make qkv, whose gradient backward then gives where it writes qkv's, in
-    place of a sum that reads it again.
-    window: that of `inputs`, for varlen, whose kernel takes it as a number; cudnn has none.
+    bias [3 * D], only for native: the bias included in qkv, whose gradient backward sums while it writes qkv's, instead of a sum
+    that reads it again.
+    window: that of `inputs`, for varlen, whose kernel needs it as a number; cudnn has none.
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
     if backend in WHOLE_SEQUENCES:
-        # by the kernels behind torch.nn.attention.varlen, which itself takes no dropout
+        # the kernels behind torch.nn.attention.varlen, which has no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
         lengths, scale, causal = (inputs[0], inputs[0], width, width), size**-0.5, len(inputs) > 1
         # both ends inclusive; without them, everything
@@ -98,13 +98,13 @@ def attend(
         weights = fused_softmax_mask(scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream)
         return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
     mask = inputs[0]
-    if p and follows_rows(qkv, seed):  # what torch does there for a dropout of its own
+    if p and follows_rows(qkv, seed):  # as torch does for its dropout
         scores = (q.float() @ k.float().transpose(-1, -2) * size**-0.5).masked_fill(~mask, -torch.inf)
         weights = torch.ops.aten._safe_softmax(scores, -1)  # (B, H, T, T); zeros where no key is
         out = (row_dropout(weights, p, seed, stream) @ v.float()).to(qkv.dtype)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    out = out.masked_fill(~mask.any(-1, keepdim=True), 0)  # rows without a key, whatever the kernel gives there
+    out = out.masked_fill(~mask.any(-1, keepdim=True), 0)  # rows without a key, whose values depend on the kernel
     return out.transpose(1, 2).reshape(batch, width, heads * size)
 
 

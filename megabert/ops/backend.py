@@ -1,6 +1,6 @@
-"""Backends of the operations: one each, chosen once, by name, with its reason.
+"""Backends of the operations: one for each, chosen once, by name, with the reason.
 
-An explicit choice that cannot run here is a ValueError; only `auto` picks, and it gives its reason. Nothing falls back silently.
+An explicit choice that cannot run is a ValueError; `auto` chooses and gives its reason. There are no silent fallbacks.
 The native library is built by `python setup.py build_ext --inplace` (or an install) and needs no GPU.
 """
 
@@ -17,27 +17,27 @@ import torch
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_native.abi3.so"
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
-# role -> its backends and, for those in the native library, the operation of it that must have a kernel for them to run.
-# A role is a field of `Backends` and of OpsConfig (config/schema.py), in this order; its first backend always runs.
+# role -> its backends, with the operation of the native library whose kernel they need, if any. A role is a field of `Backends`
+# and of OpsConfig (config/schema.py), in this order; its first backend runs everywhere.
 ROLES: dict[str, dict[str, str]] = {
     "attention": {"sdpa": "", "varlen": "", "cudnn": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": ""},
 }
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
-# Attention on the tensor cores of 16-bit types only, over whole sequences.
+# Attention backends for 16-bit types only, over whole sequences.
 WHOLE_SEQUENCES = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's variable-length attention"}
 
 
 class Backend(NamedTuple):
-    """What runs, and why: one line for the log and for `megabert doctor`."""
+    """A backend and the reason for it: one line for the log and for `megabert doctor`."""
 
     name: str
     reason: str
 
 
 class Backends(NamedTuple):
-    """What a model's operations run on."""
+    """The backends of a model's operations."""
 
     attention: Backend
     mlm_loss: Backend
@@ -45,7 +45,7 @@ class Backends(NamedTuple):
 
 
 def _load() -> str:
-    """Loads the native library; returns why it is not there, or an empty string."""
+    """Load the native library; returns why it is unavailable, or ""."""
     if not LIBRARY.is_file():
         return "native library not built (python setup.py build_ext --inplace)"
     try:
@@ -55,14 +55,14 @@ def _load() -> str:
     return ""
 
 
-# Why there is no native library; empty when it is loaded.
+# Why there is no native library; "" when it is loaded.
 MISSING = _load()
 
 
 def choose_all(
     asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
 ) -> Backends:
-    """`choose` for every operation; `asked` has a field for each role, as OpsConfig."""
+    """`choose` for every role; `asked` has a field for each, as OpsConfig."""
     return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size, window) for role in ROLES))
 
 
@@ -83,9 +83,7 @@ def choose(
         if blocked[requested]:
             raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {blocked[requested]}")
         return Backend(requested, "asked for")
-    if (
-        op == "attention" and not blocked["varlen"] and not causal
-    ):  # which needs `causal` given with each batch, as training does
+    if op == "attention" and not blocked["varlen"] and not causal:  # needs `causal` with each batch, as in training
         return Backend("varlen", f"flash attention over packed sequences on {device}")
     if blocked["native"]:
         return Backend(BACKENDS[op][0], blocked["native"])
@@ -97,7 +95,7 @@ def choose(
 def obstacles(
     op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
 ) -> dict[str, str]:
-    """Why each backend of `op` cannot run there; "" where it can."""
+    """Why each backend of `op` cannot run there; "" if it can."""
     why = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
     if op == "attention" and window:
         why["cudnn"] = why["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
@@ -107,7 +105,7 @@ def obstacles(
 
 
 def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: int) -> str:
-    """Why a backend cannot run, or an empty string."""
+    """Why a backend cannot run, or ""."""
     if kernel := ROLES[op][name]:
         if reason := missing_kernels(device, kernel):
             return reason
@@ -127,10 +125,10 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
 
 
 def _compiler(device: str) -> str:
-    """Why torch.compile cannot run, or an empty string."""
+    """Why torch.compile cannot run, or ""."""
     if device == "cuda":
         return "" if importlib.util.find_spec("triton") else "torch.compile needs the package triton on cuda"
-    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    compiler = os.environ.get("CXX", "g++")  # as torch looks it up
     return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler; there is no {compiler}"
 
 
@@ -140,7 +138,7 @@ def has_kernel(op: str, device: str) -> bool:
 
 
 def missing_kernels(device: str, op: str = "bias_gelu") -> str:
-    """Why native operations cannot run on a device type, with what to do about it; "" where they can."""
+    """Why native operations cannot run on a device type, and what to do; "" if they can."""
     if MISSING:
         return MISSING
     if device == "cuda" and torch.version.hip:
@@ -156,7 +154,7 @@ def missing_kernels(device: str, op: str = "bias_gelu") -> str:
 
 
 def cuda_releases() -> tuple[int, int]:
-    """CUDA's release that the library was made with, and the newest that the driver runs: 1000 * major + 10 * minor."""
+    """CUDA release of the library, and the newest one that the driver supports: 1000 * major + 10 * minor."""
     library, driver = ctypes.c_int(), ctypes.c_int()
     ctypes.CDLL(str(LIBRARY)).megabert_cuda_releases(ctypes.byref(library), ctypes.byref(driver))
     return library.value, driver.value

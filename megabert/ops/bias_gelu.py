@@ -12,12 +12,12 @@ from megabert.ops.backend import MISSING
 
 
 def plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., D] + bias [D]; without one, x."""
+    """x [..., D] + bias [D], or x without a bias."""
     return x if bias is None else x + bias
 
 
 def or_zeros(bias: Tensor | None, x: Tensor) -> Tensor:
-    """The bias [D] that a native operation adds to x [..., D]."""
+    """The bias [D] for a native operation on x [..., D]; zeros without one."""
     return x.new_zeros(x.shape[-1]) if bias is None else bias
 
 

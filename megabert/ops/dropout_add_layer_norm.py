@@ -1,9 +1,9 @@
 """Dropout, and bias + dropout + residual + LayerNorm in one pass over memory.
 
-A dropout mask of native backends is a function of a seed tensor and of the operation's number in the model, its `stream`. A
-seed of two elements is one of a whole update, and the index of this batch's first row among the update's rows: then a row's
-mask depends on no rank and no micro-batch. Torch's backends honour that on the CPU (`row_dropout`); on CUDA, and compiled,
-they draw from torch's generator, which follows the rank.
+A dropout mask of native backends is a function of a seed tensor and of the operation's number in the model, its `stream`. A seed of
+two elements has the seed of an update, and the index of this batch's first row among the update's rows, so that a row's mask does not
+depend on ranks and micro-batches. Torch's backends follow this on the CPU (`row_dropout`); on CUDA, and compiled, they draw from
+torch's generator, which depends on the rank.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megabert.ops.bias_gelu import or_zeros, plus
 
 
 def follows_rows(x: Tensor, seed: Tensor) -> bool:
-    """Whether torch's dropout of x [B, ...] is drawn row by row: `seed` has an index, and can be read without waiting."""
+    """Whether torch's dropout of x [B, ...] is drawn row by row: `seed` has an index and is on the CPU."""
     return seed.numel() == 2 and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def row_dropout(x: Tensor, p: float, seed: Tensor, stream: int) -> Tensor:
-    """Zeroes a share `p` of x [B, ...] and scales the rest by 1 / (1 - p), by torch's generators."""
+    """Zero a share `p` of x [B, ...] and scale the rest by 1 / (1 - p), with a torch generator for each row."""
     if not p or not follows_rows(x, seed):
         return F.dropout(x, p, training=p > 0)
     key, first = seed.tolist()
@@ -37,7 +37,7 @@ def row_dropout(x: Tensor, p: float, seed: Tensor, stream: int) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
-    """Zeroes a share `p` of x [..., D] and scales the rest by 1 / (1 - p)."""
+    """Zero a share `p` of x [..., D] and scale the rest by 1 / (1 - p)."""
     if p and backend == "native":
         return torch.ops.megabert.dropout(x, seed, stream, p)
     return row_dropout(x, p, seed, stream)
@@ -54,7 +54,7 @@ def dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z), or `post` (normed, normed).
 
-    x, residual [..., D]; bias, weight, shift [D]; seed int64 [1] or [2]. `rms`: RMSNorm, which torch computes in any backend.
+    x, residual [..., D]; bias, weight, shift [D]; seed int64 [1] or [2]. `rms`: RMSNorm, which torch computes under any backend.
     """
     if backend == "native" and not rms:
         bias, shift = or_zeros(bias, x), or_zeros(shift, x)
@@ -67,7 +67,7 @@ def dropout_add_layer_norm(
 
 
 class _PostNorm(torch.autograd.Function):
-    """The norm for both of its uses, so that backward reads two gradients and autograd need not add them in memory first."""
+    """Post-norm with both outputs, so that backward reads two gradients, which autograd would otherwise add in memory first."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Masked-LM loss: a sum over real labels; padded vocabulary entries are never predicted and add nothing."""
+"""Masked-LM loss: a sum over real labels, without padded vocabulary entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megabert.ops.backend import MISSING
 
-# `mlm_losses`: predictions whose logits are held together
+# `mlm_losses`: predictions whose logits are in memory at once
 AT_ONCE = 1 << 10
 
 
@@ -21,7 +21,7 @@ def mlm_loss(
 
     hidden [N, D], weight [V', D], bias [V'] with V' >= vocab_size, labels int64 [N] (-100: no prediction).
     Returns (loss summed over predictions, fp32 scalar; correct predictions, int64 scalar).
-    The native backend computes the gradients together with the loss and never holds all logits at once.
+    The native backend computes gradients together with the loss, without all logits in memory.
     """
     if backend == "native":
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -36,7 +36,7 @@ def mlm_loss(
 def mlm_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, groups: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`mlm_loss` of each of G groups of predictions, without gradients; groups bool [G, N] says what each holds.
+    """`mlm_loss` of each of G groups of predictions, given by bool [G, N], without gradients.
 
     Returns (loss sums, fp64 [G]; correct predictions, int64 [G]).
     """
@@ -54,8 +54,8 @@ def mlm_losses(
 def mlm_logits(hidden: Tensor, weight: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
     """hidden [N, D], weight [V', D], bias [V'] -> logits [N, V], the first `vocab_size` columns of a product.
 
-    The whole padded matrix is multiplied, here and above: a slice of it would be aligned to nothing, which matrix units
-    pay for, and its gradient would be copied into a zeroed whole.
+    The whole padded matrix is multiplied, here and above: a slice would be unaligned, which is slow on matrix units, and its
+    gradient would be copied into a zeroed matrix.
     """
     return F.linear(hidden, weight, bias)[:, :vocab_size]
 

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the token's place (Su et al. 2021, "RoFormer")."""
+"""Rotary positions: queries and keys are rotated by angles proportional to the position (Su et al. 2021, "RoFormer")."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Rotation(NamedTuple):
 
 
 def rotation(position_ids: Tensor, size: int, theta: float = 10_000.0) -> Rotation:
-    """position_ids int [B, T] -> the angles of heads of `size` columns; the longest wavelength is 2 pi `theta`."""
+    """position_ids int [B, T] -> the angles for heads of `size` columns; the longest wavelength is 2 pi `theta`."""
     columns = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device)
     angles = position_ids[..., None].float() * theta ** (-columns / size)
     return Rotation(angles.cos(), angles.sin())
 
 
 def rotate(qkv: Tensor, heads: int, angles: Rotation, backend: str) -> Tensor:
-    """qkv [B, T, 3D], queries, keys, values head by head -> the same, queries and keys turned; `backend`: the layer's.
+    """qkv [B, T, 3D], queries, keys, values head by head -> the same with rotated queries and keys; `backend`: the layer's.
 
-    Column i of a head is turned with column i + d / 2, as transformers does. The native backend computes in fp32, every other
-    one runs torch's operations in the type of `qkv`.
+    Column i of a head is rotated with column i + d / 2, as in transformers. The native backend computes in fp32, others use torch's
+    operations in the type of `qkv`.
     """
     if backend == "native":
         return torch.ops.megabert.rotate(qkv, *angles, heads, False)

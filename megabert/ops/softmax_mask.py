@@ -1,6 +1,6 @@
-"""Attention probabilities in one pass over the scores: scale, mask, softmax, dropout, and no mask of the scores' size.
+"""Attention probabilities in one pass over the scores: scale, mask, softmax, dropout, without a mask of the scores' size.
 
-The fully masked row is defined: all zeros, and zero gradients.
+A fully masked row is all zeros, with zero gradients.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def fused_softmax_mask(
 ) -> Tensor:  # fmt: skip
     """dropout(softmax(scale * scores + mask)) over the keys. scores [B, H, Q, K] -> [B, H, Q, K].
 
-    A query may attend to keys [key_start, key_end): int32 [B or 1, Q or 1] each. mask: bool (true: attend) or added to the scores (their dtype), broadcastable to them in
-    any of four dimensions; it gets no gradient. With p > 0, `seed` int64 [1] or [2] and `stream` number the dropout mask.
+    A query attends to keys [key_start, key_end): int32 [B or 1, Q or 1] each. mask: bool (true: attend) or added to the scores (of
+    their dtype), broadcastable to them in any of four dimensions; it has no gradient. With p > 0, `seed` int64 [1] or [2] and
+    `stream` determine the dropout mask.
 
-    Raises ValueError for dropout without a seed and for a mask that wants a gradient. Bounds outside [0, K] are a
+    Raises ValueError for dropout without a seed and for a mask that requires a gradient. Bounds outside [0, K] are a
     RuntimeError on the CPU and make their rows NaN on CUDA.
     """
     if mask is not None and mask.requires_grad:

@@ -1,1 +1,1 @@
-"""Optimizers that stay what they are under ZeRO, and learning-rate schedules: a file a rule, `build` above them."""
+"""Optimizers whose updates are the same under every ZeRO stage, and learning-rate schedules: a file for each rule, and `build`."""

@@ -12,7 +12,7 @@ from megabert.optim.guarded import GuardedOptimizer
 class AdamW(GuardedOptimizer, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), on the CPU and on CUDA.
 
-    Element-wise, so that ZeRO's flat partitions need no care.
+    Element-wise, so ZeRO's flat partitions need no special treatment.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:

@@ -1,8 +1,8 @@
 """AdamW and LAMB by the kernels of NVIDIA apex's FusedAdam and FusedLAMB, where that package is installed.
 
-Of each the form that reads the learning rate, the step count, the gradients' scale and the skip from the device (apex
-csrc/multi_tensor_adam.cu `multi_tensor_adam_capturable_cuda`, csrc/multi_tensor_lamb_mp.cu), so that nothing is read back;
-state and meaning are those of AdamW and Lamb. Another package is named apex on the package index.
+The kernels are those that read learning rate, step count, gradient scale and skip from the device (apex csrc/multi_tensor_adam.cu
+`multi_tensor_adam_capturable_cuda`, csrc/multi_tensor_lamb_mp.cu), so that nothing is read back. State and update rules are those of
+AdamW and Lamb. A different package has the name apex on PyPI.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megabert.optim.guarded import GuardedOptimizer
 
 
 def obstacle(config: Config, device: torch.device) -> str:
-    """Why this run's optimizer cannot be apex's, or an empty string."""
+    """Why this run cannot use apex's optimizer; "" if it can."""
     if device.type != "cuda":
         return "NVIDIA's apex needs a CUDA device"
     if config.optimizer.name in ("muon", "stable_adamw"):
@@ -56,7 +56,7 @@ class ApexAdamW(GuardedOptimizer):
         skip = self.found_inf.view(1)
         inverse = torch.ones(1, device=device) if self.grad_scale is None else self.grad_scale.reciprocal().view(1)
         torch._foreach_add_([state["step"] for state in states], (1 - skip).view(()))
-        # full, not tensor: a number in a launch's arguments, which no copy from the host has to wait for
+        # full passes the number as a kernel argument; tensor would copy from the host
         lr = torch.full((1,), group["lr"], device=device)
         moments = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
         lists = [[t.grad for t in tensors], [t.detach() for t in tensors], *moments]
@@ -73,6 +73,6 @@ class ApexLamb(ApexAdamW):
 
     def _launch(self, decay: float, skip: Tensor, inverse: Tensor, lists: Any, lr: Tensor, *more: Any) -> None:
         averaged = decoupled = corrected = 1
-        norm, limit = torch.zeros_like(lr), torch.ones_like(lr)  # it clips where norm > limit, and clipping is ours
+        norm, limit = torch.zeros_like(lr), torch.ones_like(lr)  # the guard clips, so the kernel must not
         kernel = (corrected, decay, averaged, decoupled, norm, limit, False, skip, inverse)
         self._apply(self._lamb, skip.int(), lists, lr, *more, *kernel)

@@ -23,9 +23,9 @@ LAYER, EMBEDDINGS = re.compile(r"\blayers\.(\d+)\."), "embeddings."
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, use_apex: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """An optimizer that does nothing until `attach` is called; `use_apex`: by apex's kernels, where `apex.obstacle` is "".
+    """An optimizer that is idle until `attach` is called; `use_apex`: with apex's kernels, which needs `apex.obstacle` to be "".
 
-    `dtype`: of Muon's matrix products.
+    `dtype`: type of Muon's matrix products.
     """
     betas = (config.beta1, config.beta2)
     groups = parameter_groups(model, config.weight_decay, rates_of(config, model))
@@ -40,8 +40,8 @@ def build_optimizer(
 
 
 def rates_of(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
-    """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above its own, the embeddings below them
-    all (Clark et al. 2020, ELECTRA, appendix B); those have `embedding_lr`, too."""
+    """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above it, with the embeddings below all layers
+    (Clark et al. 2020, ELECTRA, appendix B), and `embedding_lr` for the embeddings."""
     depth = {name: int(match[1]) for name, _ in model.named_parameters() if (match := LAYER.search(name))}
     layers = max(depth.values(), default=-1) + 1
 

@@ -1,8 +1,8 @@
-"""Base of the optimizers: groups of parameters, slices of ZeRO's flat tensors, and a guard that never waits for the device.
+"""Base of the optimizers: groups of parameters, slices of ZeRO's flat tensors, and a guard that does not wait for the device.
 
-Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. What the
-gradients' norm decides (by what they are divided, whether the step is taken at all) stays on the device and is applied
-inside the update rules.
+Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. The
+decisions by the gradients' norm (their divisor, whether the step is taken) stay on the device and are applied inside the
+update rules.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from megabert.distributed.ranks import World
 
-# State of an element beside its weight, in fp32; Muon's matrices have the first alone.
+# State of an element besides its weight, in fp32; Muon's matrices have only the first.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Key of a group of parameters: the factor of its learning rate.
 RATE = "rate"
-# Elements of a block on the CPU: five fp32 arrays of it fit a core's cache.
+# Elements of a block on the CPU: five fp32 arrays of this size fit a core's cache.
 BLOCK = 1 << 17
 
 
@@ -43,8 +43,8 @@ class FlatSegment:
 def parameter_groups(
     model: nn.Module, weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0
 ) -> list[dict[str, Any]]:
-    """Matrices with `weight_decay`, vectors and scalars without, a group for each factor of the learning rate that `rate` gives
-    their names. Shared parameters count once."""
+    """Groups of matrices with `weight_decay` and of vectors and scalars without, one for each factor of the learning rate by `rate` of
+    the name. Shared parameters count once."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     named = [(p.ndim < 2, rate(name), p) for name, p in model.named_parameters() if p.requires_grad]
     for vector, factor, p in sorted(named, key=lambda item: item[0]):
@@ -56,17 +56,17 @@ def parameter_groups(
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Base of the update rules: idle until attached, then steps as `guard` has decided on the device.
+    """Base of the update rules: idle until attached, then steps by the decisions of `guard` on the device.
 
-    `guard` leaves two numbers on the device that the update rules read: `grad_scale`, by which gradients are divided, and
-    `found_inf`, 1 where the step changes nothing. Names and meaning are torch's (`torch.amp.GradScaler`), whose fused
-    AdamW knows them.
+    `guard` sets two numbers on the device that the update rules read: `grad_scale`, by which gradients are divided, and
+    `found_inf`, 1 for a step that changes nothing. Names and meaning are those of `torch.amp.GradScaler`, which torch's fused
+    AdamW reads.
     """
 
     # None: 1.
     grad_scale: Tensor | None = None
     found_inf: Tensor
-    # It started with moments of another run.
+    # The run started with moments of another run.
     primed = False
 
     def attach(
@@ -77,24 +77,24 @@ class GuardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Enable steps.
 
-        `segments` describes each tensor this optimizer will see (None: tensors are whole parameters); their indices are of
-        what has a trust ratio of its own. `reduce_on` is the device of the collectives when parameters are partitioned over
-        the ranks of `world` (None: they are not).
+        `segments` describes each tensor of this optimizer (None: tensors are whole parameters); their indices are those of units
+        with a separate trust ratio. `reduce_on` is the device of the collectives when parameters are partitioned over the ranks of
+        `world` (None: they are not).
         """
         self._segments = dict(segments or {})
         self._reduce_on, self._attached = reduce_on, True
 
     @torch.no_grad()
     def guard(self, gradients: list[Tensor], limit: float, skip: bool = False) -> Tensor:
-        """Decides from `gradients` what the next steps do: clip to the norm `limit` (0: never), or nothing where it is not
-        finite or `skip` is set. Their global norm, fp32 on the device; inf where nothing is done.
+        """Decide from `gradients` whether the next steps clip to the norm `limit` (0: never), or change nothing because the norm is not
+        finite or `skip` is set. Returns the global norm, fp32 on the device; inf if nothing is changed.
 
-        `gradients` are all that this rank holds; where parameters are partitioned over ranks, each element is on one rank,
-        and the call is a collective.
+        `gradients` are all those of this rank. Where parameters are partitioned over ranks each element is on one rank, and the call
+        is a collective.
         """
         device = gradients[0].device if gradients else self._reduce_on
         squares = torch.zeros((), dtype=torch.float64, device=device)
-        if gradients:  # a rank has none where a model has fewer elements than there are ranks
+        if gradients:  # empty on a rank if a model has fewer elements than there are ranks
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         if self._reduce_on is not None:
             dist.all_reduce(squares)
@@ -107,15 +107,15 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every tensor that has a gradient; none changes where the guard found a gradient not finite."""
+        """Update every tensor that has a gradient; nothing changes if the guard found a non-finite gradient."""
         assert closure is None
         if not getattr(self, "_attached", False):
-            return  # DeepSpeed's wrappers take a trial step with zero gradients, which would count and decay
+            return  # DeepSpeed's wrappers run a trial step with zero gradients, which would count and apply weight decay
         self._update()
 
     def _update(self) -> None:
         for group in self.param_groups:
-            # Every rank takes part in a group's collectives, also one whose partition holds none of its elements.
+            # Every rank takes part in a group's collectives, even without elements of it.
             tensors = [p for p in group["params"] if p.grad is not None]
             if tensors:
                 for tensor in tensors:
@@ -126,25 +126,25 @@ class GuardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def kinds(self, tensor: Tensor) -> tuple[str, ...]:
-        """Names of the moments that this rule keeps of a tensor."""
+        """Names of the moments that this rule keeps for a tensor."""
         return MOMENTS
 
     def updates_of(self, tensors: Iterable[Tensor]) -> int:
-        """Updates that `tensors` have taken, skipped ones not counted; all of them have taken as many."""
+        """Number of applied updates of `tensors`, the same for all of them."""
         counts = {int(self.state[t]["step"]) if self.state.get(t) else 0 for t in tensors}
         assert len(counts) <= 1, counts
         return counts.pop() if counts else 0
 
     def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Flat views of a tensor's moments; {} before its first update, unless it started with moments."""
+        """Flat views of a tensor's moments; {} before its first update, unless the run started with moments."""
         state = self.state.get(tensor)
         if not state or not (self.primed or int(state["step"])):
             return {}
         return {kind: state[kind].view(-1) for kind in self.kinds(tensor)}
 
     def resume(self, tensors: Iterable[Tensor], updates: int, primed: bool = False) -> None:
-        """Set `tensors` to have taken `updates` updates; moments that did not exist are zero and wait to be filled.
-        `primed`: there are moments before the first update too."""
+        """Set the number of updates of `tensors`; missing moments are created as zeros for the caller to fill. `primed`: there are moments
+        before the first update too."""
         self.primed = primed
         for tensor in tensors:
             if updates or primed:
@@ -154,7 +154,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 self.state.pop(tensor, None)
 
     def _create_state(self, tensor: Tensor) -> None:
-        """Zero moments and step count, where the tensor has none."""
+        """Create zero moments and step count for a tensor without them."""
         state = self.state[tensor]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
@@ -163,8 +163,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
 
 def blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """The flat tensors of parallel lists: on the CPU in blocks that stay in its cache while a dozen operations pass over
-    them, on CUDA everything at once."""
+    """The flat tensors of parallel lists: on the CPU in blocks that stay in the cache for a dozen operations, on CUDA all at once."""
     if lists[0][0].device.type != "cpu":
         yield [list(tensors) for tensors in lists]
         return
@@ -174,6 +173,6 @@ def blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of host numbers on `device`. On CUDA from pinned memory: a copy from any other waits for the device."""
+    """A tensor of host numbers on `device`. On CUDA from pinned memory, since other copies wait for the device."""
     host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

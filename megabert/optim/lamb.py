@@ -1,4 +1,4 @@
-"""LAMB and StableAdamW: Adam's update with a factor a parameter, whatever flat partitions ZeRO hands them. What the factors need is
+"""LAMB and StableAdamW: Adam's update with a factor for each parameter, for any flat partitions of ZeRO. Norms for the factors are
 summed over a parameter's slices on all ranks."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megabert.optim.guarded import FlatSegment, GuardedOptimizer, blocks, to_device
 
-# indices of units, and of flat tensors the slices that belong to them
+# indices of units, and for each flat tensor their slices
 Slices = tuple[tuple[int, ...], list[list[Tensor]]]
 
 
@@ -26,13 +26,13 @@ class AdamByUnit(GuardedOptimizer):
         self._index_tensors: dict[tuple[int, ...], Tensor] = {}
 
     def set_units(self, units: int) -> None:
-        """Number of units, where `attach`'s segments cut parameters into parts."""
+        """Set the number of units if `attach`'s segments split parameters."""
         self._units = units
 
     def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w, which take the gradients' place.
+        """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w, which overwrite the gradients.
 
-        A step that is not taken runs with g = 0 and moments multiplied by 1; its u is to be multiplied by 0.
+        A skipped step runs with g = 0 and moments multiplied by 1; the caller multiplies its u by 0.
         """
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         device = tensors[0].device
@@ -56,7 +56,7 @@ class AdamByUnit(GuardedOptimizer):
         for w, u, m, v in blocks(weights, updates, first, second):
             torch._foreach_mul_(u, share)  # (1 - beta1) g
             for part in u:
-                part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+                part.masked_fill_(skip, 0.0)  # a factor of 0 would keep NaN
             torch._foreach_mul_(m, keep1)
             torch._foreach_add_(m, u)
             torch._foreach_mul_(v, keep2)
@@ -96,7 +96,7 @@ class AdamByUnit(GuardedOptimizer):
         return sums
 
     def _add(self, slices: Slices, rates: Tensor) -> None:
-        """Add to each unit's weight its update times its rate; slices: of weights and updates; rates: fp64 [units]."""
+        """Add to each unit's weight its update times its rate. slices: those of weights and updates; rates: fp64 [units]."""
         indices, both = slices
         each = rates.float().unbind()
         for index, weight, update in zip(indices, *both, strict=True):
@@ -106,9 +106,9 @@ class AdamByUnit(GuardedOptimizer):
 class Lamb(AdamByUnit):
     """LAMB (You et al. 2020) as NVIDIA's BERT recipe runs it.
 
-    Bias correction, decay inside the update, ratio |w| / |u| a unit, 1 where either norm is 0. As in apex's FusedLAMB by default
-    (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`), parameters without weight decay take
-    the plain Adam step.
+    Bias correction, decay inside the update, ratio |w| / |u| for each unit, 1 if either norm is 0. As in apex's FusedLAMB by default
+    (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`), parameters without weight decay use the
+    plain Adam step.
     """
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -124,8 +124,9 @@ class Lamb(AdamByUnit):
 
 
 class StableAdamW(AdamByUnit):
-    """AdamW whose rate is divided by the root mean square of g / sqrt(v^) of a parameter, where that is above 1: a gradient that the
-    second moment has not seen coming takes a smaller step (Wortsman et al. 2023, Stable and low-precision training, section 3.5; ModernBERT's optimizer)."""
+    """AdamW whose rate is divided by the root mean square of g / sqrt(v^) of a parameter if that is above 1, so that gradients much larger
+    than the second moment lead to a smaller step (Wortsman et al. 2023, Stable and low-precision training, section 3.5; ModernBERT's
+    optimizer)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr, betas, eps)
@@ -142,7 +143,7 @@ class StableAdamW(AdamByUnit):
         self._add(slices, torch.where(skip, 0.0, -group["lr"] * factors))
 
     def _sizes(self, slices: Slices, device: torch.device) -> Tensor:
-        """fp64 [units]: elements of each unit; 1 for those that are not of this group."""
+        """fp64 [units]: elements of each unit; 1 for units of other groups."""
         indices, (views, _) = slices
         if indices not in self._counted:
             roots = [torch.full((1,), math.sqrt(view.numel()), device=device) for view in views]
@@ -150,7 +151,7 @@ class StableAdamW(AdamByUnit):
         return self._counted[indices]
 
     def _surprise(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
-        """Flat |g| / max(sqrt(v^), eps) of the update that comes."""
+        """Flat |g| / max(sqrt(v^), eps) of the next update."""
         beta2 = group["betas"][1]
         gradients = [t.grad.reshape(-1) for t in tensors if t.grad is not None]
         if self.grad_scale is not None:

@@ -1,9 +1,9 @@
-"""Muon: momentum made orthogonal matrix by matrix, whatever partitions ZeRO hands it; AdamW for all other parameters.
+"""Muon: momentum orthogonalised matrix by matrix, for any partitions of ZeRO; AdamW for all other parameters.
 
-Each rank averages the gradients of what it holds into its momentum. Once an update the directions of every matrix are sent
-to the one rank that owns it, which makes them orthogonal by a Newton-Schulz iteration and returns to each rank what it
-holds. Matrices are assigned to ranks by the cost of their iteration; the exchange is in the type of the iteration, 2 bytes
-an element each way in 16 bits. Nothing is read back from the device.
+Each rank averages the gradients of its partition into its momentum. Once an update the directions of every matrix are sent to the
+rank that owns it, which orthogonalises them by a Newton-Schulz iteration and returns the parts to the ranks. Matrices are assigned to
+ranks by the cost of their iteration; the exchange is in the type of the iteration, 2 bytes an element each way in 16 bits. Nothing is
+read back from the device.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; scale and decoupled decay of Liu et al. 2025,
 "Muon is Scalable for LLM Training", section 2.2, so that AdamW's learning rates fit.
@@ -25,15 +25,15 @@ from megabert.distributed.ranks import World
 from megabert.optim.adamw import AdamW
 from megabert.optim.guarded import MOMENTS, FlatSegment, blocks
 
-# With Nesterov's look ahead.
+# Momentum, with Nesterov's look-ahead.
 MOMENTUM = 0.95
 # Iterations of Newton-Schulz.
 STEPS = 5
-# Steep at 0, so that 5 steps bring every singular value to 0.7-1.2.
+# Coefficients steep at 0, so that 5 steps bring every singular value to 0.7-1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
-# Root mean square of an element in AdamW's updates.
+# Root mean square of the elements of AdamW's updates.
 SCALE = 0.2
-# Least norm: the update has one size however small the gradients, until their squares are 0 in fp32.
+# Smallest norm: the size of the update does not depend on that of the gradients until their squares are 0 in fp32.
 TINY = 1e-20
 # Key of a group of parameters: whether it holds matrices.
 ORTHOGONAL = "orthogonal"
@@ -58,19 +58,19 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        """Of the products that make it orthogonal."""
+        """FLOPs of its orthogonalisation."""
         short, long = sorted((self.rows, self.columns))
         return STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
     @property
     def scale(self) -> float:
-        """Of an orthogonal matrix, for an update as large as AdamW's."""
+        """Factor of an orthogonal matrix for an update as large as AdamW's."""
         return SCALE * math.sqrt(max(self.rows, self.columns))
 
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Elements [start, end) of a rank's flat tensor `tensor` are elements from `offset` on of matrix `matrix`."""
+    """Elements [start, end) of a rank's flat tensor `tensor`, which are elements from `offset` on of matrix `matrix`."""
 
     tensor: int
     start: int
@@ -85,18 +85,18 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """What one rank sends and receives when directions go to the owners of their matrices; updates go the other way."""
+    """Parts that a rank sends to the owners of matrices and receives as an owner; updates are exchanged in reverse."""
 
     matrices: tuple[Matrix, ...]
-    # By owner: parts that this rank holds.
+    # By owner: parts in this rank's partition.
     held: tuple[tuple[MatrixPart, ...], ...]
-    # By holder: parts of the matrices that this rank owns.
+    # By rank: its parts of the matrices that this rank owns.
     owned: tuple[tuple[MatrixPart, ...], ...]
 
 
 def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
-    """Matrices of each parameter of `model` that has some, by its number: a module's `matrices` is the number of those that
-    are stacked in its `weight`."""
+    """Matrices by number of the parameter, for parameters of `model` that have some: a module's `matrices` is the number of matrices
+    stacked in its `weight`."""
     number = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     matrices = {}
     for module in model.modules():
@@ -108,7 +108,7 @@ def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
 
 
 def muon_groups(model: nn.Module, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of parameters, each of `given` cut in two: matrices of the layers, and all else."""
+    """Groups of parameters, each of `given` split into matrices of the layers and the rest."""
     matrices, groups = find_matrices(model), []
     orthogonal = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in matrices}
     for group in given:
@@ -119,7 +119,7 @@ def muon_groups(model: nn.Module, given: Sequence[Mapping[str, Any]]) -> list[di
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank that owns each of the matrices: the costliest first, each to the rank with the least so far."""
+    """The rank that owns each matrix: matrices by falling cost, each assigned to the rank with the lowest total."""
     owners, load = [0] * len(costs), [0.0] * ranks
     for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         owners[n] = min(range(ranks), key=lambda rank: (load[rank], rank))
@@ -154,7 +154,7 @@ def plan_exchange(
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Matrices [k, n, m] with every singular value brought near 1, by products in their type."""
+    """Matrices [k, n, m] with all singular values near 1, by products in their type."""
     a, b, c = QUINTIC
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=torch.float32)
@@ -166,7 +166,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(AdamW):
-    """Muon for the groups whose `orthogonal` is true, AdamW for the others, by one learning rate.
+    """Muon for the groups whose `orthogonal` is true, AdamW for the others, with the same learning rate.
 
     Matrices keep one moment, AdamW's parameters two.
     """
@@ -175,7 +175,7 @@ class Muon(AdamW):
         self, model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float], eps: float,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """`groups`: of all the model's parameters; `dtype`: of the Newton-Schulz products, and of the exchange between ranks."""
+        """`groups`: all parameters of the model; `dtype`: type of the Newton-Schulz products and of the exchange between ranks."""
         self._matrices, self._dtype = find_matrices(model), dtype
         self._whole: dict[Tensor, tuple[FlatSegment, ...]] = {}
         self._whole |= {p: (FlatSegment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
@@ -221,7 +221,7 @@ class Muon(AdamW):
                 self._update_matrices(group, tensors)
 
     def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Gradients are consumed. A step that is not taken runs with g = 0, momentum times 1 and a rate of 0."""
+        """Overwrites gradients. A skipped step runs with g = 0, momentum times 1 and a rate of 0."""
         taken = 1 - self.found_inf
         torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))
         weights = [t.detach().view(-1) for t in tensors]
@@ -252,15 +252,15 @@ class Muon(AdamW):
             share = share / self.grad_scale
         for g, m in blocks(gradients, momenta):
             for part in g:
-                part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+                part.masked_fill_(skip, 0.0)  # a factor of 0 would keep NaN
             torch._foreach_mul_(g, share)
             torch._foreach_mul_(m, keep)
             torch._foreach_add_(m, g)
             torch._foreach_add_(g, m, alpha=MOMENTUM)
 
     def _collect(self, exchange: MatrixExchange, directions: list[Tensor]) -> dict[int, Tensor]:
-        """Directions of this rank's matrices, whole, by number."""
-        # Where every rank holds everything, its own parts are all it needs.
+        """Complete directions of this rank's matrices, by number."""
+        # If every rank holds everything it needs no parts of others.
         partitioned = self._reduce_on is not None
         parts = tuple(chain.from_iterable(exchange.held)) if partitioned else exchange.owned[self._rank]
         packed = self._pack([directions[p.tensor][p.start : p.end] for p in parts])
@@ -273,7 +273,7 @@ class Muon(AdamW):
         return {n: torch.cat([values for _, values in sorted(of, key=lambda p: p[0])]) for n, of in by_matrix.items()}
 
     def _orthogonalize(self, exchange: MatrixExchange, owned: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's matrices made orthogonal, flat; those of one shape in one batch."""
+        """This rank's orthogonalised matrices, flat; computed in a batch for each shape."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for n in owned:
             matrix = exchange.matrices[n]
@@ -287,7 +287,7 @@ class Muon(AdamW):
     def _return_updates(
         self, exchange: MatrixExchange, owned: Mapping[int, Tensor]
     ) -> Iterable[tuple[MatrixPart, Tensor]]:
-        """Every part that this rank holds with its update, fp32."""
+        """Every part in this rank's partition with its update, fp32."""
         sent = chain.from_iterable(exchange.owned)
         packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent])
         parts = tuple(chain.from_iterable(exchange.held))
@@ -305,8 +305,7 @@ class Muon(AdamW):
     def _all_to_all(
         self, sent: Tensor, to: Sequence[Sequence[MatrixPart]], back: Sequence[Sequence[MatrixPart]]
     ) -> Tensor:
-        """What the ranks send this one, the parts `back` of each rank in order; `sent` holds the parts `to` each. A
-        collective."""
+        """The parts `back` received from each rank, in order; `sent` has the parts `to` each rank. A collective."""
         if self._ranks == 1:
             return sent
         width = sent.element_size()

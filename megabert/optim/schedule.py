@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a pure function of the update's number or, by tokens and minutes, of those used so far."""
+"""Learning-rate schedules: pure functions of the update's number, or of the tokens or minutes used so far."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megabert.config import Phase, ScheduleConfig
 
 
 def share_used(schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
-    """How much of the run's budget is used before update `step` (0 for the first), from 0 to 1.
+    """Share (0 to 1) of the run's budget used before update `step` (0 for the first).
 
-    `minutes` of training and real `tokens` are those of all updates before it; what `schedule.by` names counts.
+    `minutes` of training and real `tokens` are those of all updates before it; `schedule.by` selects which counts.
     """
     if schedule.unit == "minutes":
         return min(minutes / schedule.budget_minutes, 1.0)
@@ -22,8 +22,8 @@ def share_used(schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
     """Learning rate of update `step` (0 for the first), before which `minutes` and `tokens` were used.
 
-    Warm-up is linear and reaches `peak` at update `warmup_steps` (never 0, so no update is wasted); decay runs from
-    there to `total_steps`. By minutes of training (Izsak et al. 2021, section 3.2) or tokens, warm-up is a share of these.
+    Warm-up is linear and reaches `peak` at update `warmup_steps` (the rate is never 0); decay runs from there to
+    `total_steps`. By minutes of training (Izsak et al. 2021, section 3.2) or tokens, warm-up is a share of these.
     """
     assert step >= 0 and minutes >= 0 and tokens >= 0
     if schedule.unit != "steps":
@@ -45,12 +45,12 @@ def phase_rate(phase: Phase, schedule: ScheduleConfig, step: int, minutes: float
 
 
 def finished(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> bool:
-    """True when no update is left: all steps are done, or the budget of minutes or tokens is used up."""
+    """True when all steps are done, or the budget of minutes or tokens is used up."""
     return step >= schedule.total_steps or share_used(schedule, step, minutes, tokens) >= 1
 
 
 def _by_share(schedule: ScheduleConfig, used: float) -> float:
-    """Learning rate over its peak when a share of the budget (0 to 1) is used."""
+    """Learning rate relative to its peak when a share of the budget (0 to 1) is used."""
     warmup = schedule.budget_warmup
     if used < warmup:
         return max(used / warmup, 1e-3)
@@ -58,7 +58,7 @@ def _by_share(schedule: ScheduleConfig, used: float) -> float:
 
 
 def _decay(schedule: ScheduleConfig, progress: float, warmup: float) -> float:
-    """Learning rate over its peak after `progress` (0 to 1) of what follows a `warmup` of that share."""
+    """Learning rate relative to its peak after `progress` (0 to 1) of the part after a `warmup` of that share."""
     left = 1.0 - min(max(progress, 0.0), 1.0)
     if schedule.name == "constant":
         return 1.0
