@@ -1,10 +1,10 @@
-"""Choice of backends by measurement, where a run on CUDA leaves them to `auto`.
+"""Choice of backends by measurement, for a run on CUDA with `auto`.
 
-A candidate is measured whole: forward and backward of a model of one layer at the run's own shapes. Without dropout its loss
-and gradients may be at most four times as far from fp32's as plain torch's in the same type; then the median time with
-dropout counts. Attention is chosen first, then the layer, then the loss. Each candidate runs in a child process with a time
-limit: one that crashes or does not end is noted as broken in the cache and not started again on this machine. Rank 0
-measures, and every rank takes what it chose; a resumed run takes what the run's folder records.
+A candidate is measured as forward and backward of a model of one layer at the run's shapes. Without dropout the errors of its loss and
+gradients against fp32 may be at most four times those of plain torch in the same type; then candidates are compared by their median
+time with dropout. Attention is chosen first, then the layer, then the loss. Each candidate runs in a child process with a time limit;
+one that crashes or does not end is recorded as broken in the cache and not started again on this machine. Rank 0 measures and
+broadcasts its choice; a resumed run uses the choice recorded in the run's folder.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.model import BertForPreTraining
 
-# What is tried for each operation, and what runs beside it until it is chosen itself, or where no candidate is usable.
+# Candidates of each operation, and the backend used until one is chosen, or if none is usable.
 CANDIDATES = {
     "attention": ("varlen", "cudnn", "native"),
     "layer": ("native", "compiled"),
     "mlm_loss": ("torch", "native"),
 }
 PLAIN = {"attention": "sdpa", "layer": "torch", "mlm_loss": "torch"}
-# In the run's folder.
+# File in the run's folder.
 RECORD = "backends.json"
-# Where `megabert` is imported from.
+# Folder from which `megabert` is imported.
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds of a candidate; what is compiled takes most.
+# Time limit of a candidate in seconds; compilation takes longest.
 TIME_LIMIT = 300.0
-# Forward and backward passes, and the first of them, which are not timed.
+# Forward and backward passes, and number of the first ones that are not timed.
 PASSES, WARM_UP = 25, 5
-# Of plain torch's error, which a candidate's may have; and errors below which it counts as rounding of the type.
+# Largest error of a candidate relative to plain torch's, and errors that always pass as rounding of the type.
 MULTIPLE = 4.0
-# Pairs of tokens of the rows that a candidate is checked on: plain torch holds a mask, or more, of each pair.
+# Most token pairs in the rows of a check, since plain torch has a mask, or more, for each pair.
 CHECKED_PAIRS = 1 << 24
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
@@ -67,7 +67,7 @@ def choose_backends(
     """`config` with a backend's name for every `auto` on CUDA; logged, cached and recorded. A collective.
     `progress` is called after each candidate.
 
-    Raises ValueError on every rank where a rank cannot run what rank 0 chose.
+    Raises ValueError on every rank if a rank cannot run the choice of rank 0.
     """
     roles = [role for role in CANDIDATES if getattr(config.ops, role) == "auto"]
     if world.device.type != "cuda" or not roles:
@@ -98,7 +98,7 @@ def choose_backends(
 
 
 def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
-    """Why each backend of an operation cannot run; "" where it can."""
+    """Why each backend of an operation cannot run; "" if it can."""
     model = config.model
     reasons = ops.obstacles(
         role, device, DTYPES[config.precision], config.causal_updates, model.hidden // model.heads, model.window
@@ -109,8 +109,8 @@ def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
 
 
 def shapes_of(config: Config, dataset: AnyDataset, device: torch.device) -> dict[str, Any]:
-    """What a micro-batch of the run asks of one layer, as JSON; `lengths` of the sequences in as many of its rows,
-    the same ones for every seed, so that a run with another seed finds its results in the cache."""
+    """Shapes of a layer for a micro-batch of the run, as JSON; `lengths` of the sequences are those of fixed rows, so that runs with
+    other seeds find the results in the cache."""
     lengths = []
     for row in dataset.order(0, np.arange(config.batch.micro_size))[0]:
         with contextlib.suppress(DamagedRow):  # the loader names it when the row is due
@@ -158,7 +158,7 @@ def measure(
 
 
 def describe_place(device: torch.device, deterministic: bool = False) -> dict[str, Any]:
-    """What decides how fast a backend is besides the shapes: device, driver, torch, the native library."""
+    """Key of the cache besides the shapes: device, driver, torch, the native library."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "driver": environment.nvidia_driver(),
@@ -176,7 +176,7 @@ def cache_file(place: Mapping[str, Any]) -> Path:
 
 
 def cached_result(candidate: str, spec: Mapping[str, Any], place: Mapping[str, Any]) -> float | str:
-    """Milliseconds of a candidate, or why it is not used: from the cache, or measured now in a child process."""
+    """Milliseconds of a candidate, or why it is unusable: from the cache, or measured in a child process."""
     file = cache_file(place)
     cache = {"results": {}, "broken": {}} | _read(file)
     results, broken = cache["results"], cache["broken"]
@@ -205,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-# -- a candidate, in its own process ---------------------------------------------------------------------------------
+# -- a candidate, in a child process ---------------------------------------------------------------------------------
 
 
 class BrokenCandidate(Exception):
@@ -213,7 +213,7 @@ class BrokenCandidate(Exception):
 
 
 def run_child(spec: Mapping[str, Any], command: tuple[str, ...] = (sys.executable, "-m", __name__)) -> float | str:
-    """Milliseconds of a forward and backward pass by `spec`, or why they are not to be had. Raises BrokenCandidate."""
+    """Milliseconds of a forward and backward pass by `spec`, or why there are none. Raises BrokenCandidate."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, input=json.dumps(spec), capture_output=True, text=True, timeout=TIME_LIMIT
@@ -223,7 +223,7 @@ def run_child(spec: Mapping[str, Any], command: tuple[str, ...] = (sys.executabl
     if done.returncode < 0:
         raise BrokenCandidate(f"crashed with signal {-done.returncode}")
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no output"]
-    if done.returncode:  # an exception's own line, among what torch adds behind it
+    if done.returncode:  # the line of the exception, before those that torch adds
         return next(
             (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Unsupported): ", line)), lines[-1]
         )
@@ -232,7 +232,7 @@ def run_child(spec: Mapping[str, Any], command: tuple[str, ...] = (sys.executabl
 
 
 def run_candidate(spec: Mapping[str, Any]) -> float | str:
-    """Milliseconds of a forward and backward pass, or what is wrong with its results."""
+    """Milliseconds of a forward and backward pass, or the error in its results."""
     if spec["deterministic"]:
         repeat_bit_for_bit()
     dtype, rows = DTYPES[spec["precision"]], max(1, min(spec["rows"], CHECKED_PAIRS // spec["seq_len"] ** 2))
@@ -249,7 +249,7 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
 
 
 def batch_of(spec: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Random tokens in the sequences of rows of the run, every prediction slot used, as the loader gives them."""
+    """A batch of random tokens in sequences of the given lengths, with every prediction slot used."""
     lengths = np.array(spec["lengths"], np.uint16)[: spec["rows"]]  # (B, S)
     rows, width, slots, entries = len(lengths), spec["seq_len"], spec["predictions"], spec["model"]["vocab_size"]
     draw = np.random.default_rng(0)
@@ -276,7 +276,7 @@ def _model(
     torch.manual_seed(0)
     cfg = ModelConfig(**(spec["model"] | none))
     model = BertForPreTraining(cfg, OpsConfig.model_validate(dict(backends)), spec["device"], dtype, spec["causal"])
-    with torch.no_grad():  # biases start at 0, which would hide a wrong use of them
+    with torch.no_grad():  # biases start at 0, which would hide errors in their use
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -292,13 +292,13 @@ def _gradients(model: BertForPreTraining, batch: Mapping[str, Tensor]) -> dict[s
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
-    """Largest error as a share of the largest exact value; NaN where `value` holds one."""
+    """Largest error relative to the largest exact value; NaN if `value` has one."""
     scale = exact.double().abs().max().item() or 1.0
     return (value.double() - exact.double()).abs().max().item() / scale
 
 
 def _milliseconds(model: BertForPreTraining, batch: Mapping[str, Tensor]) -> float:
-    """Median of forward and backward passes, after some that are not timed."""
+    """Median of forward and backward passes, after some untimed ones."""
     times, wait = [], torch.cuda.synchronize if batch["input_ids"].is_cuda else lambda: None
     for _ in range(PASSES):
         model.zero_grad()

@@ -1,11 +1,10 @@
 """Training engine: a model under DeepSpeed ZeRO, one call an update.
 
-Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
-update. A module that trains here names its k losses in `terms`, gives in `weights` the factor of each in their sum and in
-`counts(batch)` over how many items a batch sums each, and returns the k sums followed by k counts of correct answers. A
-non-finite loss or gradient on any rank skips the update on all ranks. An update reads nothing back from the device and
-copies nothing to it from memory that is not pinned, so that the host runs ahead. Exceptions: a veto reads the loss; stage 3
-waits for its own side streams.
+Losses are sums divided by the global counts of the update, so the update does not depend on ranks and micro-steps. A module names its
+k losses in `terms`, their factors in the total in `weights`, and the number of items that a batch sums for each in `counts(batch)`;
+it returns the k sums followed by k counts of correct answers. A non-finite loss or gradient on any rank skips the update on all ranks.
+An update reads nothing back from the device and copies to it only from pinned memory, so that the host runs ahead. Exceptions: a veto
+reads the loss; stage 3 waits for its own side streams.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Engine:
         world: World,
         deepspeed_extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`model` (or what builds it) has fp32 weights; `deepspeed_extra` holds a user's further DeepSpeed keys.
+        """`model` (or a function that builds it) has fp32 weights; `deepspeed_extra` has additional DeepSpeed keys of the user.
 
         Raises ValueError naming a key of `deepspeed_extra` that contradicts the config.
         """
@@ -64,7 +63,7 @@ class Engine:
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         products = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", products)
-        with contextlib.redirect_stdout(io.StringIO()):  # what DeepSpeed prints past its own logger
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed also prints without its logger
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
@@ -81,16 +80,16 @@ class Engine:
             self.optimizer.set_units(units)
         self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         self.own_time = OwnTime(world.device)
-        # Called after each micro-step and restored parameter: an update may take longer than a watchdog waits.
+        # Called after each micro-step and restored parameter, since an update may take longer than the watchdog's limit.
         self.progress: Callable[[], None] = lambda: None
-        # Updates that were not applied.
+        # Number of skipped updates.
         self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
         self.step = steps.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def enter_phase(self, config: Config) -> None:
-        """Take over batch sizes and rotary bases of a phase of the run, between two updates."""
+        """Set batch sizes and rotary bases for a phase of the run, between two updates."""
         self.config = self.config.model_copy(update={"batch": config.batch, "model": config.model})
         self.accumulation = accumulation(config, self.world.size)
         self.module.cfg = config.model  # type: ignore[assignment]
@@ -101,8 +100,8 @@ class Engine:
     def train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None = None) -> UpdateResult:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
 
-        Where `veto(loss)` is true, on every rank, the step is not taken, as if gradients were not finite. It costs a wait
-        for the last forward pass.
+        If `veto(loss)` is true, on every rank, the step is skipped as for non-finite gradients. This waits for the last forward
+        pass.
         """
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
         random_numbers.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
@@ -111,7 +110,7 @@ class Engine:
             group["lr"] = lr * group[RATE]
         counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
         totals = self._sum_over_ranks(to_device(counts, self.world.device, torch.float64))
-        # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
+        # DeepSpeed averages over micro-steps and ranks, so a part of the global mean is multiplied by both.
         averaged = self.accumulation * (self.world.size if self.step.deepspeed_sums else 1)
         scale = averaged / totals.clamp(min=1).float() * self._weights.float()
         terms, vetoed = len(counts), False
@@ -147,8 +146,8 @@ class Engine:
         )
 
     def _seeds(self, step: int) -> Tensor | None:
-        """int64 [A, 2] on the device: for each micro-step the seed of the update's dropout, and the place in the update of
-        the micro-batch's first row, so that a row's masks follow the row. None for a module that takes no seed."""
+        """int64 [A, 2] on the device: for each micro-step the seed of the update's dropout, and the index in the update of the
+        micro-batch's first row, so that masks depend on the row. None for a module without a seed argument."""
         if not self._takes_seed:
             return None
         key, micro = random_numbers.update_seed(self.config.seed, step), self.config.batch.micro_size
@@ -157,18 +156,18 @@ class Engine:
         return to_device(values, self.world.device, torch.int64).view(-1, 2)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """`tensor`, which becomes the sum in place. A collective."""
+        """`tensor`, summed in place. A collective."""
         if self.world.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any], sources: int = 0) -> Tensor:
-        """Sums over all ranks' batches, fp64 [3 k]: loss, correct answers and items of each term, of batches that have `sources`
-        so many more behind MLM's and NSP's.
+        """Sums over all ranks' batches, fp64 [3 k]: loss, correct answers and items of each term; for batches with `sources` those of
+        each source follow MLM's and NSP's.
 
-        Dropout is off. Ranks may hold different numbers of batches; at stage 3, where a forward pass is a collective,
-        each needs at least one (ValueError).
+        Dropout is off. Ranks may have different numbers of batches; at stage 3, where a forward pass is a collective, each needs at
+        least one (ValueError).
         """
         self._deepspeed.eval()
         sums = torch.zeros(3 * (len(self.terms) + sources), dtype=torch.float64, device=self.world.device)
@@ -180,7 +179,7 @@ class Engine:
         return self._sum_over_ranks(sums)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
-        """`batches`, and whether each counts; at ZeRO stage 3 the last one again until every rank is done."""
+        """`batches`, and whether each counts; at ZeRO stage 3 the last one is repeated until every rank is done."""
         world = self.world
         if self.config.zero.stage < 3 or world.size == 1:
             for batch in batches:
@@ -200,9 +199,9 @@ class Engine:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Copies in host memory of what this rank saves of the training state, between two updates.
+        """Copies in host memory of this rank's part of the training state, between two updates.
 
-        That is 12 bytes an element of those whose moments it holds; at stage 0, where every rank holds all, of its share.
+        12 bytes for each element whose moments are on this rank; at stage 0, where every rank has all, for its share.
         """
         layout, world = self.layout, self.world
         masters = [master.tensor for master in layout.masters]
@@ -248,8 +247,8 @@ class Engine:
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
 
     def _set_parameter(self, parameter: Any, whole: Tensor) -> None:
-        """The model's own weight, or at stage 3 this rank's partition of it, in the model's type."""
-        if parameter.numel() == whole.numel():  # stage 3 leaves an empty tensor where it partitioned
+        """Set the model's weight, or at stage 3 this rank's partition of it, in the model's type."""
+        if parameter.numel() == whole.numel():  # empty if stage 3 partitioned it
             parameter.copy_(whole.view(parameter.shape))
         partition = getattr(parameter, "ds_tensor", None)
         if partition is not None:
@@ -261,7 +260,7 @@ class Engine:
         return dict(zip(self.layout.names, self.layout.shapes, strict=True))
 
     def consolidated_weights(self) -> dict[str, Tensor]:
-        """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
+        """Complete fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
         return self.layout.gather(self.world)
 
     @property
@@ -281,7 +280,7 @@ class Engine:
 
 
 def _optimizer_kernels(config: Config, device: torch.device) -> str:
-    """ "torch" or "apex": as `ops.optimizer` names it; for auto apex where it can run. Raises ValueError where it cannot."""
+    """ "torch" or "apex": as `ops.optimizer` says; with auto apex if it can run. Raises ValueError if it cannot."""
     if config.ops.optimizer == "torch":
         return "torch"
     reason = apex.obstacle(config, device)

@@ -1,9 +1,9 @@
-"""Gradients of stage 1 in bf16: summed in fp32 where they lie, and over the ranks during the backward pass.
+"""Gradients of stage 1 in bf16: accumulated in place in fp32, and summed over the ranks during the backward pass.
 
 DeepSpeed 0.19's wrapper of that stage converts all gradients after each backward pass, averages them after the last one in
-bf16, and gives every rank all of them. Here a gradient goes into its group's flat fp32 tensor as soon as autograd has it
-(the update's first one is copied, so that nothing has to be zeroed), and a bucket of the tensor is summed in fp32 on the
-rank that needs it as soon as the last micro-step has filled it: as many bytes as all ranks would get in bf16.
+bf16, and gives every rank all of them. Here a gradient is added to its group's flat fp32 tensor as soon as autograd has it
+(the first one of an update is copied, so that nothing has to be zeroed), and a bucket of the tensor is summed in fp32 on the rank that
+needs it as soon as the last micro-step has filled it. This sends as many bytes as an all-reduce in bf16.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megabert.distributed.ranks import wait_for_ranks
 
-# Elements summed at once, at most: 100 MB, a millisecond of NVLink.
+# Most elements summed at once: 100 MB, a millisecond of NVLink.
 BUCKET = 25_000_000
-# Elements of a rank's own part, at least; smaller ones cost more in latency than in bandwidth, so all ranks get all.
+# Smallest part of a rank in elements; below it latency costs more than bandwidth, so gradients are all-reduced.
 LEAST = 1_000_000
 
 
@@ -30,9 +30,9 @@ class GradientBucket:
 
     flat: Tensor
     owner: int
-    # Numbers of parameters in the order of the model.
+    # Indices of parameters in the order of the model.
     members: frozenset[int]
-    # Of these, gradients that the last micro-step has not yet given.
+    # Number of these whose gradient the last micro-step has not computed yet.
     waiting: int = 0
 
 
@@ -42,8 +42,8 @@ class FlatGradients:
     def __init__(
         self, groups: Sequence[tuple[Tensor, Sequence[nn.Parameter]]], order: Sequence[nn.Parameter], world: int
     ) -> None:
-        """`groups`: a flat tensor, whose `world` equal parts belong to the ranks, and the parameters that are concatenated in
-        it. `order`: all parameters as the forward pass uses them."""
+        """`groups`: a flat tensor, whose `world` equal parts belong to the ranks, and the parameters concatenated in it. `order`: all
+        parameters in the order of the forward pass."""
         number = {id(parameter): n for n, parameter in enumerate(order)}
         self._views: dict[int, Tensor] = {}
         self._buckets: list[GradientBucket] = []
@@ -59,7 +59,7 @@ class FlatGradients:
             for begin, end, owner in bucket_bounds(flat.numel(), world) if world > 1 else ():
                 members = frozenset(n for n, first, last in ends if first < end and begin < last)
                 self._buckets.append(GradientBucket(flat[begin:end], owner, members))
-        # The backward pass reaches the last layer first. All ranks sum in this one order, whatever arrives earlier.
+        # The backward pass reaches the last layer first. All ranks sum in this order, even if a bucket is ready earlier.
         self._buckets.sort(key=lambda bucket: -min(bucket.members, default=-1))
         for n in self._views:
             self._in[n] = [bucket for bucket in self._buckets if n in bucket.members]
@@ -73,12 +73,12 @@ class FlatGradients:
             bucket.waiting = len(bucket.members)
 
     def last(self) -> None:
-        """The next backward pass is the update's last one. A collective, with `finish`."""
+        """Announce the last backward pass of the update. A collective, with `finish`."""
         self._last = True
 
     def finish(self) -> None:
-        """The sums are there for what is queued on the device from here on; the next update overwrites them. Parameters
-        without a gradient have 0."""
+        """Complete the sums, for work queued on the device after this call; the next update overwrites them. Parameters without a
+        gradient have 0."""
         for n, view in self._views.items():
             if n not in self._filled:
                 view.zero_()

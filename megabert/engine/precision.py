@@ -1,8 +1,7 @@
-"""Precision that a device computes in: what `precision=auto` means on it, where 16-bit products are only emulated, and
-updates that repeat bit for bit.
+"""Precision by device: the meaning of `precision=auto`, emulated 16-bit products, and bit for bit reproducible updates.
 
 Processors without AVX512-BF16 or AMX emulate products of bf16: on one core of an AMD EPYC of the third generation, 1 to 7
-GFLOP/s where fp32 does 65.
+GFLOP/s instead of 65 in fp32.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from megabert.distributed.ranks import World
 
 AUTO = "auto"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
-# Compute capability of the first GPUs that multiply bf16.
+# Compute capability of the first GPUs with bf16 products.
 AMPERE = (8, 0)
-# Compute capability of the first GPUs that multiply float8.
+# Compute capability of the first GPUs with float8 products.
 ADA = (8, 9)
-# Buffers of cuBLAS that no stream shares with another: 8 of 4 MiB.
+# Workspaces of cuBLAS that streams do not share: 8 of 4 MiB.
 CUBLAS_WORKSPACE = ":4096:8"
 
 
 def usual(device: torch.device) -> str:
-    """The precision that a device trains fastest in: bf16 where it multiplies that, else fp32."""
+    """The fastest precision of a device for training: bf16 if it has bf16 products, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= AMPERE else "fp32"
     return "bf16" if environment.multiplies_bf16() else "fp32"
 
 
 def dtype_on(device: torch.device, precision: str) -> torch.dtype:
-    """The type to compute a finished model in that was trained in `precision`: fp32 where the device would emulate that."""
+    """The type for inference with a model trained in `precision`: fp32 if the device would emulate that."""
     fast = usual(device)
     return DTYPES[fast if fast == "fp32" or precision == AUTO else precision]
 
 
 def choose(asked: str, world: World, saved: str = "") -> str:
-    """A precision in place of `auto`: that of the checkpoint the run resumes from (`saved`), else the one that all ranks are
-    fast in. Warns of bf16 that a device emulates. A collective."""
+    """The precision for `auto`: that of the checkpoint to resume from (`saved`), else the one that is fast on all ranks. Warns of
+    emulated bf16. A collective."""
     common = "fp32" if world.agree_any(usual(world.device) == "fp32") else "bf16"
     chosen = (saved or common) if asked == AUTO else asked
     if (chosen, common) == ("bf16", "fp32") and world.is_main:
@@ -62,11 +61,11 @@ def with_precision(config: Config, world: World, saved: str = "") -> Config:
 
 
 def repeat_bit_for_bit(fill: bool = False) -> None:
-    """Updates repeat bit for bit on CUDA too: from here on torch takes deterministic algorithms only, and a RuntimeError
-    names an operation that has none. docs/reproducibility.md lists them.
+    """Make updates reproducible bit for bit on CUDA too: torch uses only deterministic algorithms from now on, and a RuntimeError
+    names an operation without one. docs/reproducibility.md lists them.
 
-    For the whole process, and to be called before its first matrix product on CUDA. `fill`: new tensors hold NaN until
-    they are written, which shows what is read too early and costs a pass over each.
+    Affects the whole process; call it before the first matrix product on CUDA. `fill`: new tensors are filled with NaN, which
+    shows reads of unwritten values and costs a pass over each.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
@@ -74,10 +73,10 @@ def repeat_bit_for_bit(fill: bool = False) -> None:
 
 
 def multiply_in_float8(model: nn.Module, device: torch.device) -> None:
-    """Training multiplies in float8 in the linears of all layers but the first and the last: torchao's products, with a scale
-    of each tensor (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Parameters stay as they are.
+    """Use float8 products in training in the linears of all layers but the first and the last: torchao's, with a scale for each
+    tensor (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Parameters are unchanged.
 
-    Raises ValueError where the device or the installation cannot.
+    Raises ValueError if the device or the installation does not support it.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < ADA:
         raise ValueError("precision=fp8 needs a GPU of compute capability 8.9 or newer; use bf16")

@@ -9,19 +9,19 @@ from torch.profiler import profile
 
 from megabert.common.logs import log
 
-# Of the table.
+# Rows of the table.
 ROWS = 25
 
 
 class Profiler:
-    """Profiles the updates from `first` to `last` on this rank, once; with `first` 0 none."""
+    """Profiles the updates from `first` to `last` on this rank, once; none if `first` is 0."""
 
     def __init__(self, folder: Path, rank: int = 0, first: int = 0, last: int = 0) -> None:
         self._stem, self._first, self._last = folder / f"rank{rank}-steps{first}-{last}", first, last
         self._profile: profile | None = None
 
     def update(self, step: int) -> None:
-        """Update `step` begins."""
+        """Call at the beginning of update `step`."""
         if self._profile is not None and step > self._last:
             self.close()
         elif self._profile is None and self._first <= step <= self._last:
@@ -29,7 +29,7 @@ class Profiler:
             self._profile.start()
 
     def close(self) -> None:
-        """Write what was profiled; nothing is profiled after it."""
+        """Write the profile and stop profiling."""
         if self._profile is not None:
             self._profile.stop()
             by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"

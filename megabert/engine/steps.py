@@ -1,9 +1,9 @@
-"""Step of an update under DeepSpeed (0.19), whose own steps wait for the device.
+"""Step of an update under DeepSpeed (0.19), without DeepSpeed's waits for the device.
 
-DeepSpeed's steps wait for the gradient norm once or more an update, at stage 0 in 16 bits once a parameter, to skip and to
-clip on the host. Here its wrapper hands its gradients to the optimizer's guard, which clips and skips on the device, and its
-masters to the optimizer, and does what only it can: sums the gradients over the ranks (but for stage 1 in bf16, see
-gradients.py), copies masters into the model and gathers partitions.
+To skip and clip on the host DeepSpeed's steps wait for the gradient norm once or more an update, at stage 0 in 16 bits once a
+parameter. Here its wrapper passes gradients to the optimizer's guard, which clips and skips on the device, and masters to the
+optimizer. It still sums the gradients over the ranks (except for stage 1 in bf16, see gradients.py), copies masters into the model
+and gathers partitions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megabert.engine.gradients import FlatGradients
 from megabert.engine.zero_layout import ZeroLayout
 from megabert.optim.guarded import GuardedOptimizer
 
-# DeepSpeed's wrappers whose step is replaced here: the start of the SHA-256 of the class's source in 0.19.8. With another source,
-# what is left out here, or done by the methods that are called, may be something else.
+# DeepSpeed's wrappers whose step is replaced here, with the beginning of the SHA-256 of the class's source in 0.19.8. In another
+# source the steps omitted here, or done by the called methods, may differ.
 KNOWN_WRAPPERS = {
     "BF16_Optimizer": "0833d4d1524de3a8",
     "FP16_UnfusedOptimizer": "2cd35bc5b6266aaf",
@@ -38,11 +38,11 @@ KNOWN_WRAPPERS = {
 
 
 def import_deepspeed(world: World) -> Any:
-    """DeepSpeed without its log messages, and without what it would load or compile for parts that nothing here uses.
+    """Import DeepSpeed without its log messages, and without loading or compiling unused parts.
 
-    On the CPU its shared-memory collective, which only inference uses, takes a minute to compile on a fresh machine. MLflow
-    is for its search of settings, takes longer to load than all of DeepSpeed, and starts a thread. Its own Muon is imported
-    wherever ZeRO starts, and decorated for torch.compile, whose compiler is then loaded.
+    On the CPU its shared-memory collective, used only for inference, takes a minute to compile on a fresh machine. MLflow is for
+    tuning, takes longer to load than all of DeepSpeed, and starts a thread. Its Muon is imported with ZeRO and decorated with
+    torch.compile, which would load the compiler.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     hidden = {} if "mlflow" in sys.modules else {"mlflow": None}
@@ -64,7 +64,7 @@ def import_deepspeed(world: World) -> Any:
 
 
 def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, without what makes it look at gradients. Raises ValueError naming a key of `extra` that
+    """DeepSpeed's configuration, without features that read gradients on the host. Raises ValueError naming a key of `extra` that
     contradicts the run's configuration."""
     merged = merge_deepspeed(to_deepspeed(config, world_size), dict(extra), "--deepspeed_config")
     stage, precision = config.zero.stage, config.precision
@@ -80,7 +80,7 @@ def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[
 
 
 class GuardedStep:
-    """A step that reads nothing back from the device: the optimizer's guard clips and skips there."""
+    """A step without reads from the device: the optimizer's guard clips and skips there."""
 
     def __init__(
         self,
@@ -91,27 +91,27 @@ class GuardedStep:
         optimizer: GuardedOptimizer,
         layout: ZeroLayout,
     ) -> None:
-        """DeepSpeed's `engine` and its wrapper of `optimizer` are changed for it."""
+        """Modifies DeepSpeed's `engine` and its wrapper of `optimizer`."""
         self._engine, self._optimizer, self._clip = engine, optimizer, config.optimizer.clip
         self.gradients = replace_step(engine.optimizer, module, layout)
-        # None where DeepSpeed sums gradients over the ranks.
+        # None if DeepSpeed sums gradients over the ranks.
         self.flat = take_gradients(engine, module, world.size)
 
     @property
     def deepspeed_sums(self) -> bool:
-        """DeepSpeed sums gradients over the ranks in its backward passes, where it waits for them, and divides by their number."""
+        """Whether DeepSpeed sums gradients over the ranks in its backward passes, where it waits for them, and divides by their number."""
         return self.flat is None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Of one micro-step."""
+        """Backward pass of one micro-step."""
         if self.flat is not None and last:
             self.flat.last()
         self._engine.backward(loss)
         if not last:
-            self._engine.step()  # which only counts
+            self._engine.step()  # which only counts micro-steps
 
     def finish(self, vetoed: bool) -> tuple[Tensor, Tensor]:
-        """The step: `grad_norm` and `applied` of `UpdateResult`. A collective."""
+        """Take the step; returns `grad_norm` and `applied` of `UpdateResult`. A collective."""
         if self.flat is not None:
             self.flat.finish()
         norm = self._optimizer.guard(self.gradients(), self._clip, skip=vetoed)
@@ -120,10 +120,10 @@ class GuardedStep:
 
 
 def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callable[[], list[Tensor]]:
-    """Replaces `wrapper.step` where it reads from the device; a function that lists this rank's gradients before a step.
+    """Replace `wrapper.step` if it reads from the device; returns a function that lists this rank's gradients before a step.
 
-    Over the ranks of a partitioned layout the lists hold each element once, and padding, which is zero. Stages 1 and 2 with
-    flat partitions leave norm and overflow to the optimizer when `settings` disables their own.
+    Over the ranks of a partitioned layout the lists have each element once, and padding, which is zero. Stages 1 and 2 with flat
+    partitions do not compute norm and overflow when `settings` disables them.
     """
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3
         check_known(type(wrapper))
@@ -148,7 +148,7 @@ def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callabl
 
 
 def check_known(wrapper: type) -> None:
-    """Raises ValueError naming the class where a wrapper is not the one whose step is replaced here."""
+    """Raises ValueError naming the class of a wrapper that differs from the one whose step is replaced here."""
     digest = hashlib.sha256(inspect.getsource(wrapper).encode()).hexdigest()
     known = KNOWN_WRAPPERS.get(wrapper.__name__)
     if known is None or not digest.startswith(known):
@@ -159,11 +159,11 @@ def check_known(wrapper: type) -> None:
 
 
 def take_gradients(engine: Any, module: nn.Module, world_size: int) -> FlatGradients | None:
-    """The gradients of stage 1 in bf16, which DeepSpeed's `engine` then neither converts nor sums; None at another stage."""
+    """The gradients of stage 1 in bf16, which DeepSpeed's `engine` then does not convert or sum; None at another stage."""
     wrapper = engine.optimizer
     if not hasattr(wrapper, "fp32_groups_flat_partition"):
         return None
-    wrapper.immediate_grad_update = True  # it leaves them to hooks, which are ours
+    wrapper.immediate_grad_update = True  # it leaves the sums to hooks, here those of FlatGradients
     wrapper.zero_grad = lambda *args, **kwargs: None
     engine.enable_backward_allreduce = False
     groups = zip(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, strict=True)

@@ -1,4 +1,4 @@
-"""Result of one update, the tables of losses it is made of, and the time that the rank itself computed."""
+"""Result of one update, and the tables of losses from which it is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megabert.optim.guarded import to_device
 
 
 class HostCopy:
-    """A scalar on its way from the device: reading it waits for the copy alone, not for what was queued after it."""
+    """A scalar that is being copied from the device; reading it waits only for the copy, not for later work."""
 
     def __init__(self, value: Tensor) -> None:
         self._value, self._copied = value, None
@@ -29,20 +29,19 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
+    """The result of an update, summed over ranks and micro-steps; tensors are fp64 scalars on the device.
 
-    `skipped`: weights and moments are unchanged, on every rank. `vetoed`: skipped because the caller wanted it; any other
-    skip is a bad update. Nothing is read before the caller asks: `skipped` waits for the end of the update,
-    `float(host_loss)` for its last forward pass.
+    `skipped`: weights and moments are unchanged, on every rank. `vetoed`: skipped at the caller's request; any other skip is a bad
+    update. Values are read on demand: `skipped` waits for the end of the update, `float(host_loss)` for its last forward pass.
     """
 
     # Weighted sum of the losses.
     loss: Tensor
     # [k], means over the update's items.
     losses: Tensor
-    # [k], correct answers.
+    # [k], numbers of correct answers.
     correct: Tensor
-    # [k], items.
+    # [k], numbers of items.
     counts: Tensor
     # fp32, before clipping; inf when skipped.
     grad_norm: Tensor
@@ -58,7 +57,7 @@ class UpdateResult:
         return not float(self.host_applied)
 
     def wait(self) -> None:
-        """Returns when the device has done the update."""
+        """Wait until the device has finished the update."""
         float(self.host_applied)
 
     @property
@@ -67,17 +66,17 @@ class UpdateResult:
 
 
 def doubles(output: Sequence[Tensor]) -> Tensor:
-    """A module's output, k loss sums and k counts of correct answers, as fp64 [2 k]."""
+    """The output of a module, k loss sums and k counts of correct answers, as fp64 [2 k]."""
     return torch.stack([value.double() for value in output])
 
 
 def scaled_loss(losses: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Sum of losses, each by its factor. A non-finite one makes every gradient non-finite, on every rank."""
+    """Weighted sum of losses. A non-finite one makes every gradient non-finite, on every rank."""
     loss = (torch.stack(list(losses)) * scale).sum()
     return loss * (1 + (loss.detach() - loss.detach()))  # 1 for a finite loss, NaN otherwise
 
 
 def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """fp64 [k, 3]: loss sum, correct answers and items of each term, of a module's output for one batch."""
+    """fp64 [k, 3]: loss sum, correct answers and items of each term, from a module's output for one batch."""
     values = doubles(output)
     return torch.stack([*values.view(2, -1), to_device(counts, values.device, values.dtype)], 1)

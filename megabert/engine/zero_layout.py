@@ -1,8 +1,8 @@
 """Layout of the fp32 master weights under each ZeRO stage.
 
-DeepSpeed hands an optimizer flat tensors in place of parameters. A `Master` lists which slice of which parameter each
-segment of a flat tensor is, so that the slices over all ranks cover every parameter exactly once; `find_layout` checks
-that on every start, because the layout is private to DeepSpeed and may change with its version.
+DeepSpeed's optimizers get flat tensors instead of parameters. A `Master` lists the slice of a parameter for each segment of a
+flat tensor. The slices of all ranks cover every parameter exactly once; `find_layout` checks that on every start, because the layout
+is private to DeepSpeed and may change with its version.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from megabert.distributed.ranks import World
 from megabert.optim.guarded import FlatSegment, GuardedOptimizer
 
-# Kind of state of an element, beside MOMENTS.
+# Kind of state of an element, besides MOMENTS.
 WEIGHT = "weight"
-# Of DeepSpeed's engine, beside the number of skipped updates.
+# Counter of DeepSpeed's engine, besides the number of skipped updates.
 COUNTERS = ("global_steps", "global_samples")
 # The counters of a snapshot before the first update.
 START = {"optimizer_steps": 0, "deepspeed": dict.fromkeys((*COUNTERS, "skipped_steps"), 0)}
 
 
 class Stored(Protocol):
-    """A snapshot's tensors, whole on every rank."""
+    """A snapshot's tensors, readable as a whole on every rank."""
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Of every parameter."""
+        """Shapes of all parameters."""
 
     def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, parameter and its elements (flat, fp32), of every parameter that has it. A collective."""
+        """(kind, parameter, flat fp32 elements) for every parameter with that kind of state. A collective."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves of the training state: slices that cover, over all ranks, every parameter exactly once."""
+    """One rank's part of the training state: slices that together with those of the other ranks cover every parameter exactly once."""
 
-    # Of all parameters, the same on every rank.
+    # Shapes of all parameters, the same on every rank.
     shapes: dict[str, tuple[int, ...]]
     # fp32 masters, as `weight`.
     weights: list[ParameterSlice]
-    # Of the same slices; [] before the first update.
+    # Moments of the same slices; [] before the first update.
     moments: list[ParameterSlice]
-    # JSON: the same on every rank.
+    # JSON, the same on every rank.
     counters: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """This rank's masters. `partitioned` is False when every rank holds every parameter whole (ZeRO stage 0)."""
+    """This rank's masters. `partitioned` is False when every rank has all parameters (ZeRO stage 0)."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -89,10 +89,9 @@ class ZeroLayout:
                 yield segment, flat[segment.start : segment.end]
 
     def units(self, parts: Mapping[str, int]) -> tuple[dict[Tensor, tuple[FlatSegment, ...]], int]:
-        """Each master's segments of what has a trust ratio of its own, a unit each, and the number of units.
+        """Each master's segments by units, which have a trust ratio each, and the number of units.
 
-        A unit is a parameter, or one of the `parts` that are stacked in it. Units are numbered in the order of the
-        parameters.
+        A unit is a parameter, or one of the `parts` stacked in it. Units are numbered in the order of the parameters.
         """
         counts = [parts.get(name, 1) for name in self.names]
         first = [sum(counts[:index]) for index in range(len(counts))]
@@ -123,8 +122,8 @@ class ZeroLayout:
                 yield ParameterSlice(self.names[segment.index], segment.offset, views)
 
     def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[FlatSegment, ...]]]:
-        """(master, its segments) that rank `rank` of `size` saves: all it has where parameters are partitioned, otherwise an
-        equal share of the elements, which every rank has."""
+        """(master, its segments) that rank `rank` of `size` saves: all of them if parameters are partitioned, otherwise an equal share
+        of the elements."""
         if self.partitioned:
             return [(number, master.segments) for number, master in enumerate(self.masters)]
         total = sum(s.end - s.start for master in self.masters for s in master.segments)
@@ -143,7 +142,7 @@ class ZeroLayout:
         return shares
 
     def copies(self, world: World, values: Mapping[int, Mapping[str, Tensor]]) -> list[ParameterSlice]:
-        """Copies in host memory of what this rank saves of `values`: by a master's number, tensors like it by kind."""
+        """Copies in host memory of this rank's part of `values`, which has tensors by kind for each master."""
         slices = []
         for number, segments in self.saved_by(world.rank, world.size):
             if not segments or number not in values:
@@ -159,9 +158,9 @@ class ZeroLayout:
         return slices
 
     def gather(self, world: World) -> dict[str, Tensor]:
-        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
+        """Complete fp32 weights by name on the CPU of rank 0, an empty dict on other ranks. A collective.
 
-        Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
+        Bits are summed as integers to keep them exactly: as floats -0.0 + 0 would be 0.0.
         """
         local: dict[int, list[tuple[FlatSegment, Tensor]]] = {}
         for segment, view in self.segments():
@@ -181,15 +180,15 @@ class ZeroLayout:
 
 
 def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
-    """The layout behind DeepSpeed's optimizer wrapper (0.19): recognised by what the wrapper holds.
+    """The layout of DeepSpeed's optimizer wrapper (0.19), recognised by its attributes.
 
-    Raises RuntimeError when the slices of all ranks do not cover every parameter exactly once.
+    Raises RuntimeError if the slices of all ranks do not cover every parameter exactly once.
     """
     named = list(model.named_parameters())
     index_of = {id(parameter): i for i, (_, parameter) in enumerate(named)}
     shapes = tuple(torch.Size(getattr(parameter, "ds_shape", parameter.shape)) for _, parameter in named)
     partitioned = True
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split on its own
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split separately
         masters = _stage_3(optimizer, index_of, shapes, world)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2: a flat group is split
         groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
@@ -216,7 +215,7 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
 def slice_of_group(
     flat: Tensor, group: Sequence[Tensor], rank: int, index_of: Mapping[int, int], offsets: Sequence[int] | None = None
 ) -> Master:
-    """`flat` is the part of `rank` of a group's parameters, which begin at `offsets` of the whole (None: no gaps)."""
+    """The slices in `flat`, the part of `rank` of a group's parameters, which begin at `offsets` of the whole (None: no gaps)."""
     offsets = offsets or list(accumulate((parameter.numel() for parameter in group[:-1]), initial=0))
     segments, begin, end = [], rank * flat.numel(), (rank + 1) * flat.numel()
     for parameter, offset in zip(group, offsets, strict=True):
