@@ -24,6 +24,7 @@ from megabert.checkpoint.tensors import GROUPS, StoredTensors, named, open_file
 from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors
+from megabert.common.logs import log
 from megabert.distributed import keeper
 from megabert.distributed.keeper import CopyName, Generation, Member
 from megabert.distributed.ranks import World
@@ -120,6 +121,9 @@ class Copies:
                 holders.setdefault((cursor, generation, size), {}).setdefault(rank, holder)
         whole = [key for key, ranks in holders.items() if len(ranks) == key[2] and key[0] > after]
         if not whole:
+            if parts_of := max((key for key in holders if key[0] > after), default=None):
+                missing = sorted(set(range(parts_of[2])) - holders[parts_of].keys())
+                log.info(f"copies in memory: the parts of ranks {missing} are lost; the newest checkpoint is taken")
             return None
         cursor, generation, size = newest = max(whole)
         own = [rank for rank, holder in holders[newest].items() if holder == self._world.rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -64,6 +65,19 @@ def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
     found, whole = job.curve(), undisturbed("zero.stage=1")
     assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
     assert [loss for loss, _, _ in found.values()] == pytest.approx([loss for loss, _, _ in whole.values()], rel=1e-4)
+
+
+def test_a_host_and_the_host_with_its_copies_are_lost(dataset, tmp_path: Path, undisturbed) -> None:
+    job = started(dataset, tmp_path / "run", (0, 1, 2, 3), "zero.stage=1", "checkpoint.interval=10")
+    job.wait_for_step(35)
+    for rank in (0, 1):  # rank 1's host has the copies of rank 0
+        job.processes[rank].kill()
+    assert job.codes() == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], job.log.read_text()
+    text = job.log.read_text()
+    assert "the parts of ranks [0] are lost; the newest checkpoint is taken" in text
+    assert "2 of 4 ranks start again" in text and re.search(r"resuming from \S*/step-\d{7}0 at step", text)
+    whole = undisturbed("zero.stage=1")
+    assert {step: rows for step, (_, _, rows) in job.curve().items()} == {s: rows for s, (_, _, rows) in whole.items()}
 
 
 def test_a_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undisturbed) -> None:
