@@ -102,6 +102,7 @@ def load_all() -> None:
     from megabert.engine import import_deepspeed
 
     import_deepspeed(ranks.discover({}))
+    import torch._dynamo  # noqa: F401  by the first optimizer
 
 
 @errors.command
