@@ -41,8 +41,9 @@ from megabert.distributed import signals
 
 # What a rank knows of its keeper: the keeper's folder, and the port at which it takes copies.
 FOLDER, PORT = "MEGABERT_KEEPER", "MEGABERT_KEEPER_PORT"
-# In the keeper's folder: the ranks of this generation, which of them is the keeper's, the newest copy that the peer has, and exit codes.
-MEMBERS, RANK, DELIVERED, EXITS = "members.json", "rank", "delivered", "exits"
+# In the keeper's folder: the ranks of this generation, which of them is the keeper's, the newest copy that the peer has, exit codes,
+# and the token of the run's owner.
+MEMBERS, RANK, DELIVERED, EXITS, OWNER = "members.json", "rank", "delivered", "exits", "owner"
 IN_PLACE, PLAN = "in-place", "plan.json"
 # Where keepers have their folders: memory that outlives the rank.
 MEMORY = Path("/dev/shm")
@@ -140,6 +141,18 @@ def wait_for_place() -> None:
         os._exit(FAILED)
     os.environ.clear()
     os.environ.update(json.loads(text))
+
+
+def known_owner() -> str:
+    """The token of the run's owner (`run_lock`) in the generation before; "" where there is none."""
+    path = Path(os.environ.get(FOLDER, ""), OWNER)
+    return path.read_text() if FOLDER in os.environ and path.exists() else ""
+
+
+def remember_owner(token: str) -> None:
+    """Leave the owner's token to the next generation, where there is a keeper."""
+    if FOLDER in os.environ:
+        write_whole(Path(os.environ[FOLDER], OWNER), token.encode())
 
 
 def address_here(master: tuple[str, int]) -> str:

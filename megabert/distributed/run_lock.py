@@ -109,12 +109,14 @@ _owned: dict[str, Ownership] = {}
 os.register_at_fork(after_in_child=_owned.clear)
 
 
-def take(run_dir: str | Path, world: World) -> None:
-    """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process. A collective; twice is once.
+def take(run_dir: str | Path, world: World, predecessor: str = "") -> str:
+    """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process; the owner's token. A collective;
+    twice is once. `predecessor`: the token of an owner that has ended, as the ranks of the same job know.
 
     Raises ValueError on every rank, naming the owner, where another job lives, and Failed where the file system fails.
     """
-    on_main(world, lambda: _take(Path(run_dir)))
+    on_main(world, lambda: _take(Path(run_dir), predecessor))
+    return world.broadcast(_owned[str(Path(run_dir).resolve())].owner.token if world.is_main else None)
 
 
 def check(run_dir: str | Path) -> None:
@@ -143,7 +145,7 @@ def release() -> None:
             log.warning(describe(error))
 
 
-def _take(run_dir: Path) -> None:
+def _take(run_dir: Path, predecessor: str) -> None:
     folder, key, pid = run_dir / "lock", str(run_dir.resolve()), os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
     owner = Owner(
@@ -157,13 +159,13 @@ def _take(run_dir: Path) -> None:
     while key not in _owned:
         newest = _newest(folder)
         if newest:
-            _wait_for_end(run_dir, folder / newest)
+            _wait_for_end(run_dir, folder / newest, predecessor)
         path = folder / f"{int(newest or 0) + 1:08d}"
         if _create(path, owner):
             _owned[key] = Ownership(run_dir, path, owner)
 
 
-def _wait_for_end(run_dir: Path, path: Path) -> None:
+def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
     """Return once the owner of `path` has ended. Raises ValueError where it lives."""
     last, renewals, same = None, 0, 0.0
     while same < LIMIT:
@@ -172,7 +174,7 @@ def _wait_for_end(run_dir: Path, path: Path) -> None:
         except FileNotFoundError:  # removed by the next owner
             return
         owner = _parse(text)
-        if owner is not None and owner.has_ended:
+        if owner is not None and (owner.has_ended or owner.token == predecessor):
             return
         if last is None:
             log.info(

@@ -101,6 +101,18 @@ class Job:
         os.kill(int(Path(f"/proc/{outer}/task/{outer}/children").read_text()), number)
 
 
+def test_a_predecessor_of_the_same_job_is_not_waited_for(tmp_path, monkeypatch):
+    """One on a lost host, of which only the ranks of its job know that it has ended."""
+    monkeypatch.setattr(run_lock, "LIMIT", 1000.0)
+    first = Job("n1", tmp_path / "run")
+    assert first.outcome() == "taken"
+    first.signal(signal.SIGKILL)
+    owner = json.loads((tmp_path / "run/lock/00000001").read_text())["token"]
+    token = run_lock.take(tmp_path / "run", ALONE, predecessor=owner)
+    assert token != owner and os.listdir(tmp_path / "run/lock") == ["00000002"]
+    run_lock.release()
+
+
 def refused(world: World, run: str) -> str:
     run_lock.BEAT, run_lock.LIMIT, run_lock.POLL = 0.2, LIMIT, 0.05
     try:
