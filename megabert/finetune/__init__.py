@@ -1,1 +1,1 @@
-"""Fine-tuning: one pre-trained encoder, one added layer, any task that classifies, scores, tags or finds a span."""
+"""Fine-tuning: a pre-trained encoder and one added layer, for tasks that classify, score, tag or find a span."""

@@ -6,9 +6,9 @@ megabert finetune … --seeds 3 --lr 2e-5 3e-5 5e-5
 megabert finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
 torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
 
-RUN may also be a Hugging Face folder or the name of a model on its hub. The same command again resumes. Exit codes: 0 all runs are
-finished; 2 a mistake in the command or the files; 3 training diverged; 4 I/O failed or a rank was lost; 85 stopped by TERM, USR1 or
-USR2 or Ctrl-C with everything saved: start the same command again; 130 predictions were stopped so, and nothing is written.
+RUN may also be a Hugging Face folder or the name of a model on its hub. The same command resumes. Exit codes: 0 all runs are finished;
+2 a mistake in the command or the files; 3 training diverged; 4 I/O failed or a rank was lost; 85 stopped by TERM, USR1, USR2 or
+Ctrl-C with everything saved, to be resumed by the same command; 130 predictions were stopped by these, and nothing is written.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """The task that is meant. Raises ValueError for none, two, or an unknown one."""
+    """The task given by the options. Raises ValueError for none, two, or an unknown one."""
     if bool(args.task) == bool(args.kind):
         raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
     if args.kind:
@@ -73,7 +73,7 @@ def task_of(args: argparse.Namespace) -> Task:
 
 
 def check(args: argparse.Namespace) -> int:
-    """OK. Raises ValueError for what is wrong whatever the files hold."""
+    """Returns OK, or raises ValueError for mistakes in the options."""
     refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
     if args.predict:
         if args.limit:
@@ -92,7 +92,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, ranks: Session) -> int:
-    """Every run that has no result yet, then the table and `summary.json`."""
+    """Train every run without a result, then write the table and `summary.json`."""
     from megabert.finetune import datasets, run
 
     task = task_of(args)

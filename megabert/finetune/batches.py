@@ -1,7 +1,7 @@
-"""Batches of fine-tuning: which items an update holds, a function of the seed and its number, packed into rows.
+"""Batches of fine-tuning: the items of an update, a function of the seed and its number, packed into rows.
 
-Items (a text, or a window of one) are what a batch counts. A rank without items in an update still gets a batch: one
-token that nothing is read from, so that its losses are 0 and it takes part in every collective.
+Batch sizes are in items (a text, or a window of one). A rank without items in an update still gets a batch with one token and no
+labels, so that its losses are 0 and it takes part in every collective.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from megabert.data.packing import Packed, pack, pack_line
 from megabert.finetune.encoding import TaskItem
 
-# Least tokens of a row, as far as `max_length` allows: few shapes, and short items share rows.
+# Smallest row length, unless `max_length` is smaller: few shapes, and short items share rows.
 WIDTH = 128
 
 
 @dataclass(frozen=True)
 class ItemLayout:
-    """How items become tensors: the task's kind, the longest item, whether attention is causal."""
+    """Properties of items as tensors: the task's kind, the longest item, whether attention is causal."""
 
     kind: str
     max_length: int
@@ -31,7 +31,7 @@ class ItemLayout:
 
 @dataclass(frozen=True)
 class TaskBatch:
-    """N items in packed rows; P positions are read, in the items' order. `targets` are empty where there are no labels."""
+    """N items in packed rows; P positions are read, in the items' order. `targets` are empty without labels."""
 
     packed: Packed
     # int64 [P], flat positions
@@ -48,7 +48,7 @@ class TaskBatch:
         return replace(self, packed=packed, read=read, places=places, targets=targets)
 
     def inputs(self) -> dict[str, Tensor | None]:
-        """What `Finetuner.forward` takes."""
+        """Arguments of `Finetuner.forward`."""
         return {**self.packed.inputs(), "read": self.read, "places": self.places, "targets": self.targets}
 
     @property
@@ -58,12 +58,12 @@ class TaskBatch:
 
 @dataclass(frozen=True)
 class TaskUpdate:
-    """This rank's micro-batches of update `step`, counted from 0, and which items they hold."""
+    """This rank's micro-batches of update `step`, counted from 0, and their items."""
 
     step: int
     batches: list[TaskBatch]
     epoch: int = 0
-    # int64 [n], numbers of the items
+    # int64 [n], indices of the items
     row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     problem: str = ""
     problem_code: int = 0
@@ -80,7 +80,7 @@ class TaskUpdate:
 
 
 def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -> TaskBatch:
-    """One batch of `items`; without any, the batch that adds nothing. `line`: in one row without padding."""
+    """One batch of `items`; without items an empty one, whose loss is 0. `line`: in one row without padding."""
     ids = [item.ids for item in items] or [np.zeros(1, np.int32)]
     seconds = [item.second for item in items] or [1]
     width = max(max(map(len, ids)), min(WIDTH, layout.max_length))
@@ -94,13 +94,13 @@ def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -
 
 
 def read_at(item: TaskItem, layout: ItemLayout) -> np.ndarray:
-    """int64 [p], where an item is read: what is read at [CLS] is read at the last token of a causal model, which alone has seen
-    the whole text."""
+    """int64 [p], positions at which an item is read: with a causal model the last token, which has the whole text as context, replaces
+    [CLS]."""
     return np.where(item.positions == 0, len(item.ids) - 1, item.positions) if layout.causal else item.positions
 
 
 def _places(sizes: Sequence[int]) -> np.ndarray:
-    """int64 [N, W]: consecutive numbers, so many as the sizes say in each row, then -1."""
+    """int64 [N, W]: consecutive numbers, as many in each row as `sizes` says, then -1."""
     places = np.full((len(sizes), max(sizes, default=1)), -1, np.int64)
     filled = np.arange(places.shape[1]) < np.array(sizes, np.int64)[:, None]
     places[filled] = np.arange(sum(sizes))
@@ -134,7 +134,7 @@ def updates(
     rank: int,
     ranks: int,
 ) -> Generator[TaskUpdate, None, None]:
-    """This rank's part of the updates from number `first` on, without end. Ranks and micro-steps split every global batch evenly."""
+    """Endless updates of this rank, from number `first` on. Ranks and micro-steps split every global batch evenly."""
     per_epoch = steps_per_epoch(len(items), batch)
     step, epoch, shuffled = first, -1, np.zeros(0, np.int64)
     while True:

@@ -1,7 +1,7 @@
-"""Datasets of tasks: the examples of a file, each with the line it comes from.
+"""Datasets of tasks: the examples of a file, each with its line.
 
-Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between sentences, or
-JSON lines of a text and the labelled spans of its characters; answers are SQuAD's JSON. A file that is not what its task says is refused with file and line.
+Texts are rows of tables (`megabert.common.tables`); tags are CoNLL columns with an empty line between sentences, or JSON lines of a
+text and labelled spans of its characters; answers are SQuAD's JSON. Errors in a file name it and the line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENTITY_METRICS = {"f1", "precision", "recall"}
 
 @dataclass(frozen=True)
 class TextExample:
-    """A text or a pair, and its label: a string, several for multilabel, a number for a score, None where unlabelled."""
+    """A text or a pair, and its label: a string, several for multilabel, a number for a score, None if unlabelled."""
 
     id: str
     # File and line, for messages.
@@ -38,8 +38,8 @@ class TextExample:
 
 @dataclass(frozen=True)
 class SentenceExample:
-    """A sentence's words and the tag of each, or None where unlabelled; of a plain text also itself and the places of its words:
-    first character, and one past the last."""
+    """A sentence's words and their tags, None if unlabelled; for a plain text also the text and the first character of each word, and
+    one past the last."""
 
     id: str
     where: str
@@ -51,7 +51,7 @@ class SentenceExample:
 
 @dataclass(frozen=True)
 class QuestionExample:
-    """`answers` are (text, first character in the context) pairs; (): the question has none; None: unlabelled."""
+    """`answers` are pairs of text and first character in the context; (): no answer; None: unlabelled."""
 
     id: str
     where: str
@@ -64,18 +64,18 @@ Example = TextExample | SentenceExample | QuestionExample
 
 
 def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
-    """The examples of a file, of the class of the task's kind. `labelled=False` needs no label column and ignores one.
+    """The examples of a file, of the class for the task's kind. `labelled=False` ignores a label column and needs none.
 
-    Raises ValueError naming file and line for: a column that is missing (and which exist), an empty text, a label that is
-    not one of the task's, a score that is not a finite number, a line with too few columns, two examples of one id, an answer
-    that is not where its context says, a file that is empty or not UTF-8.
+    Raises ValueError naming file and line for: a missing column (with the existing ones), an empty text, an unknown label, a score
+    that is not a finite number, a line with too few columns, a repeated id, an answer that is not at its offset in the context, a
+    file that is empty or not UTF-8.
     """
     return list(stream(task, path, labelled))
 
 
 def stream(task: Task, path: str | Path, labelled: bool = True, lines: bool = False) -> Iterator[Any]:
-    """The examples of a file one after another, which need not fit in memory; errors as of `read`, when they are reached. With
-    `lines` each line of the file is a text, unlabelled; empty ones are skipped."""
+    """The examples of a file one by one, in bounded memory; errors as of `read`, when they are reached. With `lines` each non-empty
+    line of the file is an unlabelled text."""
     path = Path(path)
     seen: dict[str, str] = {}
     empty = True
@@ -139,8 +139,8 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
 def _ranked(
     where: str, query: Any, texts: list[Any], values: Any, labelled: bool
 ) -> Iterator[tuple[str, float | None]]:
-    """Each text of a query with its score: `values` are the scores, or the negatives, whose score is 0 and that of `texts` 1. A
-    text that is the query or one of the positives is no negative."""
+    """Each text of a query with its score: `values` are the scores, or negatives with score 0 while `texts` have 1. Negatives that
+    equal the query or a positive are dropped."""
     values = values if labelled else []
     if not (isinstance(values, list) and all(isinstance(one, str) and one.strip() for one in [query, *texts])):
         raise ValueError(f"{where}: is not a query, a list of its texts, and a list of their scores or of negatives")
@@ -159,7 +159,7 @@ def _ranked(
 
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
     if task.kind == "multilabel":
-        # A list of labels, or a text of them with commas between; the empty set is allowed.
+        # A list of labels, or a text of labels separated by commas; it may be empty.
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         elif not isinstance(value, list):
@@ -184,7 +184,7 @@ def _known(task: Task, where: str, label: str) -> str:
 
 
 def _plain(where: str, column: str, value: Any) -> str:
-    """A label or an id as a string; JSONL may have it as a number or true and false."""
+    """A label or an id as a string; in JSONL it may be a number, true or false."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
@@ -223,8 +223,8 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExamp
 
 
 def _plain_sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
-    """JSON lines of `text` and `spans`, objects of `start`, `end` (one past its last character) and `label`. A span that begins or
-    ends inside a word is widened to it."""
+    """JSON lines of `text` and `spans`, objects of `start`, `end` (one past its last character) and `label`. A span that begins
+    or ends inside a word is extended to it."""
     widened = 0
     columns = ["text", "spans"] if labelled else ["text"]
     for count, (where, (text, *spans)) in enumerate(tables.rows(path, columns)):
@@ -248,8 +248,8 @@ def _sentence(identity: str, where: str, text: str) -> SentenceExample:
 
 
 def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], int]:
-    """(B-, I- or O for each word, how many spans were widened). Raises ValueError naming a span that is not one of the text, or
-    two that share a word."""
+    """(B-, I- or O for each word, number of extended spans). Raises ValueError naming a span outside of the text, or two that share a
+    word."""
     tags, widened = ["O"] * len(sentence.words), 0
     for span in spans if isinstance(spans, list) else [spans]:
         start, end, label = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end", "label"))
@@ -321,7 +321,7 @@ def _answers(task: Task, where: str, context: str, qa: Any) -> tuple[tuple[str, 
         if not text.strip():
             raise ValueError(f"{where}: an answer is empty")
         answers.append((text, start))
-    if bool(answers) == bool(qa.get("is_impossible", False)):  # SQuAD 2.0 keeps what looks like an answer apart
+    if bool(answers) == bool(qa.get("is_impossible", False)):  # SQuAD 2.0 has plausible wrong answers in another field
         raise ValueError(f"{where}: has {len(answers)} answers, is_impossible={qa.get('is_impossible', False)}")
     if not (answers or task.unanswerable):
         raise ValueError(f"{where}: has no answer, which {task.name} does not allow; squad2.0 does")

@@ -1,7 +1,7 @@
 """Encoding of examples to items: token ids, the positions a head reads, and the targets at them.
 
-Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019). Contexts and sentences are read in
-windows: each answer that fits and each word is in some window.
+Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019). Contexts and sentences are split into
+windows, so that each answer that fits and each word is in a window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
 
-# Tokens; of Devlin et al. 2019's own code.
+# Tokens; from the code of Devlin et al. 2019.
 MAX_QUESTION = 64
 
 
@@ -31,27 +31,27 @@ class TaskItem:
     ids: np.ndarray
     # Where segment 1 begins; n without a pair.
     second: int
-    # int64 [p], token positions that the head reads: [0] for a text, the first token of each word (a word is in one window only),
+    # int64 [p], token positions that the head reads: [0] for a text, the first token of each word (each word in one window only),
     # [CLS] and all tokens of the context for a span.
     positions: np.ndarray
     # int64 [1] class | float32 [labels] 1 where the text has the label | float32 [1] score | int64 [p] tags |
-    # int64 [2] start and end as indices into `positions`, both included, 0 0 where the window holds no answer; empty where unlabelled.
+    # int64 [2] start and end as indices into `positions`, inclusive, 0 0 for a window without the answer; empty if unlabelled.
     targets: np.ndarray
-    # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2].
+    # int64 [p, 2] for a span: character offsets of the tokens in the context, 0 0 for [CLS]; else [0, 2].
     char_spans: np.ndarray
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
 ORIGIN = np.zeros((1, 2), np.int64)
 FIRST = np.zeros(1, np.int64)
-# Contexts encoded at once: what the libraries return for a token takes some 200 bytes.
+# Contexts encoded at once: libraries return some 200 bytes for each token.
 CHUNK = 512
 
 
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
-    """The labels of a task in the order of their classes; () for the kinds without.
+    """The labels of a task in the order of their classes; () for kinds without labels.
 
-    Raises ValueError where the examples have fewer than two labels, or the task's F1 is of two classes and there are more.
+    Raises ValueError if the examples have fewer than two labels, or more than two for an F1 of two classes.
     """
     if task.kind not in LABELLED:
         return ()
@@ -81,10 +81,10 @@ def encode(
     max_length: int,
     stride: int = 128,
 ) -> list[TaskItem]:
-    """The items of the examples, in their order; `max_length` tokens at most each.
+    """The items of the examples in order, of at most `max_length` tokens.
 
-    `stride`: tokens from one window's start to the next one's. Raises ValueError naming file and line for a label that is not one
-    of `labels`.
+    `stride`: tokens between the starts of windows. Raises ValueError naming file and line for a label that is not in
+    `labels`.
     """
     classes = {label: i for i, label in enumerate(labels)}
     given: Any = examples
@@ -134,7 +134,7 @@ def _texts(
         if seconds is None:
             ids, second = _row(tokenizer, a[: max_length - 2])
         else:
-            # What is left where one takes away tokens of the longer part, of b where they are equal, until both fit.
+            # Lengths after removing tokens of the longer part, of b if they are equal, until both fit.
             b, room = seconds[i], max_length - 3
             keep_a, keep_b = max(room - len(b), (room + 1) // 2), max(room - len(a), room // 2)
             ids, second = _row(tokenizer, a[:keep_a], b[:keep_b])
@@ -147,10 +147,10 @@ def _texts(
 def _tags(
     examples: Sequence[SentenceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
 ) -> Iterator[TaskItem]:
-    """Every word is encoded on its own; its first token carries the tag, outside ASCII the first that is more than a space.
+    """Items of tagged sentences. Words are encoded separately; the tag is at the first token, outside ASCII at the first that is not only a
+    space.
 
-    A word that follows another one in a script without spaces (a character or a word of Chinese) is encoded without the
-    space that stands before words elsewhere.
+    After another word in a script without spaces (e.g. Chinese) a word is encoded without the space before it.
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
@@ -173,23 +173,23 @@ def _tags(
 
 
 def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
-    """int32 [n]: at most `room` ids of a word; [UNK] for a character that is not in the vocabulary."""
+    """int32 [n]: at most `room` ids of a word; [UNK] for unknown characters."""
     return np.array(ids[:room] or [tokenizer.unk_id], np.int32)
 
 
 def _space_before(word: str, ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """1 where the first of a word's ids is but the space before it, else 0. (Not of ASCII words.)"""
+    """1 if the first of a word's ids is only the space before it, else 0; 0 for ASCII words."""
     return int(len(ids) > 1 and not word[0].isascii() and tokenizer.tokens[ids[0]].isspace())
 
 
 def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first word, first it tags, one past the last it tags, one past its last) of each window.
+    """(first word, first tagged word, one past the last tagged word, one past the last word) of each window.
 
-    Two windows share the words they both have half and half, so that each is tagged where it has context.
+    Of the words in two windows each tags one half, so that every word is tagged with context on both sides.
     """
     count, first, start = len(at) - 1, 0, 0
     while True:
-        last = int(np.searchsorted(at, at[first] + room, "right")) - 1  # whole words that fit
+        last = int(np.searchsorted(at, at[first] + room, "right")) - 1  # number of whole words that fit
         if last == count:
             yield first, start, count, count
             return
@@ -205,7 +205,7 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
 
 
 def _windows(tokens: int, room: int, stride: int) -> list[int]:
-    """Where the windows of `room` tokens begin; the last one reaches the end."""
+    """Starts of the windows of `room` tokens; the last one reaches the end."""
     starts = [0]
     while starts[-1] + room < tokens:
         starts.append(starts[-1] + min(stride, room))
@@ -233,14 +233,14 @@ def _spans(
             targets = np.zeros(0 if example.answers is None else 2, np.int64)
             if answer and start <= answer[0] and answer[1] < end:
                 targets[:] = answer[0] - start + 1, answer[1] - start + 1
-            inside = char_spans[: end + 1]  # most contexts are one window: their questions share the array
+            inside = char_spans[: end + 1]  # most contexts are one window; their questions share the array
             if start:
                 inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
             yield TaskItem(i, ids, second, positions, targets, inside)
 
 
 def _tokens_of(example: QuestionExample, offsets: np.ndarray) -> tuple[int, int] | None:
-    """First and last token of the question's first answer; None without one, or where no token has a character of it."""
+    """First and last token of the question's first answer; None without one, or if no token has one of its characters."""
     if not example.answers:
         return None
     text, start = example.answers[0]

@@ -1,17 +1,18 @@
-"""Fine-tune a model on every task of GLUE, to one table of results.
+"""Fine-tune a model on every task of GLUE, with a table of results.
 
-megabert glue --model RUN --data DIR --output OUT                         what exists of GLUE's nine tasks
+megabert glue --model RUN --data DIR --output OUT                         those of GLUE's nine tasks that DIR has
 megabert glue … --tasks sst2 rte --seeds 5 --lr 5e-5 3e-4
 torchrun --nproc_per_node 8 -m megabert.finetune.glue …
 
 DIR has GLUE's folders as its download makes them (SST-2/train.tsv, dev.tsv, …) or as the hub's nyu-mll/glue has them
-(sst2/train-00000-of-00001.parquet, validation-…). Tables may be .tsv, .csv, .jsonl or .parquet, and gzipped. Every task runs over the seeds and the learning rates. A tenth of the training
-examples (2,000 at most) is held out and decides the epoch and the rate; dev is reported and decides nothing. The same command
-resumes; more seeds, rates and tasks are added. Exit codes as of `megabert finetune`.
+(sst2/train-00000-of-00001.parquet, validation-…). Tables may be .tsv, .csv, .jsonl or .parquet, and gzipped. Every task is trained with
+all seeds and learning rates. A tenth of the training examples (2,000 at most) is held out to choose the epoch and the rate; scores on dev
+are reported and select nothing. The same command resumes; a later one may add seeds, rates and tasks. Exit codes as of `megabert
+finetune`.
 
     OUT/results.md            the table
-    OUT/TASK/RUN/…            each run, as `megabert finetune` leaves it
-    OUT/TASK/summary.json     every learning rate, best first by the split that decides
+    OUT/TASK/RUN/…            each run, as of `megabert finetune`
+    OUT/TASK/summary.json     every learning rate, best first on the held-out examples
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ if TYPE_CHECKING:
     from megabert.distributed.session import Session
     from megabert.finetune.datasets import TextExample
 
-# Name of the task -> of its folder and of its row.
+# Name of the task -> names of its folder and of its row.
 GLUE = {
     **{"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP"},
     **{"mnli": "MNLI", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI"},
 }
-# Ending of a dev file's name -> of its row: MNLI has two.
+# Ending of a dev file's name -> that of its row: MNLI has two.
 PARTS = {"": "", "_matched": "-m", "_mismatched": "-mm"}
 FILE = re.compile(
     r"(train|dev|validation)(_matched|_mismatched)?(?:-00000-of-00001)?\.(?:tsv|csv|jsonl|parquet)(?:\.gz)?"
 )
-# Share of the training examples that decides, and their largest number.
+# Share of the training examples to hold out, and their largest number.
 SHARE, MOST = 0.1, 2_000
 PAGE = "results.md"
 
@@ -63,14 +64,14 @@ PAGE = "results.md"
 # ---- the tasks of a folder, and their splits
 
 
-# A task with its files: "train", and "reported", of MNLI "reported-m" and "reported-mm".
+# A task with its files: "train" and "reported", for MNLI "reported-m" and "reported-mm".
 GlueTask = tuple[Task, dict[str, Path]]
 
 
 def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
-    """GLUE's tasks that are in the folder, in the benchmark's order, without those that are missing; of `only`, all of them.
+    """GLUE's tasks in the folder, in the benchmark's order; with `only` exactly those.
 
-    Raises ValueError naming what is missing of `only`, or where there is no task.
+    Raises ValueError naming a missing task of `only`, or if there is none.
     """
     if not data.is_dir():
         raise ValueError(f"{data}: no such folder; name the folder of the tasks as --data")
@@ -95,9 +96,9 @@ def _files_in(folder: Path) -> dict[str, Path]:
 
 
 def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[TextExample]]:
-    """(the rest, what is held out) of `examples`, in their order: a function of the texts alone.
+    """(the rest, the held-out part) of `examples`, in order: a function of the texts alone.
 
-    All pairs of one first text stay together. Raises ValueError where the first texts are too few for two parts.
+    All pairs with the same first text stay together. Raises ValueError if there are too few first texts for two parts.
     """
     wanted = max(1, min(MOST, round(SHARE * len(examples))))
     counts = Counter(example.a for example in examples)
@@ -114,7 +115,7 @@ def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[T
 
 
 def read_splits(task: Task, files: Mapping[str, Path]) -> dict[str, list[TextExample]]:
-    """The examples of each split; "dev" decides. Raises ValueError naming file and line of what cannot be used."""
+    """The examples of each split; "dev" is the held-out part. Raises ValueError naming file and line of unusable data."""
     from megabert.finetune import datasets
 
     splits = {name: datasets.read(task, path) for name, path in files.items()}
@@ -126,7 +127,7 @@ def read_splits(task: Task, files: Mapping[str, Path]) -> dict[str, list[TextExa
 
 
 def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    """The results page of the tasks that are finished (`run.train_missing`), in percent."""
+    """The results page of the finished tasks (`run.train_missing`), in percent."""
     lines = ["| task | metric | mean | deviation | seeds | learning rate |", "|---|---|--:|--:|--:|---|"]
     for summary in summaries:
         points = summary["points"]
@@ -146,7 +147,7 @@ def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def publish(output: Path, model: str) -> str:
-    """Write the table of the tasks that are finished; the page, and where it is."""
+    """Write the table of the finished tasks; returns the page and its path."""
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
@@ -171,7 +172,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> int:
-    """OK, and the tasks that exist are in `args.tasks`. Raises ValueError for what is wrong whatever the files hold."""
+    """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options."""
     refuse_missing(args, "tokenizer")
     options.runs_of(args, Task.max_length, Task.stride)
     located(args.model)
@@ -180,7 +181,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
-    """Every task in turn: its runs, then the table of what exists so far."""
+    """The runs of every task in turn, and the table of the finished ones after each."""
     from megabert.finetune import run
 
     output = Path(args.output)

@@ -1,10 +1,10 @@
-"""Heads: one added layer a task on the pre-trained encoder.
+"""Heads: one added layer on the pre-trained encoder for each task.
 
-A text is read at [CLS], through the pre-trained pooler where the model has one; words and answers at their own tokens (Devlin et
-al. 2019, section 4); of a modern model all of them through the masked-LM head's transform (Warner et al. 2024). Losses are sums, as
-`megabert.engine` takes them. The added layer is computed in fp32: bf16 has too few digits for a score or for telling spans apart.
+A text is read at [CLS], through the pre-trained pooler if the model has one; words and answers at their tokens (Devlin et al. 2019,
+section 4); in a modern model all of them through the masked-LM head's transform (Warner et al. 2024). Losses are sums, as
+`megabert.engine` requires. The added layer is computed in fp32: bf16 has too few digits for a score or to distinguish spans.
 
-Shapes: N items, P positions that are read, W of them in the longest item, D hidden, K outputs.
+Shapes: N items, P read positions, W of them in the longest item, D hidden, K outputs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from megabert.config import Config, ModelConfig, OpsConfig
 from megabert.model import BertForPreTraining, Linear
 
-# Kinds that are read at their tokens; the others at [CLS].
+# Kinds read at tokens; the others at [CLS].
 TOKEN_KINDS = ("tag", "span")
 PRETRAINING_HEADS = ("mlm", "nsp", "pooler")
 
 
 class OutputLayer(Linear):
-    """The added layer, in fp32 whatever its parameters are in."""
+    """The added layer, computed in fp32 for parameters of any type."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., K)
         return F.linear(x.float(), self.weight.float(), self.bias.float() if self.bias is not None else None)
 
 
 class Head(nn.Module):
-    """Pooler with tanh (of texts), transform (of modern models) or neither -> dropout -> the added layer."""
+    """Pooler with tanh (for texts), transform (in modern models) or neither -> dropout -> the added layer."""
 
     def __init__(self, cfg: ModelConfig, kind: str, outputs: int, transform: nn.Module) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
     def __init__(self, encoder: BertForPreTraining, kind: str, outputs: int) -> None:
-        """`outputs`: classes, labels or tags, 1 for a score, 2 for a span. `encoder` loses its pre-training heads; the pooler becomes
-        the head's, the transform a modern model's."""
+        """`outputs`: classes, labels or tags, 1 for a score, 2 for a span. The pre-training heads of `encoder` are
+        removed; the pooler, or a modern model's transform, moves into the head."""
         super().__init__()
         self.kind, self.outputs, self.terms, self.weights = kind, outputs, (kind,), (1.0,)
         pooler = getattr(encoder, "pooler", None)
@@ -71,14 +71,14 @@ class Finetuner(nn.Module):
             self.head.pooler.load_state_dict(pooler.state_dict())
 
     def logits(self, read: Tensor, **inputs: Tensor) -> Tensor:
-        """fp32 [P, K] of the positions `read` (int [P]) of packed `inputs`; one position an item for texts: [N, K]."""
+        """fp32 [P, K] at the positions `read` (int [P]) of packed `inputs`; for texts one position an item: [N, K]."""
         return self.head(self.encoder.encode(**inputs, keep=read))
 
     def forward(
         self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Loss sum and number of correct answers (of scores: 0), over items, for tags over words, for several labels over each
-        label of each item. `places` int64 [N, W] of spans: which of the P belong to one item."""
+        """Loss sum and number of correct answers (0 for scores), over items, for tags over words, for several labels over all labels of
+        all items. `places` int64 [N, W] for spans: which of the P belong to an item."""
         logits = self.logits(read, **inputs)
         if self.kind == "score":
             loss = F.mse_loss(logits[:, 0], targets.float(), reduction="sum")
@@ -95,7 +95,7 @@ class Finetuner(nn.Module):
         return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(-1) == targets).sum()
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """Over how many answers the loss of `batch` is summed."""
+        """Number of answers over which the loss of `batch` is summed."""
         return (len(batch.targets),)
 
 
@@ -114,10 +114,10 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Finetuner:
-    """The module to train, in fp32 on the CPU, to be computed in `dtype` on `device`.
+    """The module to train, in fp32 on the CPU, with backends for `dtype` on `device`, independent of `config.ops`.
 
-    `weights` are a pre-trained model's by name, None: all random, as torch's generator says. `config.model` is the
-    model's, but for its dropout; backends are those of `device`, whatever `config.ops` names.
+    `weights`: those of a pre-trained model by name; None: random, by torch's generator. `config.model` is that of the model, except
+    for dropout.
     """
     model = BertForPreTraining(config.model, OpsConfig(), device.type, dtype, config.data.masking.causal)
     if weights is not None:

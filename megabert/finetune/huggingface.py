@@ -1,8 +1,8 @@
-"""Fine-tuned models as Hugging Face folders: config, weights, tokenizer and model card, which load without any code of ours.
+"""Fine-tuned models as Hugging Face folders: config, weights, tokenizer and model card, which load without this package.
 
-A text is read at [CLS] through the pooler, words and answers at their own tokens, as transformers' classes of these names do; a
-pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class, a nomic one the NomicBert class.
-What these classes lack is refused by name.
+A text is read at [CLS] through the pooler, words and answers at their tokens, as in transformers' classes. A pre-LN model becomes the
+MegatronBert class of the same kind, a modern one the ModernBert class, a nomic one the NomicBert class. Features that these classes lack are refused by
+name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megabert.hf import mapping, tokenizer_files
 from megabert.hf.model_card import page
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# The name a pipeline gives a number.
+# A pipeline's name for a score.
 SCORE = "score"
 
 
 def load(source: str | Path) -> Finetuned:
-    """The fine-tuned model that is to be exported, in fp32 on the CPU.
+    """The fine-tuned model to export, in fp32 on the CPU.
 
-    Raises ValueError naming what is damaged, or what Hugging Face's BERT lacks.
+    Raises ValueError naming what is damaged, or a feature that Hugging Face's BERT lacks.
     """
     finetuned = save.load(source, torch.device("cpu"), "fp32")
     if finetuned.described.config.data.masking.causal:
@@ -47,12 +47,12 @@ def load(source: str | Path) -> Finetuned:
 
 @dataclass(frozen=True)
 class HubKind:
-    """How transformers and the hub name the models of a kind."""
+    """Names of the models of a kind in transformers and on the hub."""
 
     # The hub's task, and the end of the names of transformers' classes.
     task: str = "text-classification"
     class_of: str = "ForSequenceClassification"
-    # Entries of config.json, by which a pipeline reads the logits.
+    # Entries of config.json that tell a pipeline how to read the logits.
     config: dict[str, Any] = field(default_factory=dict)
     # Name of the added layer in a BERT.
     layer: str = "classifier"
@@ -76,7 +76,7 @@ def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
     """The `config.json`; `ids`: the tokenizer's special ids."""
     tree = mapping.to_huggingface_config(described.config.model, ids=ids)
     tree["architectures"] = [architecture(described)]
-    # What a pipeline calls the outputs; a span's have no names.
+    # A pipeline's names of the outputs; a span's have none.
     if called := (SCORE,) if described.task.kind == "score" else described.labels:
         tree["id2label"] = {str(i): name for i, name in enumerate(called)}
         tree["label2id"] = {name: i for i, name in enumerate(called)}
@@ -86,7 +86,7 @@ def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def weights(finetuned: Finetuned) -> dict[str, Tensor]:
-    """fp32 weights under transformers' names. Raises ValueError naming a tensor that is missing or left over."""
+    """fp32 weights under transformers' names. Raises ValueError naming a missing or unused tensor."""
     saved = load_file(finetuned.folder / save.WEIGHTS)
     encoder, head = (
         {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
@@ -106,7 +106,7 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
 
 
 def write(finetuned: Finetuned, folder: Path) -> None:
-    """Everything but the card."""
+    """Write everything but the card."""
     files = tokenizer_files.files(
         finetuned.tokenizer, finetuned.described.max_length, finetuned.described.config.model.segmented
     )

@@ -1,8 +1,8 @@
 """ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime.
 
-What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those which
-servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids` (of models with segments), int64 [batch, sequence],
-and `logits` fp32 [batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence].
+The exported model is transformers', read from the Hugging Face folder, so that inputs and outputs are those that servers expect:
+`input_ids`, `attention_mask` and `token_type_ids` (of models with segments), int64 [batch, sequence],
+and `logits` fp32 [batch, labels] or [batch, sequence, labels], for a span `start_logits` and `end_logits` [batch, sequence].
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megabert.config import ModelConfig
 from megabert.finetune import huggingface
 from megabert.finetune.save import Described
 
-# As the hub's folders name it.
+# Name in the hub's folders.
 FOLDER, WHOLE = "onnx", "model.onnx"
-# Of a logit, between onnxruntime and transformers' model.
+# Largest difference of a logit between onnxruntime and transformers' model.
 TOLERANCE = 1e-4
 
 
 def require() -> None:
-    """Raises ValueError where a library is missing."""
+    """Raises ValueError if a library is missing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -34,8 +34,8 @@ def require() -> None:
 
 
 def write(described: Described, folder: Path) -> float:
-    """Write `folder`/onnx beside the Hugging Face files in `folder`; the largest difference of a logit between onnxruntime and
-    transformers. Raises ValueError where it is above TOLERANCE."""
+    """Write `folder`/onnx beside the Hugging Face files in `folder`; returns the largest difference of a logit between onnxruntime
+    and transformers. Raises ValueError if it is above TOLERANCE."""
     import onnxruntime
     import transformers
 
@@ -66,7 +66,7 @@ def write(described: Described, folder: Path) -> float:
             wanted = model(**inputs).to_tuple()
         mask = inputs["attention_mask"].bool()
         for want, got in zip(wanted, map(torch.from_numpy, outputs), strict=True):
-            # Of tokens, those that are no padding.
+            # Tokens without padding.
             differences = (want - got).abs()
             worst = max(worst, float((differences[mask] if want.shape[:2] == mask.shape else differences).max()))
     if not worst <= TOLERANCE:

@@ -1,7 +1,7 @@
 """Prediction: the logits of items, and the predictions of a file with a saved model.
 
-Logits are the same however many ranks compute them and, but for rounding, whatever they are packed with. Files may be larger than
-memory: examples are read, tokenised ahead, predicted and written in chunks, and the output appears whole or not at all.
+Logits do not depend on the number of ranks and, except for rounding, on packing. Files may be larger than memory: examples are read,
+tokenised ahead, predicted and written in chunks, and the output is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megabert.finetune.tasks import Task
 from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
 from megabert.model import evaluating
 
-# Tokens of one forward pass without gradients, in evaluations.
+# Tokens of a forward pass in evaluations.
 EVALUATION_TOKENS = 8192
-# Examples of a file that are sorted by length together, and in memory.
+# Examples of a file that are in memory and sorted by length together.
 CHUNK = 2048
-# Tokens of one forward pass over a file's examples: on the CPU each core computes its own.
+# Tokens of a forward pass over a file's examples, on the CPU for each core.
 BATCH_TOKENS = 1024
 
 
@@ -48,18 +48,18 @@ def logits_of(
     progress: Callable[[], None] = lambda: None,
     threads: int = 0,
 ) -> list[np.ndarray]:
-    """fp32 logits of every item as `scores.decode` takes them, on every rank, `tokens` tokens at a time, after each of which
-    `progress` is called. A collective.
+    """fp32 logits of every item for `scores.decode`, on every rank. Batches have `tokens` tokens; `progress` is called after each. A
+    collective.
 
-    Dropout is off; the module's mode is restored. With `threads` that many batches are computed at once, each by a thread that
-    torch divides no further; to be called inside `threads_apart`.
+    Dropout is off; the module's mode is restored. With `threads` that many batches are computed at once, each by one thread; call it
+    inside `threads_apart`.
     """
     groups = groups_of([len(item.ids) for item in items], tokens)
-    # Each rank's items in the order in which it computes them.
+    # Each rank's items in the order of computation.
     orders = [[i for group in groups[rank :: world.size] for i in group] for rank in range(world.size)]
     most = max(sum(len(items[i].positions) for i in order) for order in orders)
     computed = torch.zeros(most, module.outputs, device=world.device)
-    # With the CPU's native attention rows as long as a batch cost no more than short ones.
+    # With native attention on the CPU a row as long as a batch costs no more than short ones.
     encoder = module.encoder
     on_cpu = encoder.embeddings.word.weight.device.type == "cpu"
     line = threads > 0 and on_cpu and encoder.backends.attention.name == "native"
@@ -84,14 +84,14 @@ def logits_of(
     logits: list[np.ndarray] = [np.zeros((0, module.outputs), np.float32)] * len(items)
     for order, part in zip(orders, parts, strict=True):
         sizes = np.cumsum([len(items[i].positions) for i in order])
-        # [p, K] of tags and spans; [1, K] of a text becomes [K].
+        # [p, K] for tags and spans; [1, K] for a text becomes [K].
         for i, rows in zip(order, np.split(part.cpu().numpy(), sizes), strict=False):
             logits[i] = rows if module.kind in TOKEN_KINDS else rows[0]
     return logits
 
 
 def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """A saved model that will only predict. Raises as `save.load`."""
+    """A saved model prepared for prediction only. Raises as `save.load`."""
     model = save.load(source, device, precision)
     pack_weights(model.module)
     return model
@@ -106,10 +106,10 @@ def predict_file(
     precision: str = "",
     lines: bool = False,
 ) -> int:
-    """Write a fine-tuned model's predictions for a file, whose labels are not read; returns their number.
+    """Write a fine-tuned model's predictions for a file, ignoring its labels; returns their number.
 
-    `text` and `identity` name the file's columns where they are not those the model was trained with; `precision` is that of
-    training unless named; with `lines` each line of the file is a text. Raises ValueError naming what cannot be used; nothing is written then.
+    `text` and `identity` name the file's columns if they differ from those in training; `precision` is by default that of training;
+    with `lines` each line of the file is a text. Raises ValueError naming what cannot be used, without writing anything.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
@@ -119,13 +119,13 @@ def predict_file(
     model = ready(source, world.device, precision)
     task = model.described.task
     columns = tuple(text) or task.text
-    # The label column is not read; whatever the text's is, by name or by number, will do.
+    # The label column is not read, so it may be any existing one.
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity)
     return predict_with(model, task, Path(path), Path(output), world, lines)
 
 
 def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World, lines: bool = False) -> int:
-    """As `predict_file`, with a model that is `ready` and its task with the file's columns."""
+    """As `predict_file`, with a model from `ready` and its task with the file's columns."""
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
         return examples, model.items(task, examples)
