@@ -1,14 +1,13 @@
 """Fine-tuning runs in their folders: encoded files, the Trainer's workload, evaluations, the best weights, the summary of runs.
 
-A run's settings and files decide its weights bit for bit, however often interrupted. An epoch is every item once, in an order that
-is a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a checkpoint
-is started, and the weights are kept that did best. A command that differs in settings.json is refused, one that only adds seeds or
-learning rates resumes.
+A run's settings and files determine its weights bit for bit, also after interruptions. An epoch has every item once, in an order that is
+a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a checkpoint is
+started, and the best weights are kept. A command with other settings is refused, one that only adds seeds or learning rates resumes.
 
-    OUTPUT/settings.json            what all runs have in common
+    OUTPUT/settings.json            settings common to all runs
     OUTPUT/summary.json             the command, every learning rate, every run
     OUTPUT/RUN/best/                the best weights (`megabert.finetune.save`)
-    OUTPUT/RUN/predictions-dev.*    and predictions-test.*, of the best weights; labels-*.tsv, their scores by label
+    OUTPUT/RUN/predictions-dev.*    and predictions-test.*, by the best weights; labels-*.tsv, scores by label
     OUTPUT/RUN/metrics.jsonl        and tensorboard/, as in pre-training
     OUTPUT/RUN/result.json          written last: the run is finished
 """
@@ -61,7 +60,7 @@ COMMON, SUMMARY, RESULT = "settings.json", "summary.json", "result.json"
 
 
 def configure(model: Config, settings: Settings, items: int, world_size: int, log_interval: int = 20) -> Config:
-    """The engine's config for `items` training items; backends are this device's own. Raises ValueError naming the option that
+    """The engine's config for `items` training items, with default backends of the device. Raises ValueError naming an option that
     does not fit."""
     if settings.max_length > model.model.max_positions:
         raise ValueError(f"--max-length {settings.max_length}: the model has {model.model.max_positions} positions")
@@ -85,7 +84,7 @@ def configure(model: Config, settings: Settings, items: int, world_size: int, lo
             "zero": {"stage": settings.zero},
             "checkpoint": {"keep": 1},
             "log": {"interval": log_interval},
-            # Losses of small batches of a task scatter too much for a spike policy.
+            # Losses of a task's small batches vary too much for a spike policy.
             "spikes": {"policy": "off"},
         }
     )
@@ -96,7 +95,7 @@ def configure(model: Config, settings: Settings, items: int, world_size: int, lo
 
 @dataclass(frozen=True)
 class Data:
-    """A task with its encoded files, by split: "train", "dev" and perhaps others, of which predictions are written."""
+    """A task with its encoded files by split: "train", "dev" and others to predict."""
 
     task: Task
     labels: tuple[str, ...]
@@ -107,9 +106,9 @@ class Data:
 def encode_splits(
     task: Task, examples: Mapping[str, Sequence[Example]], tokenizer: Tokenizer, settings: Settings, limit: int = 0
 ) -> Data:
-    """The first `limit` examples of each split (0: all), texts as long as `settings` allow. Labels are those of all of "train".
+    """The first `limit` examples of each split (0: all), truncated by `settings`. Labels are those of the whole "train" file.
 
-    Raises ValueError naming file and line of a label that is not among them.
+    Raises ValueError naming file and line of another label.
     """
     labels = encoding.labels_of(task, examples["train"])
     if settings.threshold != "half" and (task.kind != "classify" or len(labels) != 2):
@@ -123,7 +122,7 @@ def encode_splits(
 
 
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
-    """The model that a run will train. Raises ValueError naming the option that does not fit."""
+    """The model of a run. Raises ValueError naming an option that does not fit."""
     config = configure(start.config, settings, len(data.items["train"]), world_size, log_interval)
     return Described(data.task, data.labels, settings.max_length, settings.stride, config)
 
@@ -150,7 +149,7 @@ class TaskMeter(Meter):
         values = super().drain()
         (kind,) = self._terms
         accuracy = values.pop(f"train/{kind}_accuracy", None)
-        # The only term is the loss itself.
+        # The only term is the loss.
         values.pop(f"train/{kind}_loss", None)
         if accuracy is not None and kind != "score":
             values["train/accuracy"] = accuracy
@@ -158,7 +157,7 @@ class TaskMeter(Meter):
 
 
 class FineTuning:
-    """One run in its folder; `train` returns its result, or None where it was asked to stop and has saved."""
+    """One run in its folder; `train` returns its result, or None if it was stopped and has saved."""
 
     shown = Shown()
 
@@ -172,7 +171,7 @@ class FineTuning:
         world: World,
         log_interval: int = 20,
     ) -> None:
-        """`start`: model, weights (unless from scratch) and tokenizer. `log_interval`: updates between two lines."""
+        """`start`: model, weights (unless from scratch) and tokenizer. `log_interval`: updates between log lines."""
         self.folder, self.name, self.data, self.start = folder, name, data, start
         self.settings, self.world = settings, world
         self.metric = data.task.metrics[0]
@@ -188,7 +187,7 @@ class FineTuning:
         self.per_epoch = steps_per_epoch(len(data.items["train"]), settings.batch)
 
     def train(self, stop: Stop, watchdog: Watchdog) -> dict[str, Any] | None:
-        """Trains from the newest checkpoint, or from the start. Raises BadTraining."""
+        """Train from the newest checkpoint, or from the start. Raises BadTraining."""
         if self.world.is_main:
             self.folder.mkdir(exist_ok=True)
         checkpoints = Checkpoints(self.folder, self.world, self.config.checkpoint)
@@ -214,8 +213,8 @@ class FineTuning:
             trainer.close()
 
     def conclude(self, trainer: Trainer) -> dict[str, Any]:
-        """Predictions and scores of the best weights; the run is finished. A collective."""
-        # Rank 0 has written them.
+        """Write predictions and scores of the best weights, which finishes the run. A collective."""
+        # Rank 0 has written the best weights.
         self.world.barrier()
         best = save.load(self.folder / "best", self.world.device)
         scores_by_split: dict[str, dict[str, float]] = {}
@@ -241,7 +240,7 @@ class FineTuning:
         return result
 
     def write_predictions(self, split: str, predictions: Sequence[Any]) -> None:
-        """The predictions of a split, and its scores by label where it has labels."""
+        """Write the predictions of a split, and its scores by label if it has labels."""
         task, examples = self.data.task, self.data.examples[split]
         scores.write(
             task, [(examples, predictions)], self.folder / f"predictions-{split}.{scores.suffix(task, examples)}"
@@ -254,8 +253,8 @@ class FineTuning:
     def judge(
         self, module: heads.Finetuner, split: str, progress: Callable[[], None], threshold: float | None = None
     ) -> tuple[dict[str, float], list[Any], float]:
-        """A split's scores and predictions, and their threshold, which is chosen as the settings say unless given; on every rank.
-        A collective."""
+        """A split's scores and predictions, and the threshold, which is chosen by the settings unless given; on every rank. A
+        collective."""
         task, labels = self.data.task, self.data.labels
         examples, items = self.data.examples[split], self.data.items[split]
         logits = logits_of(module, items, self.described.layout, self.world, progress=progress)
@@ -268,7 +267,7 @@ class FineTuning:
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[TaskUpdate]:
-        """This rank's updates from number `first` on, without end."""
+        """Endless updates of this rank, from number `first` on."""
         return updates(
             items=self.data.items["train"],
             layout=self.described.layout,
@@ -286,7 +285,7 @@ class FineTuning:
     checkpoint_due = evaluation_due
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
-        """Scores on the dev set; the best weights are kept. A collective."""
+        """Score the dev set, and keep the best weights. A collective."""
         dev_scores, _, threshold = self.judge(self.module, "dev", progress)
         value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best.scores))
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
@@ -319,7 +318,7 @@ class FineTuning:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """The file appears whole."""
+    """Write the file atomically."""
     write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
 
 
@@ -336,8 +335,8 @@ def train_tasks(
     read: Callable[[Task, Mapping[str, Path]], dict[str, list[Any]]],
     show: Callable[[Mapping[str, Any]], str],
 ) -> int:
-    """Every run of each task in turn that has no result yet; the exit code. `read` gives a task's splits, `show` the page to
-    print after its summary. Raises ValueError for whatever does not fit, before anything is written."""
+    """Train the runs of each task that have no result; returns the exit code. `read` returns a task's splits, `show` the page to
+    print after its summary. Raises ValueError for mistakes, before anything is written."""
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
     args.precision = precision.choose(args.precision, world)
     start, (first, *_) = hf.load(args.model, args.tokenizer), tasks[0]
@@ -370,7 +369,7 @@ def train_tasks(
 def common_settings(
     data: Data, start: Pretrained, files: Mapping[str, Path], settings: Settings, limit: int
 ) -> dict[str, Any]:
-    """What all runs of a folder have in common and decides their results: model, task, files, and settings."""
+    """Values common to all runs of a folder that affect their results: model, task, files, and settings."""
     task = data.task
     digests = {name: [sha256_of(part) for part in tables.files(path)] for name, path in files.items()}
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
@@ -389,8 +388,8 @@ def common_settings(
 
 
 def refuse(output: Path, common: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the folder
-    holds. A folder that is empty or does not exist passes."""
+    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or a foreign file in the
+    folder. An empty or missing folder passes."""
     path = output / COMMON
     if path.is_file():
         try:
@@ -408,7 +407,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
 
 
 def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
-    """Lock `output` and write what its runs have in common. A collective. Errors as of `refuse`, before anything is written."""
+    """Lock `output` and write the common settings. A collective. Errors as of `refuse`, before anything is written."""
 
     def write() -> None:
         refuse(output, common)
@@ -430,8 +429,8 @@ def train_missing(
     watchdog: Watchdog,
     log_interval: int,
 ) -> dict[str, Any] | None:
-    """The summary of `runs` (settings by name) of a folder that is claimed, after training those that have no result; None: asked
-    to stop, and saved. A collective."""
+    """Train those of `runs` (settings by name) of a claimed folder that have no result, and return the summary; None if stopped and
+    saved. A collective."""
     results: list[dict[str, Any]] = []
     for number, (name, settings) in enumerate(runs.items(), 1):
         path = output / name / RESULT
@@ -441,7 +440,7 @@ def train_missing(
             log.info(f"{label}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}")
             run = FineTuning(output / name, label, data, start, settings, world, log_interval)
             result = run.train(stop, watchdog)
-            # DeepSpeed's engine refers to itself: it would stay on the device beside the next one.
+            # DeepSpeed's engine has reference cycles, and would stay on the device beside the next one.
             del run
             gc.collect()
         if result is None:
@@ -458,7 +457,7 @@ def train_missing(
 
 
 def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the seeds (0 for one run) of each learning rate, that with dev's best mean of `metric` first."""
+    """Mean and standard deviation over the seeds (0 for one run) for each learning rate, the best mean of `metric` on dev first."""
     points = []
     for lr in dict.fromkeys(result["settings"]["lr"] for result in results):
         runs = [result for result in results if result["settings"]["lr"] == lr]
@@ -477,7 +476,7 @@ def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[st
 def best_run(
     output: Path, points: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], metric: str
 ) -> dict[str, Any]:
-    """Of the runs at the best learning rate the one with the best score on dev: its model's folder, epoch and score."""
+    """The run with the best score on dev at the best learning rate: folder of its model, epoch and score."""
     of_rate = [result for result in results if result["settings"]["lr"] == points[0]["point"]["lr"]]
     best = max(of_rate, key=lambda result: goodness(metric, result["scores"]["dev"][metric]))
     epochs = best["settings"]["epochs"]
@@ -486,7 +485,7 @@ def best_run(
 
 
 def closing(best: Mapping[str, Any]) -> str:
-    """Where the best model is, and what to do with it."""
+    """Closing lines: the folder of the best model, and commands for it."""
     model = shlex.quote(best["model"])
     return "\n".join([
         f"best model: {best['model']} (epoch {best['epoch']} of {best['epochs']}, dev {best['metric']} {best['dev']:.4f}). Next:",
@@ -496,7 +495,7 @@ def closing(best: Mapping[str, Any]) -> str:
 
 
 def table(points: Sequence[Mapping[str, Any]]) -> str:
-    """Learning rates as aligned lines: runs, each split's metrics as mean ± standard deviation (of several runs), seconds a run."""
+    """Learning rates as aligned lines: runs, metrics by split as mean ± standard deviation (for several runs), seconds a run."""
     names = [f"{split} {name}" for split, figures in points[0]["scores"].items() for name in figures]
     lines = [["lr", "runs", *names, "seconds"]]
     for point in points:

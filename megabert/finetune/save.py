@@ -4,7 +4,7 @@
     task.json           the task, its labels, how texts are encoded, the model's config
     tokenizer.model     or vocab.txt, tokenizer.json
 
-Nothing in it is ever unpickled; it appears whole or not at all.
+Nothing in it is unpickled, and it is written atomically.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Described:
-    """Everything about a fine-tuned model but its weights. `max_length` and `stride` as `encoding.encode` takes them, `threshold` as
+    """Description of a fine-tuned model without its weights. `max_length` and `stride` as of `encoding.encode`, `threshold` as of
     `scores.decode`."""
 
     task: Task
@@ -50,18 +50,18 @@ class Described:
 
     @property
     def outputs(self) -> int:
-        """Of the added layer, at each position it reads."""
+        """Number of outputs of the added layer at each position."""
         return {"score": 1, "span": 2}.get(self.task.kind, len(self.labels))
 
     @property
     def layout(self) -> ItemLayout:
-        """How its items become batches."""
+        """The layout of its batches."""
         return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal)
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """A model in its compute dtype and eval mode; `results` are its figures in training."""
+    """A model in its compute dtype and eval mode; `results`: its figures in training."""
 
     folder: Path
     described: Described
@@ -70,8 +70,7 @@ class Finetuned:
     results: dict[str, Any]
 
     def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
-        """Examples encoded as those of training were; `task` is the model's, perhaps with other columns. Errors as of
-        `encoding.encode`."""
+        """Examples encoded as in training; `task` is the model's, possibly with other columns. Errors as of `encoding.encode`."""
         d = self.described
         return encoding.encode(task, examples, self.tokenizer, d.labels, d.max_length, d.stride)
 
@@ -79,7 +78,7 @@ class Finetuned:
 def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
-    """Write the folder, in place of the one that an earlier call wrote there."""
+    """Write the folder, replacing that of an earlier call."""
     tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride", "threshold")}
     tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
@@ -91,8 +90,8 @@ def save(
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it); `source` is its folder, or its name
-    on the hub. Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
+    """The model in `precision`, by default that of training (fp32 on a CPU that would emulate it); `source` is its folder, or its name
+    on the hub. Raises ValueError naming a file that is missing, damaged or does not fit the others."""
     folder = located_finetuned(source)
     path = folder / DESCRIPTION
     try:

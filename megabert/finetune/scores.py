@@ -1,7 +1,7 @@
 """Scores: logits to predictions, predictions to metrics by their published rules, and the files of predictions.
 
-All metrics are fractions (1.0 is best), correlations -1 to 1, mae in the unit of the scores. Where a rule divides by zero (constant predictions, no entity
-anywhere) the metric is 0.
+All metrics are fractions (1.0 is best), correlations -1 to 1, mae in the unit of the scores. If a rule divides by zero
+(constant predictions, no entity anywhere) the metric is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megabert.finetune.datasets import ENTITY_METRICS, Example
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 
-# Tokens of an answer, and answers that are kept; both of Devlin et al. 2019's own code.
+# Most tokens of an answer, and number of candidate answers; both from the code of Devlin et al. 2019.
 MAX_ANSWER = 30
 N_BEST = 20
 
@@ -40,11 +40,11 @@ def decode(
     labels: Sequence[str],
     threshold: float = 0.5,
 ) -> list[Any]:
-    """One prediction an example; of two labels the last one where its probability is above `threshold`. `logits[i]` are of item i:
+    """One prediction for each example; with two labels the second if its probability is above `threshold`. `logits[i]` are of item i:
 
     classify [k] -> label; multilabel [k] -> list of labels; score [1] -> float; tag [p, k] -> list of tags; span [p, 2]
-    (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, the text "" where the task allows no answer and its
-    probability is above a half. Raises BadTraining for logits that are not finite.
+    (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, with text "" if the task allows no answer and its
+    probability is above a half. Raises BadTraining for non-finite logits.
     """
     windows: list[list[int]] = [[] for _ in examples]
     for i, (item, values) in enumerate(zip(items, logits, strict=True)):
@@ -72,14 +72,14 @@ def decode(
 
 
 def margins(logits: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [n]: log odds of the last of two labels."""
+    """float64 [n]: log odds of the second of two labels."""
     both = np.asarray(logits, np.float64)
     return both[:, 1] - both[:, 0]
 
 
 def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
-    """The probability above which the last of two labels has its best F1; a half where no example has it. It lies midway, in log
-    odds, between two examples, so that rounding moves none of them across."""
+    """The probability above which predicting the second of two labels has the best F1; a half if no example has it. It is midway, in
+    log odds, between two examples, so that rounding cannot change a prediction."""
     from sklearn import metrics
 
     odds = margins(logits)
@@ -92,10 +92,10 @@ def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: S
 
 
 def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float) -> dict[str, Any]:
-    """The best answer over a question's windows, each a (char spans [p, 2], logits [p, 2]) pair."""
+    """The best answer over a question's windows, each a pair (char spans [p, 2], logits [p, 2])."""
     best, answer, null = -math.inf, "", math.inf
     for spans, logits in windows:
-        # Of [CLS]; the window that is surest of an answer decides.
+        # Score of [CLS] in the window with the strongest answer.
         null = min(null, float(logits[0].sum()))
         tokens = len(spans) - 1
         ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))
@@ -103,11 +103,11 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
         values = (logits[1:, :1] + reach).ravel()
         for flat in np.argsort(-values, kind="stable")[:N_BEST].tolist():
             first, last = 1 + flat // MAX_ANSWER, 1 + flat // MAX_ANSWER + flat % MAX_ANSWER
-            # The last token may be a blank.
+            # The last token may be blank.
             text = context[int(spans[first, 0]) : int(spans[last, 1])].rstrip() if last <= tokens else ""
             if text and values[flat] > best:
                 best, answer = float(values[flat]), text
-    # Of the two, no answer and the best one; 1 where no token holds a text.
+    # Between no answer and the best one; 1 if no token has text.
     nothing = 1 / (1 + math.exp(min(best - null, 700.0))) if answer else 1.0
     return {"text": "" if nothing > threshold else answer, "no_answer_probability": nothing}
 
@@ -116,7 +116,7 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
 
 
 def truth_of(task: Task, examples: Sequence[Example]) -> list[Any]:
-    """What the predictions should be. Raises ValueError for examples without labels."""
+    """The correct predictions. Raises ValueError for examples without labels."""
     field = {"tag": "tags", "span": "answers"}.get(task.kind, "label")
     truth: list[Any] = [getattr(example, field) for example in examples]
     if None in truth:
@@ -133,12 +133,12 @@ def score(
 ) -> dict[str, float]:
     """The task's metrics by name, in their order.
 
-    `labels` as in training: the F1 of two classes is of the last one, and so is its AUROC, which is of `logits`. Raises ValueError
-    for examples without labels.
+    `labels` as in training: with two classes F1 and AUROC are of the second one; AUROC is of `logits`. Raises ValueError for
+    examples without labels.
     """
     truth = truth_of(task, examples)
     with warnings.catch_warnings():
-        # The libraries warn where they divide by zero.
+        # The libraries warn about divisions by zero.
         warnings.simplefilter("ignore")
         if task.kind == "classify":
             figures = _classified(truth, predictions, labels)
@@ -171,7 +171,7 @@ def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[s
 
 
 def _area(truth: list[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
-    """Area under the ROC curve of the last of two labels."""
+    """Area under the ROC curve of the second of two labels."""
     from sklearn import metrics
 
     return (
@@ -182,7 +182,7 @@ def _area(truth: list[str], logits: Sequence[np.ndarray], labels: Sequence[str])
 def _label_sets(
     truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str]], labels: Sequence[str]
 ) -> dict[str, float]:
-    """F1 over all decisions, or its mean over the labels, where a label that is neither true nor predicted anywhere counts 0."""
+    """F1 over all decisions, or its mean over the labels, with 0 for a label that is never true nor predicted."""
     from sklearn import metrics
 
     true, predicted = (
@@ -206,9 +206,9 @@ def _correlated(truth: list[float], predictions: Sequence[float]) -> dict[str, f
 
 
 def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Means over the queries that have several texts, one of them relevant (score above 0): the reciprocal rank of the best ranked
-    relevant one (below all others of its prediction), and nDCG with the scores as gains, ties averaged (Järvelin and Kekäläinen
-    2002; McSherry and Najork 2008). Raises ValueError for a score below 0."""
+    """Means over the queries with several texts, of which one is relevant (score above 0): the reciprocal rank of the best ranked
+    relevant one (ties rank it last), and nDCG with the scores as gains, ties averaged (Järvelin and Kekäläinen 2002; McSherry and
+    Najork 2008). Raises ValueError for a score below 0."""
     from sklearn import metrics
 
     if min(truth) < 0:
@@ -228,7 +228,7 @@ def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequenc
 
 
 def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[str, float]:
-    """Entities as conlleval counts them, which is seqeval's default: an I- tag may begin an entity."""
+    """Entities by the rules of conlleval, seqeval's default: an I- tag may begin an entity."""
     from seqeval.metrics import accuracy_score
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
@@ -239,7 +239,7 @@ def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[st
 def by_label(
     task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str]
 ) -> list[tuple[str, float, float, float, int]]:
-    """(label, precision, recall, F1, support) of every label, of tags of every kind of entity; [] of the kinds without labels."""
+    """(label, precision, recall, F1, support) of every label, for tags of every kind of entity; [] for kinds without labels."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as of_entities
     from sklearn import metrics
 
@@ -346,7 +346,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
 
 
 def spans_of(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, Any]]:
-    """The spans of a plain text that tags make, in characters; each word's where tags are no entities."""
+    """The spans in characters of a plain text's tags; one for each word if the tags are not of entities."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     entities = [(tag, i, i) for i, tag in enumerate(tags)]

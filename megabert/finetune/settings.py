@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def option(
     default: Any, about: str, least: int | None = None, below: float = math.inf, choices: Sequence[Any] = ()
 ) -> Any:
-    """A field of `Settings` with its help and the values it may have."""
+    """A field of `Settings` with its help and allowed values."""
     return field(default=default, metadata={"about": about, "least": least, "below": below, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is chosen for a run; each field is an option of the commands. The defaults are Devlin et al. 2019's (appendix A.3)."""
+    """Settings of a run; each field is an option of the commands. The defaults are those of Devlin et al. 2019 (appendix A.3)."""
 
     seed: int = 1
     lr: float = 5e-5
@@ -35,7 +35,7 @@ class Settings:
     dropout: float = option(0.1, "of the encoder and of the added layer", 0, 1)
     warmup: float = option(0.1, "share of the updates", 0, 1)
     weight_decay: float = option(0.01, "of AdamW", 0)
-    # A window has three special tokens and some of each part.
+    # A window has three special tokens and tokens of each part.
     max_length: int = option(None, "tokens of a text or window; without: the task's", 8)
     stride: int = option(None, "tokens from one window to the next; without: the task's", 1)
     from_scratch: bool = option(False, "same shape, random weights")
@@ -50,20 +50,20 @@ class Settings:
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
 
-# Width of the narrower model of Devlin et al. 2019, and their rates (section 4.1). Of narrower models the three highest that Turc et al.
-# 2019 chose from, and 1e-3, which was best of a model of width 192 (docs/using-a-model.md).
+# Width of the smaller model of Devlin et al. 2019, and their rates (section 4.1). For narrower models the three highest of Turc et al.
+# 2019, and 1e-3, which was best for a model of width 192 (docs/using-a-model.md).
 BASE_WIDTH = 768
 BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-3, 1e-4, 5e-5)
 
 
 def usual_rates(hidden: int) -> tuple[float, ...]:
-    """Learning rates to choose from for a model of this width, that of a single run first."""
+    """Learning rates to try for a model of this width; a single run uses the first."""
     return BASE_RATES if hidden >= BASE_WIDTH else SMALL_RATES
 
 
 def add_options(parser: Parser, seeds: int, rates: int) -> None:
-    """The options of every field of `Settings`, and those that both commands share; `seeds` is a default, and so are the first
-    `rates` of the usual ones."""
+    """Add the options of every field of `Settings`, and others that both commands share; `seeds` and the first `rates` of the usual
+    learning rates are defaults."""
     add = parser.add_argument
     add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer, where its folder has none")
     add("--limit", type=int, default=0, metavar="N", help="use N examples of each file, for a trial; 0: all")
@@ -84,9 +84,10 @@ def add_options(parser: Parser, seeds: int, rates: int) -> None:
 
 
 def runs_of(args: argparse.Namespace, max_length: int, stride: int, hidden: int = BASE_WIDTH) -> dict[str, Settings]:
-    """The settings of each run that a command line asks for, by name: `seed1`, or `lr2e-05-seed1` where there are several rates.
+    """The settings of each run of a command line, by name: `seed1`, or `lr2e-05-seed1` with several rates.
 
-    `max_length` and `stride`: where none are given; without rates those usual for the width `hidden`. Raises ValueError naming an option that is out of range.
+    `max_length` and `stride` are defaults; without rates those usual for the width `hidden` are used. Raises ValueError naming an
+    option that is out of range.
     """
     named = {each.name: getattr(args, each.name) for each in fields(Settings) if each.metadata}
     named |= {name: usual for name, usual in (("max_length", max_length), ("stride", stride)) if named[name] is None}
@@ -117,8 +118,8 @@ def run(
     check: Callable[[argparse.Namespace], int],
     work: Callable[[argparse.Namespace, Session], int],
 ) -> int:
-    """The exit code of a fine-tuning command: `check(args)`, then `work(args, ranks)` in a session of ranks."""
-    # One process checks before the slow imports; several ranks check in the session, where one of them prints the error.
+    """Run a fine-tuning command, `check(args)` and then `work(args, ranks)` in a session of ranks; returns the exit code."""
+    # A single process checks before the slow imports; several ranks check in the session, where one of them prints the error.
     if not launched() and (code := errors.command(check)(args)):
         return code
     from megabert.distributed import session

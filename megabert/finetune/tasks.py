@@ -1,10 +1,10 @@
-"""Tasks as data: what their files look like, what is predicted, which metrics count. A new one is an entry of `PRESETS`.
+"""Tasks as data: file layouts, predictions and metrics. A new task is an entry of `PRESETS`.
 
     classify    one label of a set for a text or a pair of texts
     multilabel  any number of labels of a set for a text or a pair of texts
-    score       one number for a text or a pair of texts, or for each text of a list that a query is given with
-    tag         one label for each word of a sentence
-    span        the span of a context that answers a question, or that there is none
+    score       one number for a text or a pair of texts, or for each text in the list of a query
+tag         one label for each word of a sentence
+    span        the span of a context that answers a question, or none
 
 The presets are GLUE's nine (Wang et al. 2019), with the file layouts its site publishes and the metrics of its leader board,
 SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0 (Rajpurkar et al. 2018), and CoNLL-2003 (Tjong Kim Sang and De Meulder 2003).
@@ -19,15 +19,15 @@ from typing import Literal, get_args
 
 from megabert.common.hub import located
 
-# of a fine-tuned model's folder
+# file in a fine-tuned model's folder
 DESCRIPTION = "task.json"
 Kind = Literal["classify", "multilabel", "score", "tag", "span"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# Kinds whose labels are those of the training file, unless the task names them.
+# Kinds whose labels are by default those of the training file.
 LABELLED = ("classify", "multilabel", "tag")
-# Metrics of each kind, the default one first. f1 and auroc of classify are of two labels. The accuracy of multilabel is of texts whose
-# labels are all correct, that of tag of words; f1, precision and recall of tag are of entities. mrr and ndcg are of rankings: the
-# second texts of one first text.
+# Metrics of each kind, the default one first. For classify f1 and auroc need two labels. Accuracy of multilabel counts texts whose
+# labels are all correct, that of tag words; f1, precision and recall of tag are of entities. mrr and ndcg are for rankings, the second
+# texts with the same first text.
 METRICS: dict[str, tuple[str, ...]] = {
     "classify": ("accuracy", "f1", "macro_f1", "matthews", "auroc"),
     "multilabel": ("micro_f1", "macro_f1", "accuracy"),
@@ -35,42 +35,42 @@ METRICS: dict[str, tuple[str, ...]] = {
     "tag": ("f1", "precision", "recall", "accuracy"),
     "span": ("f1", "em"),
 }
-# Of two labels, or of rankings.
+# Metrics of two labels, or of rankings.
 BINARY_METRICS, RANKING_METRICS = ("f1", "auroc"), ("mrr", "ndcg")
 
 
 def goodness(metric: str, value: float) -> float:
-    """A metric's value, larger is better."""
+    """A metric's value with a sign such that larger is better."""
     return -value if metric == "mae" else value
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the files of a task hold and how a prediction is judged. Raises ValueError for fields that contradict each other.
+    """The files of a task and the metrics of its predictions. Raises ValueError for fields that contradict each other.
 
-    A column of a table is a name in its header, several with | between them (the first that exists counts), or a number from 0 in a
-    table without a header, or both with | between them; of JSON lines and Arrow tables also as pre-training's `--text-field` takes it, `a.b` inside another
-    one, `a+b` joined. A tag task's columns are numbers, -1 the last one.
+    A column of a table is a name in its header, or a number from 0 in a table without a header, or several of these separated by |,
+    of which the first existing one is used. In JSON lines and Arrow tables it may also have the forms of `--text-field`: `a.b` is
+    nested, `a+b` joined. A tag task's columns are numbers, -1 the last one.
     """
 
     name: str
     kind: Kind
-    # One column, or two for a pair; SQuAD's JSON has none.
+    # One column, or two for a pair; () for SQuAD's JSON.
     text: tuple[str, ...] = ()
     label: str = ""
     # "": examples are numbered from 0.
     id: str = ""
-    # (): the labels of the training file, sorted. F1 is of the last one.
+    # (): the sorted labels of the training file. F1 is of the last one.
     labels: tuple[str, ...] = ()
-    # (): the kind's first one. The first one decides about the best weights.
+    # (): the kind's first one. The first one selects the best weights.
     metrics: tuple[str, ...] = ()
     # A question may have no answer (SQuAD 2.0).
     unanswerable: bool = False
-    # The published table has rows that are cut at a tab or line end; they are left out.
+    # The published table has rows cut at a tab or line end; they are skipped.
     cut_rows: bool = False
-    # The published table without a header has rows with further columns at their end.
+    # The published table without a header has rows with additional last columns.
     ragged: bool = False
-    # Tokens of a text or window, and from one window to the next, unless a command names others.
+    # Default tokens of a text or window, and between the starts of windows.
     max_length: int = 128
     stride: int = 64
 
@@ -109,11 +109,11 @@ class Task:
         return f"{self.kind} has no labels" if self.labels and self.kind not in LABELLED else ""
 
     def columns(self, labelled: bool) -> list[str]:
-        """The columns of a table in their order: texts, the label, the id."""
+        """The columns of a table in order: texts, label, id."""
         return [*self.text, *([self.label] if labelled else []), *([self.id] if self.id else [])]
 
     def label_of(self, value: str) -> str:
-        """The label that a file's value stands for: the hub's tables of GLUE have numbers, or names of their own."""
+        """The label for a value in a file: the hub's tables of GLUE have numbers, or other names."""
         if value in self.labels or (names := HUB_CLASSES.get(self.name)) is None:
             return value
         number = int(value) if value.isdecimal() else names.index(value) if value in names else len(names)
@@ -132,7 +132,7 @@ def custom(
     id: str = "",
     labels: Sequence[str] = (),
 ) -> Task:
-    """A task of one's own. Without columns a tag task's are 0 for the word and -1 for the tag."""
+    """A user-defined task. The default columns of a tag task are 0 for the word and -1 for the tag."""
     if kind == "tag":
         text, label = text or ("0",), label or "-1"
     return Task("custom", kind, tuple(text), label, id, tuple(labels), tuple(metrics))
@@ -158,7 +158,7 @@ HUB_CLASSES = {
 PRESETS: dict[str, Task] = {
     task.name: task
     for task in (
-        # CoLA's own columns are source, label, the author's mark and the sentence, without a header; STS-B's genre, file, year,
+        # CoLA's original columns are source, label, the author's mark and the sentence, without a header; STS-B's genre, file, year,
         # number, score and the sentences. Names after | are the hub's.
         Task("cola", "classify", ("sentence|3",), "label|1", labels=_BINARY, metrics=("matthews", "accuracy")),
         Task("sst2", "classify", ("sentence|content",), "label", labels=_BINARY),
@@ -189,9 +189,9 @@ PRESETS: dict[str, Task] = {
         Task("qnli", "classify", ("question", "sentence"), "label", labels=_ENTAILMENT),
         Task("rte", "classify", _SENTENCES, "label", labels=_ENTAILMENT),
         Task("wnli", "classify", _SENTENCES, "label", labels=_BINARY),
-        # JSON lines of a query with texts and their scores, or with what is to be found and what is not.
+        # JSON lines of a query with texts and scores, or with positives and negatives.
         Task("ranking", "score", ("query", "texts|positives"), "scores|negatives", metrics=("ndcg", "mrr")),
-        # Lengths of SQuAD: Devlin et al. 2019.
+        # Lengths for SQuAD: Devlin et al. 2019.
         Task("squad1.1", "span", metrics=("f1", "em"), max_length=384, stride=128),
         Task("squad2.0", "span", metrics=("f1", "em"), unanswerable=True, max_length=384, stride=128),
         # CoNLL-2003's columns are token, part of speech, chunk and tag; copies of it keep token and tag.
@@ -201,20 +201,20 @@ PRESETS: dict[str, Task] = {
 
 
 def preset(name: str) -> Task:
-    """The known task of that name. Raises ValueError listing them."""
+    """The preset of that name. Raises ValueError listing them."""
     if name not in PRESETS:
         raise ValueError(f"no task {name!r}; known are {', '.join(PRESETS)}; or describe one by its columns")
     return PRESETS[name]
 
 
 def find(source: str | Path) -> Path | None:
-    """The folder of a fine-tuned model: `source` or its `best`; None where it is neither."""
+    """The folder of a fine-tuned model: `source` or its `best`; None if it is neither."""
     places = Path(source), Path(source) / "best"
     return next((folder for folder in places if (folder / DESCRIPTION).is_file()), None)
 
 
 def located_finetuned(source: str | Path) -> Path:
-    """The same, also of a model's name on the hub. Raises ValueError for what is no fine-tuned model."""
+    """As `find`, also for a name on the hub. Raises ValueError for anything but a fine-tuned model."""
     folder = find(source if Path(source).is_dir() else located(source))
     if folder is None:
         raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
