@@ -1,4 +1,4 @@
-"""Raw text to verified shards: build them, check every byte of them, show what is in them.
+"""Raw text to verified shards: build, verify every byte, inspect the content.
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse_url(folder or "")
         return commands.run(args)
     except OSError as error:
-        # a failed write has no name
+        # a failed write has no file name
         error.filename = error.filename or folder
         raise
     except KeyboardInterrupt:

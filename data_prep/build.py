@@ -1,6 +1,6 @@
 """The build: from inputs to committed datasets, or a part of its reading.
 
-It makes complete datasets or none: all work happens beside them, and a manifest is the last file written.
+Datasets are complete or absent: work files are beside them, and a manifest is the last file written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megabert.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What is built, where: `given` is the tokenizer, None where one is to be trained; `on_error` stop | skip."""
+    """Inputs and output of a build. `given`: the tokenizer, None to train one; `on_error`: stop | skip."""
 
     corpora: Sequence[Corpus]
     folder: Path
@@ -42,11 +42,10 @@ class BuildPlan:
 
 
 def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True) -> dict[str, Any] | None:
-    """Build a dataset a row length and return a summary; None when it is complete already. Rank 0 alone.
+    """Build a dataset for each row length and return a summary; None if it is complete already. Rank 0 only.
 
-    The bytes depend on the inputs and options (and the tokenizer file) alone. What parts (`build_part`) have read is used as that
-    of a killed build is. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the
-    disk is full.
+    The bytes depend only on the inputs, the options and the tokenizer file. Finished work of parts (`build_part`) is used like that of
+    a killed build. Raises BadInput for mistakes of the user, ValueError for a bad tokenizer file, OSError when the disk is full.
     """
     began = time.perf_counter()
     problems = Problems(plan.on_error)
@@ -60,7 +59,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
             reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
-            del ranges  # its tasks hold them
+            del ranges  # the tasks have them
             output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
@@ -77,7 +76,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     training = (train_tokenizer.SAMPLE, train_tokenizer.TRAIN)
     tokenizer_seconds = sum(stages.figures[name]["seconds"] for name in training if name in stages.figures)
     seconds = finished - began - tokenizer_seconds
-    # part of the work of a resumed build was done before the clock was started
+    # a resumed build was partly done before this time
     speed = None if resumed else facts["read"]["bytes"] / 1e6 / seconds
     return facts | {
         "seconds": seconds,
@@ -91,10 +90,10 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
 
 
 def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress: bool = True) -> bool:
-    """Read part (k, n) of the input of a build, k from 1 to n; False when the dataset is complete already.
+    """Read part (k, n) of the input of a build, k from 1 to n; False if the dataset is complete already.
 
-    Parts are independent of each other and may run at the same time, on machines that see the same folder. The first one unpacks
-    large files and trains the tokenizer while the others wait. `build` does the rest.
+    Parts are independent and may run at the same time, on machines with a shared folder. The first one unpacks large files and trains
+    the tokenizer while the others wait. `build` does the rest.
     """
     ranges = _listed(plan, Problems(plan.on_error))
     joined = output_folder.joined(plan.folder, account_of(plan, ranges), plan.options.seq_len, _sources(plan, ranges))
@@ -113,7 +112,7 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
 
 
 def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
-    """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and where there is no file."""
+    """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and if there is no file."""
     for user_filter in plan.options.own_filters:
         user_filter.check()
     ranges = list_ranges(plan.corpora, plan.options.read, problems)
@@ -152,7 +151,7 @@ def account_of(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
     count, last = 0, ""
     for part in chain.from_iterable(ranges):
         digest.update(repr(part).encode())
-        count += part.path != last  # the ranges of a file follow each other
+        count += part.path != last  # ranges of a file are consecutive
         last = part.path
     return {
         "options": plan.options.listed(plan.given is None),
@@ -167,7 +166,7 @@ def account_of(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
 
 
 def _commit(folder: Path, output: BuildOutput, facts: dict[str, Any], account: dict[str, Any]) -> None:
-    """Write everything but the manifests, then these, those of held-out parts first."""
+    """Write everything but the manifests, then those of held-out parts, then the others."""
     for dataset in output.datasets:
         for name, data in output.tokenizer.files().items():
             (dataset.folder / name).write_bytes(data)

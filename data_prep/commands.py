@@ -1,4 +1,4 @@
-"""The commands `build`, `verify` and `inspect`: their arguments, and what they run."""
+"""The commands `build`, `verify` and `inspect`: arguments and implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; `description` stands above their list."""
+    """The parser of all commands; `description` precedes their list."""
     top = Parser(prog=called_as("data_prep"), description=description)
     commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
     rules_of = "rules of --filters:\n" + rules.describe_rules()
@@ -61,10 +61,10 @@ def _add_build(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """What the parsed arguments ask for; the exit code."""
+    """Run the parsed command; returns the exit code."""
     if args.command == "build":
         return _build(args)
-    # slow imports: --help answers before them
+    # slow imports, not needed by --help
     from data_prep.executor import pool
     from data_prep.report import inspect_dataset
     from megabert.data import shards
@@ -90,7 +90,7 @@ def _build(args: argparse.Namespace) -> int:
         for path in chain.from_iterable(corpus.paths for corpus in given):
             if path != PYDOC and not files.MAGIC.search(path):
                 files.matches(path)
-    # slow imports: plain mistakes are answered before them
+    # slow imports, after the check of options
     from data_prep.build import BuildPlan, build, build_part
     from data_prep.executor import output_folder, pool
     from data_prep.report.summary import summary_text
@@ -117,7 +117,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
-    """Corpora of `[NAME=]PATH` items; a path without a name belongs to the corpus that was named last."""
+    """Corpora of `[NAME=]PATH` items; a path without a name belongs to the last named corpus."""
     paths: dict[str, list[str]] = {}
     name = "input"
     for item in inputs:
@@ -143,7 +143,7 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the command names, None where one is to be trained."""
+    """The tokenizer given to the command, None to train one."""
     if args.tokenizer is None:
         return None
     from megabert.data.tokenizer import Tokenizer

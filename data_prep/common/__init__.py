@@ -1,1 +1,1 @@
-"""Records, errors, hashes and the hash table of words that all of data_prep shares."""
+"""Records, errors and hashes, shared by all of data_prep."""

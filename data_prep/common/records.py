@@ -12,24 +12,24 @@ from operator import attrgetter
 from pathlib import PurePath
 
 AUTO = "auto"
-# an input that is no path: the documentation of the installed Python modules
+# an input that is not a path: the documentation of the installed Python modules
 PYDOC = "pydoc"
 TABLES = ("parquet", "arrow")
 ARCHIVES = ("zip", "tar")
-# formats of files that only one worker can read, from the beginning
+# formats of files that one worker has to read from the beginning
 UNCUT = ("csv", *ARCHIVES)
-# ranges that a `RangeList` packs together
+# ranges in a column of a `RangeList`
 PACKED_AT_ONCE = 1024
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
 FORMATS = ("text", "wiki", "mediawiki", "jsonl", "csv", *TABLES)
-# sources at most, each a curve of a run: more are files that a shell listed
+# most sources, each a curve of a run; more inputs are probably files listed by a shell
 MOST_SOURCES = 32
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents. `text_documents` is auto | file | blank-line | line; `text_field` is as
-    `megabert.common.tables` takes it."""
+    """How to split files into documents. `text_documents`: auto | file | blank-line | line; `text_field`: as of
+    `megabert.common.tables`."""
 
     format: str = AUTO
     text_documents: str = AUTO
@@ -38,7 +38,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read."""
+    """A group of inputs (files, folders, globs or the word pydoc) with a weight."""
 
     name: str
     paths: tuple[str, ...]
@@ -46,12 +46,12 @@ class Corpus:
 
 
 def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
-    """What held-out figures are reported by: the corpora, or the inputs of one that is alone. () where there is but one, or more
-    than MOST_SOURCES."""
+    """Names of the sources of held-out figures: the corpora, or the inputs of a single corpus. () if there is only one, or more than
+    MOST_SOURCES."""
     names = [corpus.name for corpus in corpora]
     if len(corpora) == 1:
         parts = [[part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths]
-        # as much of the ends of their paths as distinguishes them
+        # the shortest ends of their paths that distinguish them
         for depth in range(1, 2 + max(map(len, parts))):
             names = [re.sub(r"[^\w.-]+", "_", "_".join(of_path[-depth:])) or "input" for of_path in parts]
             if len(set(names)) == len(names):
@@ -63,10 +63,10 @@ def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Range [start, end) of a file: of its bytes, its bzip2 streams by their first byte, its row groups or batches.
+    """Range [start, end) of a file: of bytes, of bzip2 streams by their first byte, of row groups or batches.
 
-    The whole file when `end` is None. `format` may be "auto" where only opening or unpacking decides. With `index`, a name in
-    the work folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.spools`).
+    The whole file if `end` is None. `format` is "auto" until the file was opened or unpacked. With `index`, a name in the work
+    folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.spools`).
     """
 
     path: str
@@ -76,16 +76,16 @@ class FileRange:
     end: int | None = None
     # bytes on disk, for the progress bar
     size: int = 0
-    # (bytes, time of the last change in ns) of the file when it was planned
+    # (bytes, modification time in ns) of the file when it was planned
     stamp: tuple[int, int] | None = None
-    # False: planned by its name and size alone
+    # False: planned only by name and size
     opened: bool = True
-    # what a document is in a text file, once its first bytes were read: file or blank-line
+    # documents of a text file, decided by its first bytes: file or blank-line
     documents: str = ""
-    # a large file that is unpacked before it can be cut
+    # a large file that has to be unpacked before it is cut
     unpack_first: bool = False
     index: str = ""
-    # its place among `source_names`, 0 where there are none
+    # index into `source_names`, 0 if there are none
     source: int = 0
 
 
@@ -93,9 +93,9 @@ RANGE_FIELDS = tuple(field.name for field in fields(FileRange))
 
 
 class RangeList:
-    """Ranges of files in order, as compressed columns: an input of ten million files takes tens of bytes each.
+    """Ranges of files in order, as compressed columns: tens of bytes a file for an input of ten million files.
 
-    Objects are made where it is iterated over. `size` is the sum of theirs.
+    Iteration creates the objects. `size` is the sum of their sizes.
     """
 
     def __init__(self, ranges: Iterable[FileRange]) -> None:
@@ -118,13 +118,13 @@ class RangeList:
             yield from starmap(FileRange, zip(*columns.values(), strict=True))
 
     def __repr__(self) -> str:
-        """Of the ranges alone: it is part of the key of a finished item."""
+        """Depends only on the ranges, since it is part of the key of a finished item."""
         return f"RangeList({list(self)})"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """Ranges of files that one worker reads at a time; `corpus` is the corpus's place among the corpora."""
+    """Ranges of files that one worker reads; `corpus` is the index of the corpus."""
 
     index: int
     ranges: RangeList
@@ -137,11 +137,10 @@ class ReadTask:
 
 @dataclass(frozen=True)
 class RawDocument:
-    """One document as read. `text` is str when a parser already decoded it, else UTF-8 bytes to be checked.
+    """A raw document. `text` is str if a parser has decoded it, else UTF-8 bytes to check.
 
-    `offset` is in bytes of the unpacked file, for a table a row. In a range of a bzip2 file it counts
-    from the first stream of the range, which `path` then names after the file. `markup`: extracted from markup, so that its
-    paragraphs are lines.
+    `offset` is in bytes of the unpacked file, or a row of a table. In a range of a bzip2 file it counts from the first stream of
+    the range, which `path` then includes. `markup`: extracted from markup, so paragraphs are lines.
     """
 
     path: str

@@ -1,1 +1,1 @@
-"""Runs a build: worker pools, the journal of finished work, work files, the output folder."""
+"""Execution of a build: worker pools, the journal of finished work, work files, the output folder."""

@@ -1,9 +1,8 @@
-"""Journal of finished items of work, from which a build that was killed resumes.
+"""Journal of finished items of work, from which a killed build resumes.
 
-A finished item is never computed twice: its record is checked and used. Its key is the digest of function, options and item,
-and of all results of the stages before, CRC-32 of their files included. So a record matches exactly when computing the
-item again would give the same bytes, whatever changed in between. Records are small JSON files, replaced atomically; the files they
-name are compared before use.
+The record of a finished item is checked and used instead of computing it again. Its key is the digest of function, options and item,
+and of all results of earlier stages including the CRC-32 of their files, so that a record matches exactly if computing the item again
+would give the same bytes. Records are small JSON files, replaced atomically; the files they name are compared before use.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from data_prep.executor.work_files import BuildJob, ItemResult, total
 from megabert.common.files import sync, write_whole
 
 FOLDER = "journal"
-# Bytes of a stage from which on its files are deleted as soon as nothing needs them. What was made of them must be synced to the
-# disk before, which takes a build of 200 MB a tenth of its time; files of small stages are deleted with the work folder.
+# Bytes of a stage from which on its files are deleted as soon as nothing needs them. Their results have to be synced to the disk
+# before, a tenth of the time of a build of 200 MB; files of smaller stages are deleted with the work folder.
 SWEPT = 1 << 30
 
 
@@ -41,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _load(path: Path) -> Any:
-    """The JSON value of a record, None where there is no record or only a part of one."""
+    """The JSON value of a record, None if it is missing or truncated."""
     try:
         return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -50,7 +49,7 @@ def _load(path: Path) -> Any:
 
 def _digest(*values: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for value in values:  # one at a time: items name millions of files
+    for value in values:  # one at a time, since items name millions of files
         digest.update(repr(value).encode() + b"\0")
     return digest.hexdigest()
 
@@ -62,7 +61,7 @@ def _record_of(job: BuildJob, stage: str, index: int) -> Path:
 def _run(
     function: Callable[[BuildJob, Any], ItemResult], job: BuildJob, stage: str, digest: str, numbered: tuple[int, Any]
 ) -> ItemResult:
-    """The result of one item, from its record or computed and recorded. Runs in any worker."""
+    """The result of an item, from its record or computed and recorded. Runs in a worker."""
     index, item = numbered
     path = _record_of(job, stage, index)
     key = _digest(function.__name__, job, item, digest)
@@ -73,7 +72,7 @@ def _run(
             return result
     result = function(job, item)
     result.peak = work_files.peak_memory()
-    # Not synced: a record, or a file it names, that a loss of power truncated does not match.
+    # Not synced: a record or a file of it that was truncated by a loss of power does not match.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_bytes(json.dumps({"key": key, "result": result.as_json()}, sort_keys=True).encode())
     temporary.replace(path)
@@ -82,7 +81,7 @@ def _run(
 
 @dataclass(frozen=True)
 class Stage:
-    """A finished stage: its results in the order of its items."""
+    """A finished stage: results in the order of the items."""
 
     name: str
     key: str
@@ -90,7 +89,7 @@ class Stage:
 
 
 class Journal:
-    """Runs stages over an executor and records their items in the folder `work`."""
+    """Runs stages on an executor and records their items in the folder `work`."""
 
     def __init__(self, work: Path, executor: Pool) -> None:
         self._work, self._executor = work, executor
@@ -99,7 +98,7 @@ class Journal:
         self._sweeping: list[Future[None]] = []
 
     def holds_something(self) -> bool:
-        """Whether an earlier process finished an item here."""
+        """Whether an earlier process has finished an item."""
         return any((self._work / FOLDER).rglob("*.json"))
 
     def map(
@@ -112,7 +111,7 @@ class Journal:
     ) -> Stage:
         """`function(job, item)` of every item; `progress` is called with each result as it arrives.
 
-        A build calls the same stages in the same order every time: the results of one are part of the key of the next.
+        The results of a stage are part of the key of the next, so a build has to run the same stages in the same order every time.
         """
         key = _digest(name, function.__name__, job, self._digest, *items)
         record = _load(self._work / FOLDER / f"{name}.json")
@@ -136,21 +135,21 @@ class Journal:
         part: tuple[int, int],
         progress: Progress,
     ) -> None:
-        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the rest of the stage."""
+        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs compute the others."""
         (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
         call = partial(_run, function, job, name, self._digest)
         self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
 
     def keep(self, stage: Stage) -> None:
-        """Record all results of a stage, so that other processes use them without reading its files."""
+        """Record all results of a stage, so that other processes can use them without reading its files."""
         results = [result.as_json() for result in stage.results]
         write_json(self._work / FOLDER / f"{stage.name}.json", {"key": stage.key, "results": results})
 
     def consume(self, stage: Stage, *makers: Stage) -> None:
-        """Delete the files of `stage`, if they are large: nothing reads them after `makers`, which have ended.
+        """Delete the files of `stage` if they are large. Only `makers` read them, and these have ended.
 
-        The files of `makers` and their records are synced to the disk first, then the results of `stage` are recorded. A thread
-        waits for the disk; `flush` raises its errors.
+        The files and records of `makers` are synced to the disk first, then the results of `stage` are recorded. A thread waits for
+        the disk; `flush` raises its errors.
         """
         if sum(size for result in stage.results for size, _ in result.files.values()) >= SWEPT:
             self._sweeping.append(self._sweeper.submit(self._consume, stage, makers))
@@ -161,7 +160,7 @@ class Journal:
             self._sweeping.pop(0).result()
 
     def close(self) -> None:
-        """End the thread, so that the work folder may be deleted."""
+        """End the thread, so that the work folder can be deleted."""
         self._sweeper.shutdown(wait=True, cancel_futures=True)
 
     def _consume(self, stage: Stage, makers: tuple[Stage, ...]) -> None:
@@ -169,7 +168,7 @@ class Journal:
             records = self._work / FOLDER / maker.name
             made = (self._work / name for result in maker.results for name in result.files)
             for path in (*made, *records.glob("*.json"), records):
-                if path.exists():  # else consumed before
+                if path.exists():  # otherwise consumed before
                     sync(path)
         self.keep(stage)
         for result in stage.results:
@@ -180,7 +179,7 @@ class Journal:
 
 @contextlib.contextmanager
 def ticking(bar: tqdm[Any]) -> Iterator[None]:
-    """The bar's clock moves in the block, also while one long item is computed, as a tokenizer's training is."""
+    """Refresh the bar's clock inside the block, also during long items such as the training of a tokenizer."""
     ended = threading.Event()
 
     def tick() -> None:
@@ -196,18 +195,18 @@ def ticking(bar: tqdm[Any]) -> Iterator[None]:
 
 
 class Stages:
-    """Runs stages with a progress bar each on stderr; `everything` is the sum of what they report."""
+    """Runs stages with a progress bar each on stderr; `everything` is the sum of their results."""
 
     def __init__(self, journal: Journal, progress: bool) -> None:
         self.journal, self._progress = journal, progress
         self.everything = ItemResult()
-        # of each stage: seconds, and bytes of its largest process
+        # seconds of each stage, and bytes of its largest process
         self.figures: dict[str, dict[str, float]] = {}
 
     def map(
         self, name: str, function: Any, job: BuildJob, items: Sequence[Any], unit: str = "part", size: int | None = None
     ) -> Stage:
-        """`function(job, item)` of every item, or its recorded result; the bar has `size` steps."""
+        """`function(job, item)` or the recorded result of every item; the bar has `size` steps."""
         began = time.perf_counter()
         with self._bar(name, len(items) if size is None else size, unit) as bar, ticking(bar):
             stage = self.journal.map(name, function, job, items, lambda result: bar.update(result.size or 1))

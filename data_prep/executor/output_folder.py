@@ -1,7 +1,7 @@
 """Output folder of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
 
-Unfinished means a work folder with `build.json`, the account of what is being built. A build with the same account resumes
-there; a complete dataset with the same account is left as it is; any other account is refused with the differences.
+An unfinished build has a work folder with `build.json`, its account. A build with the same account resumes; a complete dataset with
+the same account is left as it is; any other account is refused, listing the differences.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 REPORT = "report.json"
-# the stage whose work a build with other options reuses, and the files that it makes
+# the stage whose results a build with other options reuses, and its files
 UNPACK, SPOOLS = "unpack", "stream-*.zst"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
-# the entry of an account in which an unfinished build may differ: what it read is checked item by item
+# entry of an account that may differ in an unfinished build, since its items check their files
 FILES = "input files"
-# names of what a build makes
+# names of the files of a build
 OURS = re.compile(
     r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
     r"tokenizer\.(model|json)|vocab\.txt|tokenizer_config\.json|text|sources\.csv"
@@ -39,16 +39,16 @@ OURS = re.compile(
 
 
 def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
-    """Folder of the dataset of each row length: `output` itself where there is one, else seqN in it."""
+    """Folder of the dataset of each row length: `output` for a single one, else seqN in it."""
     return {n: output if len(seq_lens) == 1 else output / f"seq{n}" for n in seq_lens}
 
 
 def clear(output: Path) -> None:
-    """Remove the files of a build but the text that it unpacked; manifests first, so that no dataset is ever mixed.
+    """Remove the files of a build except for unpacked text; manifests first, so that no dataset is ever mixed.
 
-    The account is removed last: after a kill it still marks the folder as one of a build, whose work folder is not resumed.
+    The account is removed last: after a kill it still marks the folder as a build's, whose work folder is not resumed.
     """
-    # with the manifests the records of whole stages, whose files may be gone
+    # with the manifests the records of complete stages, whose files may be deleted
     for path in (*sorted(output.rglob(MANIFEST)), *(output / WORK / FOLDER).glob("*.json")):
         path.unlink()
     account = output / ACCOUNT
@@ -65,14 +65,14 @@ def clear(output: Path) -> None:
 
 
 def _clear_work(work: Path) -> None:
-    """Remove all but the unpacked text and its records."""
+    """Remove all but unpacked text and its records."""
     for path in (*work.iterdir(), *(work / FOLDER).iterdir()):
         if path.name not in (FOLDER, UNPACK) and not path.match(SPOOLS):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
-    """Differences between two accounts, one text each."""
+    """Differences between two accounts, a string each."""
     for key in sorted(old.keys() | new.keys()):
         label = f"{name}{key.replace('_', ' ')}"
         a, b = old.get(key), new.get(key)
@@ -83,7 +83,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> It
 
 
 def _changes(path: Path, account: dict[str, Any], resumed: bool) -> str:
-    """How the account at `path` differs from `account`, "" where not; the files of a build that is `resumed` may differ."""
+    """How the account at `path` differs from `account`, "" if equal; the files of a `resumed` build may differ."""
     try:
         old = json.loads(path.read_bytes())
     except ValueError:
@@ -92,7 +92,7 @@ def _changes(path: Path, account: dict[str, Any], resumed: bool) -> str:
 
 
 def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:
-    """Whether `output` holds the complete dataset of `account`. Raises BadInput where it holds another one."""
+    """Whether `output` has the complete dataset of `account`. Raises BadInput for another dataset."""
     manifests = [folder / MANIFEST for folder in folders(output, seq_lens).values()]
     if not all(path.is_file() for path in (output / ACCOUNT, *manifests)) or (output / WORK / ACCOUNT).exists():
         return False
@@ -102,7 +102,7 @@ def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raises BadInput for files that are not of a build; where no build was, for any file."""
+    """Raises BadInput for files that are not of a build, or for any file if there was no build."""
     was_built = any((output / name).exists() for name in (WORK, ACCOUNT, MANIFEST)) or any(
         output.glob(f"seq*/{MANIFEST}")
     )
@@ -112,9 +112,9 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
-    """Raises BadInput where a file that a build reads lies in the folder that it may have to clear."""
+    """Raises BadInput if an input file is in the folder that a build may have to clear."""
     top = os.path.join(os.path.realpath(output), "")
-    # real paths of folders: an input has millions of files in few of them
+    # real paths of folders only: an input has millions of files in few folders
     real: dict[str, str] = {}
     for path in sources:
         folder, name = os.path.split(path)
@@ -127,10 +127,10 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
 
 
 def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) -> None:
-    """Make the work folder of the build of `account`, or check that the one there is its own.
+    """Create the work folder of the build of `account`, or check that an existing one belongs to it.
 
     With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that read
-    `parts` remove nothing, and must agree on the files too.
+    `parts` remove nothing, and must have the same files too.
     """
     unfinished = output / WORK / ACCOUNT
     if unfinished.exists():
@@ -152,7 +152,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) 
 
 
 def _remove_work(output: Path) -> None:
-    """Remove the work folder of a complete dataset. On NFS a file that some process still has open stays, as `.nfs…`."""
+    """Remove the work folder of a complete dataset. On NFS a file that a process still has open remains as `.nfs…`."""
     try:
         shutil.rmtree(output / WORK)
     except OSError as error:
@@ -161,7 +161,7 @@ def _remove_work(output: Path) -> None:
 
 @contextlib.contextmanager
 def alone(work: Path) -> Iterator[None]:
-    """Run one of several jobs that share a work folder at a time; the others wait."""
+    """Lock a work folder shared by several jobs; the others wait."""
     with open(work / "lock", "w") as file:
         lock(file.fileno(), work / "lock", "start its parts one after another", wait=True)
         yield
@@ -188,10 +188,10 @@ def _locked(output: Path, shared: bool = False) -> Iterator[None]:
 def joined(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
-    """The work folder of a build whose parts several jobs read, at the same time or not; None when it is complete.
+    """The work folder of a build for a job that reads a part; None if the dataset is complete.
 
-    Nothing is removed: the job that merges, which is `opened`, does that. Raises BadInput where a whole build is running
-    there, or the account is not that of the other parts.
+    Nothing is removed; the merging job (`opened`) does that. Raises BadInput if a whole build is running there, or the account
+    differs from that of the other parts.
     """
     with _locked(output, shared=True):
         if _is_done(output, account, seq_lens):
@@ -208,17 +208,17 @@ def joined(
 def opened(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
-    """The work folder of the build of `account`, or None when it is complete. One build at a time.
+    """The work folder of the build of `account`, or None if the dataset is complete. One build at a time.
 
-    `sources` are the files that the build reads: none may lie in `output`, which may be cleared.
+    `sources` are the input files: none may be in `output`, which may be cleared.
 
-    When the build ends, the work folder is removed and the account stays. After BadInput, which the user corrects by other
-    options, unpacked text stays; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
+    When the build ends, the work folder is removed and the account is kept. After BadInput, which the user corrects by other
+    options, unpacked text is kept; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
     """
     created = not output.exists()
     with _locked(output):
         if not overwrite and _is_done(output, account, seq_lens):
-            if (output / WORK).exists():  # killed while removing it
+            if (output / WORK).exists():  # the last process was killed while removing it
                 _remove_work(output)
             yield None
             return

@@ -1,6 +1,6 @@
-"""Pool of workers: this process alone, processes forked from it, or MPI ranks.
+"""Pool of workers: this process alone, forked processes, or MPI ranks.
 
-No result may depend on the worker that computed it. Only this file imports mpi4py.
+Results may not depend on the worker. Only this file imports mpi4py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Result = TypeVar("Result")
 Progress = Callable[[Any], object]
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
-# what launchers put in the environment; srun --mpi=pmix has no size among MPI's variables
+# environment variables of launchers; srun --mpi=pmix sets no size among MPI's
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
 
 
 def collect_seldom() -> None:
-    """Run the garbage collector rarely: words and their ids are millions of small lists without cycles, whose search costs 5%."""
+    """Run the garbage collector rarely: scanning millions of small lists of words and ids without cycles costs 5%."""
     gc.set_threshold(200_000, 50, 100)
 
 
 def _begin_worker(parent: int) -> None:
-    """First call in a worker, which must end with its parent: else it would write beside the resumed build."""
+    """First call in a worker. It must end with its parent, or it would write while the build is resumed."""
     collect_seldom()
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell leaves it for jobs in the background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by shells for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
     if prctl is not None:
@@ -48,7 +48,7 @@ def _begin_worker(parent: int) -> None:
 
 
 def launched_ranks() -> int:
-    """Number of ranks that mpirun or srun started of this program, by their environment variables; 0 without them."""
+    """Number of ranks started by mpirun or srun, by their environment variables; 0 without these."""
     sizes = [int(os.environ[name]) for name in MPI_SIZES if os.environ.get(name)]
     if not sizes and PMIX in os.environ:
         return int(os.environ.get(SRUN_SIZE) or 0)
@@ -56,7 +56,7 @@ def launched_ranks() -> int:
 
 
 class Pool:
-    """`size` workers: this process alone, processes forked from it, or MPI ranks; rank 0 runs the build and works too."""
+    """`size` workers: this process alone, forked processes, or MPI ranks; rank 0 runs the build and works too."""
 
     def __init__(self, size: int, executor: Executor | None = None, root_works: bool = False) -> None:
         self.size = size
@@ -65,8 +65,8 @@ class Pool:
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
         """Results in the order of `items`; `progress(result)` is called as each arrives.
 
-        After an error no further item is started, and those of other workers have ended when it is raised: no worker may
-        still be writing when the caller removes the work folder.
+        After an error no further item is started, and it is raised after the running ones have ended, so that no worker writes
+        when the caller removes the work folder.
         """
         results: dict[int, Result] = {}
         numbers: dict[Future[Result], int] = {}
@@ -90,7 +90,7 @@ class Pool:
                 numbers[self._executor.submit(function, item)] = index
             for future in numbers:
                 future.add_done_callback(ended.put)
-            # Workers start from the first item; rank 0 takes the last one that is waiting.
+            # Workers take items from the front; rank 0 takes the last waiting one.
             for future, index in reversed(numbers.items()) if self._root_works else ():
                 if not future.cancel():
                     break
@@ -110,9 +110,9 @@ class Pool:
 
 @contextlib.contextmanager
 def opened(workers: int | None) -> Iterator[Pool | None]:
-    """MPI ranks when mpirun or srun started several of them, else `workers` processes (default: the cores).
+    """MPI ranks if mpirun or srun started several, else `workers` processes (default: the number of cores).
 
-    None in a rank other than 0, after it worked until rank 0 left the block.
+    Other ranks than 0 work until rank 0 leaves the block, then get None.
     """
     launched = launched_ranks()
     if launched > 1:
@@ -134,7 +134,7 @@ def opened(workers: int | None) -> Iterator[Pool | None]:
     if workers == 1:
         yield Pool(1)
         return
-    # Forked before this process has threads, so that no worker spends a second on imports.
+    # Forked before this process has threads; forking saves workers a second of imports.
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),)) as processes:
         processes.submit(os.getpid).result()
         yield Pool(workers, processes)

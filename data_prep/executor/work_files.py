@@ -1,7 +1,7 @@
 """Files between the stages of a build: plain arrays in the work folder, each recorded with its size and CRC-32.
 
-A stage maps a function over items of work; an item reads files that earlier stages wrote and returns an `ItemResult`. A
-document is identified by its number: the task that read it, then its place among the documents which that task kept.
+A stage maps a function over items of work; an item reads files of earlier stages and returns an `ItemResult`. A document is
+identified by its number: the task that read it, and its index among the documents which that task kept.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from data_prep.options import BuildOptions
 from megabert.common.environment import match_in
 from megabert.data.tokenizer import Tokenizer
 
-# a document's number is task << TASK_SHIFT | place; a paragraph's likewise
+# a document's number is task << TASK_SHIFT | index; a paragraph's likewise
 TASK_SHIFT = 32
-# files that the readers of one stage may open: at 30 microseconds each 16 s of a build that takes an hour
+# most files opened in a stage: at 30 microseconds each 16 s of a build of an hour
 MAX_OPENS = 1 << 19
-# number of runs to which they are merged where readers would open more files
+# number of runs after merging, if there would be more files to open
 MERGED_RUNS = 64
 
 DOCUMENT = np.dtype(
@@ -40,9 +40,9 @@ DOCUMENT = np.dtype(
     ]
 )
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
-# a key to group by, and the number of the document or paragraph that has it
+# a key to group by, and the number of its document or paragraph
 KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])
-# `sources`: of A and B, of held-out sequences
+# `sources`: those of A and B of held-out sequences
 SEQUENCE = np.dtype(
     [("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1"), ("sources", "u1", (2,))]
 )
@@ -50,7 +50,7 @@ SEQUENCE = np.dtype(
 
 @dataclass(frozen=True)
 class BuildJob:
-    """The inputs of every item of every stage. Its repr is part of the key of a finished item."""
+    """Inputs common to all items of all stages. Its repr is part of the key of a finished item."""
 
     options: BuildOptions
     # a path; `tokenizer_sha256` identifies its content
@@ -59,20 +59,20 @@ class BuildJob:
     # an item that finished under "stop" is the same under "skip"
     on_error: str = field(repr=False)
     tokenizer_sha256: str = ""
-    # documents, or passages of so many tokens, whose 64-bit hash is below are held out
+    # documents, or passages of this many tokens, whose 64-bit hash is below the limit are held out
     held_limit: int = 0
     passage: int = 0
     # of the corpora
     weights: tuple[float, ...] = (1.0,)
-    # names of the sources, where there are several
+    # names of the sources if there are several
     sources: tuple[str, ...] = ()
 
     def needs_folded(self) -> bool:
-        """Whether a quality rule looks at folded words."""
+        """Whether a quality rule needs folded words."""
         return needs_folded(self.options.rules)
 
     def needs_texts(self) -> bool:
-        """Whether something looks at the texts of documents after they were encoded."""
+        """Whether the texts of documents are needed after encoding."""
         return self.options.save_text or bool(self.options.functions)
 
     def path(self, name: str) -> str:
@@ -81,10 +81,10 @@ class BuildJob:
 
 @dataclass
 class ItemResult:
-    """What one item of work reports, or the sum of many.
+    """The result of an item of work, or the sum of several.
 
     `counts` are documents, sentences, tokens and the like; `dropped` maps a reason to documents; `histograms` maps a
-    name to counts by value; `facts` are numbers of one item that the next stage plans with.
+    name to counts by value; `facts` are figures of an item for planning the next stage.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -113,11 +113,11 @@ class ItemResult:
         return result
 
     def identity(self) -> dict[str, Any]:
-        """What follows from the input and the options: all but memory."""
+        """The fields that depend only on input and options: all but memory."""
         return self.as_json() | {"peak": 0}
 
     def drop(self, reason: str, documents: int, sentences: int, tokens: int) -> None:
-        """Count documents that end here."""
+        """Count dropped documents."""
         if documents:
             self.dropped[reason] += documents
             self.counts["dropped sentences"] += sentences
@@ -129,7 +129,7 @@ class ItemResult:
 
 
 def total(results: list[ItemResult]) -> ItemResult:
-    """The sum of what items report; `facts` and `files` are left out."""
+    """The sum of results, without `facts` and `files`."""
     whole = ItemResult()
     for result in results:
         whole.counts.update(result.counts)
@@ -142,7 +142,7 @@ def total(results: list[ItemResult]) -> ItemResult:
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, bytes; 0 where /proc does not say."""
+    """Peak resident size of this process in bytes; 0 without /proc."""
     return int(match_in("/proc/self/status", r"VmHWM:\s*(\d+) kB") or 0) * 1024
 
 
@@ -180,7 +180,7 @@ def read(job: BuildJob, name: str, dtype: np.dtype | str, first: int = 0, count:
 
 
 def keyed(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """KEYED records of keys uint64 [n] and numbers uint64 [n]."""
+    """KEYED records from keys uint64 [n] and numbers uint64 [n]."""
     records = np.empty(len(keys), KEYED)
     records["key"], records["number"] = keys, numbers
     return records
@@ -191,19 +191,19 @@ def by_key(records: np.ndarray) -> np.ndarray:
 
 
 def mapped(job: BuildJob, name: str, dtype: np.dtype | str) -> np.ndarray:
-    """Items of a file of the work folder, read from the disk on access; `copy_of` copies some."""
+    """Items of a file of the work folder, mapped into memory; `copy_of` copies some."""
     dtype = np.dtype(dtype)
     path = job.path(name)
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
 def copy_of(items: np.ndarray, chosen: Any) -> np.ndarray:
-    """A copy of the chosen items of a mapped file, whose pages are then released from this process's memory.
+    """A copy of the chosen items of a mapped file, whose pages are then released from this process.
 
-    Access to one page maps the whole folio that caches it, since Linux 6.18 up to megabytes: access to many files would map
-    all of them.
+    Access to a page maps the whole folio that caches it, up to megabytes since Linux 6.18, so access to many files would map all of
+    them.
     """
-    # items chosen by an array of places are a copy already
+    # indexing by an array copies already
     copy = np.array(items[chosen], copy=isinstance(chosen, slice) or None)
     if isinstance(items, np.memmap):
         items._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -211,14 +211,14 @@ def copy_of(items: np.ndarray, chosen: Any) -> np.ndarray:
 
 
 def key_range(records: np.ndarray, index: int, count: int) -> np.ndarray:
-    """Of records ordered by 64-bit `key` those whose keys lie in part `index` of `count` equal ones."""
+    """Those of the records, ordered by 64-bit `key`, with keys in part `index` of `count` equal key ranges."""
     low, high = ((index + i) * (1 << 64) // count for i in (0, 1))
     keys = records["key"]
     return copy_of(records, slice(bisect_left(keys, low), bisect_left(keys, high)))
 
 
 class MergeGroup(NamedTuple):
-    """Runs [first, first + runs), to be merged into one `ranges` key ranges at a time."""
+    """Runs [first, first + runs), to be merged into one in `ranges` key ranges."""
 
     first: int
     runs: int
@@ -226,9 +226,9 @@ class MergeGroup(NamedTuple):
 
 
 def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[MergeGroup]:
-    """How neighbouring runs are merged before `readers` of key ranges meet them; none where each may open every run.
+    """Groups of adjacent runs to merge before `readers` read key ranges of them; none if all may open every run.
 
-    A merge looks at about `at_once` of all `records` at a time.
+    A merge has about `at_once` of all `records` in memory.
     """
     if runs * readers <= MAX_OPENS or runs <= MERGED_RUNS:
         return []
@@ -238,7 +238,7 @@ def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[Mer
 
 
 def task_and_place(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(task, place in it), both int64 [n], of documents or paragraphs by number, uint64 [n]."""
+    """(task, index in it), both int64 [n], of documents or paragraphs by number, uint64 [n]."""
     places = numbers & np.uint64((1 << TASK_SHIFT) - 1)
     return (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64), places.astype(np.int64)
 
@@ -253,7 +253,7 @@ def checksum(path: str | Path) -> tuple[int, int]:
 
 
 def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
-    """Whether all of `files` are there with the bytes they were written with."""
+    """Whether all of `files` exist with the recorded content."""
     paths = ((os.path.join(work, name), written) for name, written in files.items())
     return all(os.path.isfile(path) and checksum(path) == written for path, written in paths)
 
