@@ -1,6 +1,6 @@
-"""Options of a build: every choice that changes its bytes, declared once.
+"""Options of a build that affect its bytes.
 
-A field of `BuildOptions` is an argument of the command line, a checked range and an entry of the manifest.
+A field of `BuildOptions` declares an argument of the command line, its range and an entry of the manifest.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megabert.common.files import sha256_of
 
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")
-# fields that matter only where a tokenizer is trained
+# fields that matter only for training a tokenizer
 TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "character_coverage")
 
 
 def _option(
     default: Any, group: str, text: str, low: float | None = None, high: float | None = None, **keywords: Any
 ) -> Any:
-    """A field with its help text, the range of its value, and further keywords of `add_argument`."""
+    """A field with its help text, the range of its value, and more keywords of `add_argument`."""
     limits = None if low is None else (low, high)
     return field(default=default, metadata={"group": group, "range": limits, "argument": {"help": text, **keywords}})
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `data_prep build` but its inputs, output and how it runs."""
+    """Options of `data_prep build` except for input, output and execution."""
 
     seq_len: tuple[int, ...] = _option(
         (128,), "rows", "tokens a row; several make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
@@ -150,7 +150,7 @@ class BuildOptions:
 
     @property
     def own_filters(self) -> tuple[Classifier | FilterFunction, ...]:
-        """The filters that read a file of the user's."""
+        """The filters that read a file of the user."""
         return (*self.classifiers, *self.functions)
 
     @cached_property
@@ -163,12 +163,12 @@ class BuildOptions:
 
     @property
     def kind(self) -> str:
-        """The kind of the tokenizer that is trained, as `Tokenizer.kind`."""
+        """The kind of the tokenizer to train, as `Tokenizer.kind`."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """The options as manifests and build.json list them, with the digests of what filters read; without those of training
-        where a tokenizer was given."""
+        """The options in the form of manifests and build.json, with the digests of files of filters; without those of training if a
+        tokenizer was given."""
         listed = {name: value for name, value in asdict(self).items() if trained or name not in TRAINING}
         listed["digests"] = {item.path: sha256_of(Path(item.path)) for item in self.own_filters}
         as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists

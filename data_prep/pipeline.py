@@ -1,16 +1,16 @@
-"""The stages of a build in their order, from listed files to written shards without manifests.
+"""The stages of a build in order, from listed files to written shards without manifests.
 
-    unpack           large packed files → spools of text, where there are such files     a file
+    unpack           large packed files → spools of text, if there are any               a file
     train_tokenizer  a sample spread over the corpora → a tokenizer, unless one is given
     read             documents → clean → judge → tokens, once for all row lengths        a task: some MB of text
     dedup            hashes of all documents, sorted a task, compared by key ranges      a range of keys
-    texts            the documents that are left, as Parquet, where --save-text asks     a task
-    passages         which parts of documents are held out, where documents are few      a task
+    texts            the remaining documents as Parquet, with --save-text                a task
+    passages         held-out passages, if documents are few                             a task
     sequences        sequences of one length, ordered by a random 64-bit key             a task
     shuffle          a key range of all tasks: packed into rows, rows shuffled           about a shard
     write            shards                                                              a shard
 
-A stage is a map over items of work (right column) that depend on nothing but the stages before.
+A stage is a map over items of work (right column) that depend only on the stages before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megabert.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class WrittenDataset:
-    """Written shards of one row length: (folder, manifest) of the held-out part, if there is one, then of the training part."""
+    """Written shards of one row length: (folder, manifest) of the held-out part, if any, then of the training part."""
 
     seq_len: int
     folder: Path
@@ -43,7 +43,7 @@ class WrittenDataset:
 
 @dataclass(frozen=True)
 class BuildOutput:
-    """Results of all stages. `documents` is the stage that read the input."""
+    """Results of all stages. `documents`: the stage that read the input."""
 
     tokenizer: Tokenizer
     tasks: list[ReadTask]
@@ -53,7 +53,7 @@ class BuildOutput:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What reading needs; `unpacked` is the stage that unpacked large files, if there are any."""
+    """Inputs of reading; `unpacked`: the stage that unpacked large files, if there are any."""
 
     job: BuildJob
     tokenizer: Tokenizer
@@ -78,7 +78,7 @@ def plan_reading(stages: Stages, job: BuildJob, ranges: list[RangeList], given: 
 
 
 def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> BuildOutput:
-    """The stages from reading to shards, which are in their place when it ends; manifests are not."""
+    """Run the stages from reading to shards, which are in their final folders afterwards, without manifests."""
     job, tasks = plan.job, plan.tasks
     size = sum(task.size for task in tasks)
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
@@ -112,7 +112,7 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
 def _dataset(
     stages: Stages, job: BuildJob, drawn: DrawnSequences, tokenizer: Tokenizer, folder: Path, listed: dict[str, Any]
 ) -> WrittenDataset:
-    """Shuffle and write the held-out rows, if there are any, then the training rows. `listed`: options as in manifests."""
+    """Shuffle and write the held-out rows, if any, then the training rows. `listed`: options as in manifests."""
     seq_len = drawn.seq_len
     held, train = total(drawn.held), total(drawn.train)
     slots = shuffle.choose_slots(train.histograms["tokens of a sequence"], seq_len)

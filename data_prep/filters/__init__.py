@@ -1,6 +1,6 @@
 """Quality rules of documents and of their lines, and filters by a model.
 
-A rule is one file and one line. The file holds its `QualityRule`s, each a measure of all documents of a batch at once:
+A rule is a file and a line. The file has its `QualityRule`s, each a measure of all documents of a batch at once:
 
     # data_prep/filters/long_words.py
     from data_prep.filters.measures import QualityRule, segment_sums, share_of
@@ -15,7 +15,7 @@ A rule is one file and one line. The file holds its `QualityRule`s, each a measu
     )
 
 The line is `*long_words.RULES` in `RULES` of `data_prep/filters/rules.py`. `--filters max-long-words=0.1`, `--help`, the report
-and the totals take the rule from there. A `min-` rule drops documents below its limit, a `max-` rule those above it. A
-measure reads facts of words (`measures.FACTS`: hash, characters, flags), never text; a flag that no rule had before is set once
-for each distinct word in `measures.describe_words`.
+and the totals pick the rule up from there. A `min-` rule drops documents below its limit, a `max-` rule those above it. A
+measure reads facts of words (`measures.FACTS`: hash, characters, flags), never text; a new flag is set once for each
+distinct word in `measures.describe_words`.
 """

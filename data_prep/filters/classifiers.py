@@ -1,7 +1,7 @@
-"""Filters by fastText models that the user names: the language of a document, or its quality.
+"""Filters by the user's fastText models: the language of a document, or its quality.
 
-A document is kept whose probabilities of the wanted labels together reach a minimum. fastText (Joulin et al. 2017, "Bag of
-Tricks for Efficient Text Classification") is a package that is needed only here, and only to predict.
+A document is kept if the sum of the probabilities of the wanted labels reaches a minimum. The fastText package (Joulin et al. 2017,
+"Bag of Tricks for Efficient Text Classification") is needed only here, for prediction.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from data_prep.common.errors import BadInput
 
-# before a label in a model's file
+# prefix of labels in a model's file
 PREFIX = "__label__"
-# characters of a document that are judged
+# characters of a document to classify
 READ = 10_000
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model file, the labels to keep (without their prefix) and the minimum of their probabilities together."""
+    """A model file, the labels to keep (without their prefix) and the minimum of the sum of their probabilities."""
 
     path: str
     labels: tuple[str, ...]
@@ -29,7 +29,7 @@ class Classifier:
 
     @staticmethod
     def parse(text: str) -> Classifier:
-        """The classifier of `FILE:LABELS:P`. Raises BadInput where it is not of that form."""
+        """The classifier of `FILE:LABELS:P`. Raises BadInput for another form."""
         path, labels, minimum = ["", "", *text.rsplit(":", 2)][-3:]
         try:
             share = float(minimum)
@@ -40,13 +40,13 @@ class Classifier:
         return Classifier(path, tuple(labels.split(",")), share)
 
     def keeps(self, text: str) -> bool:
-        """Whether a document is kept. It is judged as one line."""
+        """Whether to keep a document, which is classified as one line."""
         labels, shares = _load(self.path).predict(" ".join(text[:READ].split()), k=-1)
         wanted = {PREFIX + label for label in self.labels}
         return sum(p for label, p in zip(labels, shares, strict=True) if label in wanted) >= self.minimum
 
     def check(self) -> None:
-        """Raises BadInput where there is no such model or label, or no package to read it with."""
+        """Raises BadInput if the model, a label or the package is missing."""
         known = sorted(label.removeprefix(PREFIX) for label in _load(self.path).predict("a", k=-1)[0])
         for label in self.labels:
             if known and label not in known:  # some models give no label for an unknown word

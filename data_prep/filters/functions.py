@@ -1,8 +1,8 @@
-"""Filters by functions of the user's own Python files.
+"""Filters by functions in the user's Python files.
 
-A function takes the text of a document, cleaned, with a blank line between paragraphs, and optionally a dict as second argument:
-"source" (the file), "document" (its byte offset or row there) and "tokens". True keeps the document; False drops it, and so does
-a text, which is the reason it is counted under. The file's digest identifies the function, not what the file imports.
+The arguments of a function are the cleaned text of a document, with a blank line between paragraphs, and optionally a dict of "source"
+(the file), "document" (its byte offset or row there) and "tokens". True keeps the document; False drops it, and so does a string, under
+which it is counted. The function is identified by the file's digest, without imported files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FilterFunction:
 
     @staticmethod
     def is_meant(item: str) -> bool:
-        """Whether an item of --filters names a function and no rule."""
+        """Whether an item of --filters names a function, not a rule."""
         return bool(SPELLED.fullmatch(item))
 
     @staticmethod
@@ -39,11 +39,11 @@ class FilterFunction:
         return FilterFunction(*match.groups())
 
     def check(self) -> None:
-        """Raises BadInput where the file can't be imported or has no such function."""
+        """Raises BadInput if the file can't be imported or has no such function."""
         _load(self)
 
     def objection(self, text: str, metadata: Mapping[str, Any]) -> str:
-        """Why a document is dropped; "" where it is kept. Raises BadInput naming function and document for an exception in it."""
+        """Why a document is dropped; "" if it is kept. Raises BadInput naming function and document for an exception in it."""
         try:
             verdict = _load(self)(text, dict(metadata))
             if not isinstance(verdict, bool | str):
@@ -62,7 +62,7 @@ def _one_line(error: BaseException) -> str:
 
 @lru_cache(maxsize=16)
 def _load(function: FilterFunction) -> Callable[[str, dict[str, Any]], Any]:
-    """The function, as one of two arguments."""
+    """The function, wrapped to have two arguments."""
     named = f"--filters {function.path}:{function.name}"
     spec = importlib.util.spec_from_file_location("data_prep_filter", function.path)
     assert spec and spec.loader

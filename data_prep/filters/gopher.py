@@ -1,7 +1,6 @@
 """Rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1).
 
-They hold in any language that puts spaces between words. A line is what data_prep calls a paragraph; lines without words don't
-count.
+They apply to languages with spaces between words. A line is a paragraph of data_prep; lines without words don't count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Facts of words, and what quality rules measure of documents and lines by sums over them.
+"""Facts of words, and measures of documents and lines for quality rules, computed by sums over the facts.
 
-A fact is computed once for each distinct word. Nothing here reads text of documents: a batch is numbers, and a measure of a
-document depends on that document alone, never on its batch. Legend: w words, p paragraphs (lines), d documents.
+A fact is computed once for each distinct word. A batch has numbers instead of text, and a measure of a document does not depend on its
+batch. Legend: w words, p paragraphs (lines), d documents.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megabert.data.text import SCRIPT_TERMINALS
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))
-# marks that a line may end in, and closing quotes and sentence terminals of other scripts
+# marks at the end of a line, and closing quotes and sentence terminals of other scripts
 MARKS = '.!?"'
 WIDE_MARKS = SCRIPT_TERMINALS | frozenset("\u201d\u00bb\u2026\u300d\u300f")
-# bullets that count when they begin a word, and those that count only as a word of their own
+# bullets at the beginning of a word, and those that have to be a separate word
 BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"
 LONE_BULLETS = "-*\u2013\u2014\u00b7"
 # words described at a time, so that the arrays of a step stay in a core's cache
@@ -43,10 +43,10 @@ _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
 
 
 def describe_words(words: list[str], ends: np.ndarray) -> np.ndarray:
-    """FACTS [w] of words as `clean_word` returns them; none holds a NUL. A hash is never zero.
+    """FACTS [w] of words as of `clean_word`, without NULs. Hashes are not zero.
 
-    `ends` are `sentences.ends(words)`, not 0 where a sentence may end. What ASCII decides is computed from the bytes of all
-    words at once; the few words with other characters are examined one by one.
+    `ends` are `sentences.ends(words)`, not 0 if a sentence may end there. Properties of ASCII characters are computed from the bytes
+    of all words at once; the few words with other characters are examined one by one.
     """
     parts = [
         _describe(words[i : i + WORDS_AT_ONCE], ends[i : i + WORDS_AT_ONCE])
@@ -58,7 +58,7 @@ def describe_words(words: list[str], ends: np.ndarray) -> np.ndarray:
 def _describe(words: list[str], can_end: np.ndarray) -> np.ndarray:
     facts = np.zeros(len(words), FACTS)
     joined, edges = word_bytes(words)
-    ends = edges[1:] - 1  # of the NULs
+    ends = edges[1:] - 1  # positions of the NULs
     begins = edges[:-1]
     facts["hash"] = segment_hashes(joined, edges)
     # without UTF-8's continuation bytes and the NUL
@@ -82,7 +82,7 @@ def _describe(words: list[str], can_end: np.ndarray) -> np.ndarray:
 
 
 def _beyond_ascii(word: str) -> int:
-    """The flags of a word that characters outside ASCII can set."""
+    """Flags of a word due to characters outside ASCII."""
     flags = LETTER if any(map(str.isalpha, word)) else 0
     if word[0] in BULLETS or word in LONE_BULLETS:
         flags |= BULLET
@@ -99,9 +99,8 @@ def _beyond_ascii(word: str) -> int:
 class WordFacts:
     """Documents as facts of their words, in order.
 
-    facts: FACTS [w]; documents: int64 [d + 1], paragraphs: int64 [p + 1], both edges counted in words from 0 to w.
-    Every edge of a document is one of a paragraph. Documents and paragraphs may be empty. `folded`: `fold` [w], where a rule
-    needs it.
+    facts: FACTS [w]; documents: int64 [d + 1], paragraphs: int64 [p + 1], edges in words from 0 to w. Every edge of a document
+    is one of a paragraph. Documents and paragraphs may be empty. `folded`: `fold` [w] if a rule needs it.
     """
 
     facts: np.ndarray
@@ -114,20 +113,20 @@ class WordFacts:
             assert edges[0] == 0 and edges[-1] == len(self.facts) and (np.diff(edges) >= 0).all(), edges
 
     def document_hashes(self, seed: int) -> np.ndarray:
-        """uint64 [d]: equal for equal words in equal order, whatever whitespace and paragraph ends were between them; 0 without
-        words. Uniform for every seed."""
+        """uint64 [d]: equal for the same words in the same order, independent of whitespace and paragraph ends; 0 without words.
+        Uniform for every seed."""
         return segment_hashes(self.facts["hash"], self.documents, seed)
 
 
 def share_of(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """`part` / `whole`, float64; NaN where `whole` is 0, which no limit catches."""
+    """`part` / `whole`, float64; NaN if `whole` is 0, which is within any limit."""
     return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
 
 
 class DocumentMeasures:
-    """What rules measure of the documents of a batch, each an array [d], computed when a rule needs it.
+    """Measures of the documents of a batch, each an array [d], computed on demand.
 
-    `limits` are those of all rules; `verdict` [d] is 0 for documents that no rule caught so far.
+    `limits` are those of all rules; `verdict` [d] is 0 for documents that passed all rules so far.
     """
 
     def __init__(self, batch: WordFacts, limits: Mapping[str, float]) -> None:
@@ -139,7 +138,7 @@ class DocumentMeasures:
         self.verdict = np.zeros(len(batch.documents) - 1, np.int8)
 
     def with_flag(self, flag: int) -> np.ndarray:
-        """Words that have a flag."""
+        """Whether words have a flag."""
         return segment_sums((self.flags & flag).view(np.uint8), self.documents) // flag
 
     @cached_property
@@ -163,7 +162,7 @@ class DocumentMeasures:
         return np.bincount(self.line_spans[2], minlength=len(self.documents) - 1)
 
     def line_share(self, true: np.ndarray) -> np.ndarray:
-        """Share of a document's lines for which the bool array `true` holds."""
+        """Share of a document's lines with true in the bool array `true`."""
         return share_of(np.bincount(self.line_spans[2][true], minlength=len(self.lines)), self.lines)
 
     @cached_property
@@ -171,8 +170,8 @@ class DocumentMeasures:
         """bool [lines]: whether a line repeats an earlier one of its document."""
         document = self.line_spans[2]
         hashes = segment_hashes(self.hashes, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
-        hashes += mix64(document.astype(np.uint64))  # differing between documents
-        order = np.argsort(hashes, kind="stable")  # lines that are equal keep the order of the text
+        hashes += mix64(document.astype(np.uint64))  # different between documents
+        order = np.argsort(hashes, kind="stable")  # stable: equal lines keep their order in the text
         repeats = np.zeros(len(document), bool)
         repeats[order[1:][hashes[order][1:] == hashes[order][:-1]]] = True
         return repeats
@@ -184,7 +183,7 @@ class DocumentMeasures:
 
     @cached_property
     def _n_grams(self) -> dict[int, np.ndarray]:
-        """Shares of n-grams in the documents that no rule has caught so far."""
+        """Shares of n-grams in the documents that passed all rules so far."""
         limits = {n: self.limits[name] for n, name in N_GRAM_RULES.items() if name in self.limits}
         return repetition.shares(self.hashes, self.characters_of, self.documents, limits, self.verdict == 0)
 
@@ -205,7 +204,7 @@ N_GRAM_RULES = {n: f"max-top-{n}-gram" for n in repetition.TOP} | {
 class QualityRule:
     """A rule `name` (min-… or max-…) that limits `what`.
 
-    `measure` returns an array [d] of a batch of documents; of a rule of `lines` [p]. `presets` are the published limits by the
+    `measure` returns an array [d] for a batch of documents, [p] for a rule of `lines`. `presets` are the published limits by
     name of their set. `folded`: the measure needs `WordFacts.folded`.
     """
 
@@ -218,19 +217,19 @@ class QualityRule:
     presets: Mapping[str, float] = field(default_factory=dict)
 
     def broken(self, measures: DocumentMeasures) -> np.ndarray:
-        """bool: the documents, or lines, beyond the limit; one on the limit is kept."""
+        """bool: the documents, or lines, beyond the limit; at the limit they are kept."""
         value, limit = self.measure(measures), measures.limits[self.name]
         return value < limit if self.name.startswith("min-") else value > limit
 
 
 @cache
 def _letters() -> np.ndarray:
-    """bool [every code point]: whether it is a letter, a digit or a mark on one."""
+    """bool [all code points]: whether it is a letter, a digit or a mark on one."""
     return np.array([unicodedata.category(chr(c))[0] in "LNM" for c in range(sys.maxunicode + 1)])
 
 
 def fold(words: list[str]) -> np.ndarray:
-    """uint64 [w]: hashes of the letters of words, caseless and without punctuation; 0 without letters. No word holds a NUL."""
+    """uint64 [w]: hashes of the letters of words, caseless and without punctuation; 0 without letters. Words contain no NUL."""
     text = "\0".join([*words, ""]).casefold().encode("utf-32-le", "surrogatepass")
     codes = np.frombuffer(text, np.uint32)
     ends = np.flatnonzero(codes == 0)
@@ -245,7 +244,7 @@ def _phrase_hashes(phrases: tuple[str, ...]) -> list[list[int]]:
 
 
 def phrase_begins(batch: WordFacts, phrases: tuple[str, ...]) -> np.ndarray:
-    """bool [w]: whether one of `phrases` begins at a word, whatever its case and punctuation."""
+    """bool [w]: whether one of `phrases` begins at a word, ignoring case and punctuation."""
     words = batch.folded
     assert words is not None, "the words were not folded"
     begins = np.zeros(len(words), bool)

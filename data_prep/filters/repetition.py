@@ -1,8 +1,8 @@
 """Shares of repeated n-grams in documents, as Gopher limits them.
 
-They cost a count a word, since only the n-grams of documents that could break a limit are sorted. The screen counts n-grams in
-a hash table without keys: a slot's count is never below that of an n-gram in it, so a document within its limits by those counts
-is within them by the true ones. Legend: w words, d documents. Whitespace is no character.
+The cost is one count for each word, since only n-grams of documents that could break a limit are sorted. The screen counts n-grams in a
+hash table without keys: a slot's count is at least that of an n-gram in it, so a document within its limits by those counts is within
+them by the exact ones. Legend: w words, d documents. Whitespace is not counted as characters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from megabert.common.random_numbers import GOLDEN64, mix64
 
-# orders for which the most frequent n-gram counts, and for which every n-gram counts that occurs more than once
+# orders for which the most frequent n-gram counts, and for which all repeated n-grams count
 TOP = (2, 3, 4)
 REPEATED = (5, 6, 7, 8, 9, 10)
 
@@ -19,13 +19,13 @@ REPEATED = (5, 6, 7, 8, 9, 10)
 def shares(
     hashes: np.ndarray, characters: np.ndarray, documents: np.ndarray, limits: dict[int, float], wanted: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """n -> float64 [d] for n in 2..10: shares of characters, exact where one is above its limit, else exact or 0.
-    A document that the bool array `wanted` [d] leaves out has 0.
+    """n -> float64 [d] for n in 2..10: shares of characters, exact if one is above its limit, else exact or 0. Documents that are
+    false in the bool array `wanted` [d] have 0.
 
-    hashes: uint64 [w]; characters: [w]; documents: int64 [d + 1]; limits: n -> largest share, an n left out has none.
-    For n in `TOP`: occurrences times characters of the n-gram that occurs most often and more than once (of several,
-    the longest); occurrences that overlap count in full, so a share can pass 1. For n in `REPEATED`: words inside
-    any n-gram that the document has more than once, each counted once. An n-gram may cross lines.
+    hashes: uint64 [w]; characters: [w]; documents: int64 [d + 1]; limits: n -> largest share, no limit for other n.
+    For n in `TOP`: occurrences times characters of the most frequent repeated n-gram (the longest of several); overlapping
+    occurrences count in full, so a share can exceed 1. For n in `REPEATED`: words inside any repeated n-gram of the document,
+    each counted once. An n-gram may cross lines.
     """
     count = len(documents) - 1
     result = {n: np.zeros(count) for n in TOP + REPEATED}
@@ -52,17 +52,17 @@ def _screen(
     total: np.ndarray,
     limits: dict[int, float],
 ) -> np.ndarray:
-    """bool [d], true wherever a share could be above its limit. `marked` are hashes that differ between documents."""
+    """bool [d], true if a share could be above its limit. `marked` are hashes that differ between documents."""
     words, count = len(hashes), len(documents) - 1
     suspect = np.zeros(count, bool)
     if words < 2:
         return suspect | (total > 0)
     shift = np.uint64(64 - max(8, (2 * words).bit_length()))
-    place = ((marked[:-1] * GOLDEN64 + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
+    place = ((marked[:-1] * GOLDEN64 + hashes[1:]) >> shift).view(np.int64)  # count of the 2-gram at each word
     bound = np.bincount(place).take(place)
     top = min((limits[n] for n in TOP if n in limits), default=None)
     if top is not None:
-        # A 3- or 4-gram occurs at most as often as the 2-gram that it begins with.
+        # A 3- or 4-gram occurs at most as often as its first 2-gram.
         size = np.append(before[4:], np.full(3, before[-1]))[: words - 1] - before[: words - 1]
         full = documents[1:] > documents[:-1]
         most = np.maximum.reduceat(np.append(bound * size, 0), documents[:-1][full])
@@ -82,7 +82,7 @@ def _screen(
 
 
 def _covered(at: np.ndarray, n: int, before: np.ndarray, document: np.ndarray, documents: int) -> np.ndarray:
-    """int64 [documents]: characters inside the n-grams that begin at the words `at` (ascending), each counted once."""
+    """int64 [documents]: characters inside the n-grams at the words `at` (ascending), each counted once."""
     ends = before[at + n]
     begins = before[at]
     np.maximum(begins[1:], ends[:-1], out=begins[1:])
@@ -90,9 +90,9 @@ def _covered(at: np.ndarray, n: int, before: np.ndarray, document: np.ndarray, d
 
 
 def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges: np.ndarray) -> dict[int, np.ndarray]:
-    """n -> int64 [d]: the characters whose shares `shares` returns.
+    """n -> int64 [d]: the numbers of characters for `shares`.
 
-    An n-gram that occurs twice begins with an (n - 1)-gram that does, so each order looks at what the one before left.
+    A repeated n-gram begins with a repeated (n - 1)-gram, so each order examines only those of the order before.
     """
     lengths = np.diff(edges)
     before = np.concatenate([[0], np.cumsum(characters, dtype=np.int64)])

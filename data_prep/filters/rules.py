@@ -1,6 +1,6 @@
 """The list of quality rules, their limits on a command line, and their verdicts on documents and lines.
 
-A rule of lines drops lines, before the documents of the lines that are left are judged. Legend: p paragraphs (lines), d documents.
+A rule of lines drops lines before documents are judged by their remaining lines. Legend: p paragraphs (lines), d documents.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ RULES: tuple[QualityRule, ...] = (*gopher.RULES, *c4.RULES)
 
 PRESETS = ("off", "gopher", "c4")
 BY_NAME = {rule.name: rule for rule in RULES}
-# what a number of a verdict means; 0 is a document, or a line, that is kept
+# reasons by number of a verdict; 0 is a kept document, or line
 REASONS = ("", *BY_NAME)
-# words judged at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
+# words at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
 CHUNK_WORDS = 1 << 16
 
 
 def needs_folded(limits: Mapping[str, float]) -> bool:
-    """Whether a rule with a limit looks at folded words."""
+    """Whether a rule with a limit needs folded words."""
     return any(BY_NAME[name].folded for name in limits)
 
 
 def judge_lines(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
-    """int8 [p]: 0 for a line that is kept, else the place in `REASONS` of the first rule of lines that it breaks."""
+    """int8 [p]: 0 for a kept line, else the index in `REASONS` of the first rule of lines that it breaks."""
     verdict = np.zeros(len(batch.paragraphs) - 1, np.int8)
     rules = [(reason, rule) for reason, rule in enumerate(RULES, 1) if rule.lines and rule.name in limits]
     full = np.diff(batch.paragraphs) > 0
@@ -43,7 +43,7 @@ def judge_lines(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
 
 
 def judge(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
-    """int8 [d]: 0 for a document that is kept, else the place in `REASONS` of the first rule that it breaks."""
+    """int8 [d]: 0 for a kept document, else the index in `REASONS` of the first rule that it breaks."""
     verdicts = [np.zeros(0, np.int8)]
     for chunk in _chunks(batch):
         measures = DocumentMeasures(chunk, limits)
@@ -55,7 +55,7 @@ def judge(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
 
 
 def _chunks(batch: WordFacts) -> Iterator[WordFacts]:
-    """The documents of a batch in order, some CHUNK_WORDS at a time."""
+    """The documents of a batch in order, about CHUNK_WORDS at a time."""
     d, last = 0, len(batch.documents) - 1
     while d < last:
         first = batch.documents[d]
@@ -72,8 +72,8 @@ def _chunks(batch: WordFacts) -> Iterator[WordFacts]:
 
 
 def parse(items: list[str]) -> dict[str, float]:
-    """Limits of rules from a command line: presets and NAME=LIMIT, NAME=off or NAME (its published limit), later ones over
-    earlier, in the order of `RULES`.
+    """Limits of rules from a command line, in the order of `RULES`: presets and NAME=LIMIT, NAME=off or NAME (its published limit);
+    later items override earlier ones.
 
     Raises BadInput for an unknown name, with the nearest one, and for a limit out of range.
     """
@@ -110,7 +110,7 @@ def _limit(rule: QualityRule, text: str, given: bool) -> float | None:
 
 
 def describe_rules() -> str:
-    """One line a rule for a help text: name, what it limits, its published limits."""
+    """A line for each rule for a help text: name, description, published limits."""
     lines = []
     for rule in RULES:
         bound = "at least" if rule.name.startswith("min-") else "at most"

@@ -1,1 +1,1 @@
-"""Text of a document: cleaning, sentences, MinHash."""
+"""Text of a document: cleaning and sentence ends."""

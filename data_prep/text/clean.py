@@ -1,7 +1,7 @@
 """Cleaning of text: control characters, line ends, left-over markup, paragraphs.
 
-This is what needs a whole document. What is local to a word (Unicode normal form, invisible characters, entities) is
-`megabert.data.text.clean_word`, run once for each distinct word by `tokens.encoder`.
+These steps need a whole document. Steps local to a word (Unicode normal form, invisible characters, entities) are in
+`megabert.data.text.clean_word`, which `tokens.encoder` runs once for each distinct word.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from megabert.data.text import GLUED, GLUED_END
 
-# C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
+# C0 controls and DEL are removed, except for tab and line feed; VT and FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
 _SPACES = bytes.maketrans(b"\x0b\x0c", b"  ")
 TAG = re.compile(
@@ -26,9 +26,9 @@ _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 
 
 def decode(raw: bytes) -> tuple[str, bool]:
-    """(text with bare line feeds and without control characters, whether it may hold one of the marks GLUED) of UTF-8 bytes.
+    """(text with bare line feeds and without control characters, whether it may contain one of the marks GLUED) of UTF-8 bytes.
 
-    Raises UnicodeDecodeError; its `start` counts from the first byte of `raw`.
+    Raises UnicodeDecodeError, whose `start` counts from the first byte of `raw`.
     """
     text = raw.decode()
     cleaned = raw.translate(_SPACES, _DELETED)
@@ -40,7 +40,7 @@ def decode(raw: bytes) -> tuple[str, bool]:
 
 
 def is_hard_wrapped(text: str) -> bool:
-    """Whether single line ends only wrap: lines that another line follows are 40 to 120 characters, mostly."""
+    """Whether single line ends are only wrapping: most lines that another line follows have 40 to 120 characters."""
     lines = text[:100_000].split("\n")
     followed = sorted(len(a) for a, b in pairwise(lines) if a.strip() and b.strip())
     if not followed:
@@ -49,9 +49,9 @@ def is_hard_wrapped(text: str) -> bool:
 
 
 def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
-    """Paragraphs of a document; whitespace inside them is still as it was.
+    """Paragraphs of a document, with unchanged whitespace inside.
 
-    `markup`: the text comes from an extractor, so that paragraphs are lines and tags may be left over. `glued` is that of `decode`.
+    `markup`: the text comes from an extractor, so paragraphs are lines and tags may be left over. `glued`: as of `decode`.
     """
     if markup and "<" in text:
         text = TAG.sub(" ", text)

@@ -1,20 +1,20 @@
 """Sentence ends: after a word that can end a sentence, before a word that can start one.
 
-Both are properties of a word alone. So the two tests run once for each distinct word, and the split itself is one array operation
-over word numbers, about a nanosecond a byte. Libraries work on strings: on 1 MB of Wikipedia with one core (EPYC, 2026-11)
-sentencex does 48 MB/s, syntok 1.3 and pysbd 0.24; they find 97%, 99% and 98% of the ends found here.
+Both are properties of a single word, so the two tests run once for each distinct word, and the split is one array operation over word
+numbers, about a nanosecond a byte. Libraries process strings: on 1 MB of Wikipedia with one core (EPYC, 2026-11) sentencex does 48 MB/s,
+syntok 1.3 and pysbd 0.24; they find 97%, 99% and 98% of the ends found here.
 
-The two properties are sets of bits: the kinds of ends after a word, the kinds of starts before one. A sentence ends where both
-words have a kind in common that their document allows (`allowed`):
+The two properties are sets of bits: the kinds of ends after a word, the kinds of starts before one. A sentence ends between two words
+that have a kind in common which their document allows (`allowed`):
 
-    PLAIN    a full stop, question or exclamation mark that is no abbreviation's; a letter or digit that is not lower-case
-    SCRIPT   a mark that only ends sentences (Unicode's Sentence_Terminal outside ASCII); any word
-    PHRASE   Thai and Lao, which have no such mark but put spaces between phrases: a word of theirs; a word of theirs
-    CASELESS as PLAIN; a letter of a script that Unicode gives case but no text writes with capitals (Georgian)
+    PLAIN    a full stop, question or exclamation mark not of an abbreviation; a letter or digit that is not lower-case
+    SCRIPT   a mark used only at sentence ends (Unicode's Sentence_Terminal outside ASCII); any word
+    PHRASE   a Thai or Lao word; a Thai or Lao word (they have no such mark, but spaces between phrases)
+    CASELESS as PLAIN; a letter of a script with case in Unicode but without capitals in texts (Georgian)
     LOWER    as PLAIN; a lower-case letter
 
-PLAIN holds everywhere, LOWER in documents without capitals, the other three where a quarter of the words is in other
-letters than Latin ones: a foreign name in an English text changes nothing there.
+PLAIN applies to all documents, LOWER to documents without capitals, the other three to documents with at least a quarter of
+non-Latin words, so that a foreign name in an English text changes nothing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from data_prep.common.arrays import segment_counts, word_bytes
 from megabert.data.text import CLOSERS, FIRST_WITHOUT, SCRIPT_TERMINALS, WIDE_CLOSERS, writes_without_spaces
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
-# bits of a start: the word has other than Latin letters; it begins with a capital; it is in a script without spaces, or a part is
+# bits of a start: the word has non-Latin letters; it begins with a capital; it is partly in a script without spaces
 FOREIGN, CAPITAL, UNSPACED = 32, 64, 128
-# shares of a document's words at which their rules begin to hold
+# shares of a document's words from which their rules apply
 FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01
-# a shorter document without capitals may be a caption
+# shorter documents without capitals may be captions
 LOWER_WORDS = 50
 
 OPENERS = "\"'([{\u201c\u2018\u00ab\u00bf\u00a1*_"
 TERMINALS = ".!?\u2026\u3002\uff01\uff1f\u0964\u061f"
-# Marks that are typed in place of a script's own, after a letter of it: Armenian ":", Greek ";", Ethiopic "::".
+# Marks typed instead of a script's marks, after a letter of it: Armenian ":", Greek ";", Ethiopic "::".
 STAND_INS = {
     ":": ("\u0561", "\u0587"),
     ";": ("\u0370", "\u03ff"),
     "::": ("\u1200", "\u135a"),
     "\u1361\u1361": ("\u1200", "\u135a"),
 }
-# Words that end in a full stop and do not end a sentence, lower-cased, without the full stop.
+# Words whose full stop does not end a sentence, lower-cased, without the full stop.
 _ABBREVIATIONS = """
     mr mrs ms mx dr prof rev hon st sr jr capt col gen lt sgt cpl maj adm cmdr gov sen rep pres supt messrs mme mlle
     vs v cf viz ca c approx al etc eg ie fig figs eq vol vols ed eds trans pp p art sec ch chap op inc ltd co corp
     bros dept est univ assn jan feb mar apr jun jul aug sep sept oct nov dec mt ft no nos nr b d r fl
 """
 ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
-# These end sentences often when another capital follows; they stay together with a following number only by case.
+# Abbreviations only with a capital ("No. 5"); in lower case they are words that may end a sentence.
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
 LAST = frozenset(TERMINALS + CLOSERS)
 SCRIPT_LAST = SCRIPT_TERMINALS | frozenset(CLOSERS + WIDE_CLOSERS + ":;\u1361")
@@ -57,7 +57,7 @@ _MAY_END = np.array([byte >= 0x80 or chr(byte) in LAST | SCRIPT_LAST for byte in
 
 
 def can_end(word: str) -> bool:
-    """Whether a sentence may end after `word` by PLAIN: a terminal mark, closers aside, and no abbreviation."""
+    """Whether a sentence may end after `word` by PLAIN: a terminal mark before closing marks, not of an abbreviation."""
     if not word or word[-1] not in LAST:
         return False
     bare = word.rstrip(CLOSERS)
@@ -66,7 +66,7 @@ def can_end(word: str) -> bool:
     if bare[-1] != ".":
         return True
     stem = bare[:-1].lstrip(OPENERS)
-    if not stem or stem.endswith("."):  # "...": an ellipsis ends one
+    if not stem or stem.endswith("."):  # "...": an ellipsis ends a sentence
         return True
     if "." in stem and all(len(part) <= 2 for part in stem.split(".")):  # U.S., e.g., Ph.D.
         return False
@@ -79,7 +79,7 @@ def can_end(word: str) -> bool:
 
 
 def can_start(word: str) -> bool:
-    """Whether a sentence may start with `word` by PLAIN: anything, openers aside, but a lower-case letter or a mark."""
+    """Whether a sentence may start with `word` by PLAIN: after opening marks anything but a lower-case letter or a mark."""
     first = word[:1]
     if first.islower():
         return False
@@ -90,7 +90,7 @@ def can_start(word: str) -> bool:
 
 
 def _script_end(word: str) -> int:
-    """SCRIPT or PHRASE where a sentence may end after `word` by its script's own rules, else 0."""
+    """SCRIPT or PHRASE if a sentence may end after `word` by the rules of its script, else 0."""
     if _is_phrase_letter(word[-1]):
         return PHRASE
     bare = word.rstrip(CLOSERS + WIDE_CLOSERS)
@@ -103,7 +103,7 @@ def _script_end(word: str) -> int:
 
 
 def _is_phrase_letter(character: str) -> bool:
-    """Of Thai or Lao, but not the mark that repeats a word, which follows a space."""
+    """Whether a letter is Thai or Lao, except for the mark that repeats a word, which follows a space."""
     return "\u0e01" <= character <= "\u0edf" and character not in "\u0e3f\u0e46\u0e4f\u0e5a\u0e5b\u0ec6"
 
 
@@ -111,7 +111,7 @@ def ends(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of ends after each word."""
     text, edges = word_bytes(words)
     bits = np.zeros(len(words), np.uint8)
-    # the last byte before the NUL; that of another word where a word is empty
+    # the last byte before the NUL; of another word if a word is empty
     may = np.flatnonzero(_MAY_END[text[edges[1:] - 2]])
     bits[may] = [_end(words[i]) for i in may.tolist()]
     return bits
@@ -144,7 +144,7 @@ def _start(word: str) -> int:
 
 
 def _kinds_of_start(word: str, first: str) -> int:
-    """The kinds of starts before a word whose first character, openers aside, is `first`."""
+    """The kinds of starts before a word whose first character after opening marks is `first`."""
     bits = PLAIN if can_start(word) else 0
     if any(map(str.isalnum, word)):
         bits |= SCRIPT
@@ -164,11 +164,11 @@ def _kinds_of_start(word: str, first: str) -> int:
 
 
 def _is_foreign(character: str) -> bool:
-    """Of another script than Latin; Latin letters, their accents, dashes, quotation marks and symbols are not."""
+    """Whether a character is of a script other than Latin; false for accents, dashes, quotation marks and symbols."""
     return "\u0370" <= character < "\u1e00" or "\u2e80" <= character < "\ufb00"
 
 
-# the kinds of starts of a word of ASCII alone, by its first letter or digit
+# the kinds of starts of an ASCII word, by its first letter or digit
 _IS_ALPHANUMERIC = np.array([byte < 0x80 and chr(byte).isalnum() for byte in range(256)])
 _START_OF_BYTE = np.array(
     [_kinds_of_start(chr(byte), chr(byte)) if _IS_ALPHANUMERIC[byte] else 0 for byte in range(256)], np.uint8
@@ -176,7 +176,7 @@ _START_OF_BYTE = np.array(
 
 
 def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """uint8 [d]: the kinds of ends that each document has. `starts`: uint8 [w] of its words; `documents`: their edges [d + 1]."""
+    """uint8 [d]: the kinds of ends allowed in each document. `starts`: uint8 [w] of its words; `documents`: their edges [d + 1]."""
     words = np.diff(documents)
     bits = np.full(len(words), PLAIN, np.uint8)
     foreign = segment_counts(np.flatnonzero(starts & FOREIGN), documents)
@@ -187,7 +187,7 @@ def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def split(paragraph: str, kinds: int = PLAIN) -> list[str]:
-    """Sentences of one paragraph as strings of words joined by single spaces; `kinds` of ends count."""
+    """Sentences of a paragraph as words joined by single spaces; `kinds`: kinds of ends to use."""
     words = paragraph.split()
     after, before = ends(words), starts(words)
     sentences, start = [], 0

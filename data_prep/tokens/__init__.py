@@ -1,1 +1,1 @@
-"""Tokens: the encoder, sentence pairs, packing of sequences into rows."""
+"""Tokens of documents: the encoder and its word cache."""

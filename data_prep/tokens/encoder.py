@@ -1,10 +1,11 @@
 """Encoder of documents to token ids, through a cache of distinct words.
 
-A word costs a lookup and not a Viterbi search. No token of a SentencePiece model that splits at whitespace and puts a dummy
-prefix crosses a word, and its score is a sum over tokens: the best segmentation of a sentence is the concatenation of its
-words' best ones. (In a model that data_prep did not train, rounding of the running sum can break a near tie differently.)
-The contents of the cache never change the output. What filters and deduplication need of a word (`measures.FACTS`) is in the
-cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents.
+A word costs a lookup instead of a Viterbi search. No token of a SentencePiece model that splits at whitespace and adds a dummy prefix
+crosses a word, and scores are sums over tokens, so the best segmentation of a sentence is the concatenation of those of its words. (In
+models not trained by data_prep rounding of the running sum can break a near tie differently.) The contents of the cache do not affect
+the output. The cache also has the facts of words for filters and deduplication (`measures.FACTS`).
+
+Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from megabert.data.tokenizer import Tokenizer
 
 # distinct words in the cache, about 150 MB
 MAX_WORDS = 2_000_000
-# tokens of those words together; places in them are 32-bit numbers
+# tokens of all those words, with 32-bit indices
 MAX_TOKENS = 1 << 25
-# Before the first word of a document, where the tokenizer encodes that otherwise than the same word after a space. No text that
-# was cleaned holds this character.
+# Prefix of the first word of a document, if the tokenizer encodes it differently from the same word after a space. Cleaned text does
+# not contain this character.
 FIRST = "\x02"
 
 
 @dataclass
 class Encoded:
-    """Documents as token ids. No sentence in it is empty.
+    """Documents as token ids, without empty sentences.
 
-    tokens: uint16 or uint32 [t]; sentence_lengths: int64 [s] in tokens; document_sizes: int64 [d] in sentences
-    (0 for a document that holds no text); texts: a string a sentence [s] with the space or blank line behind it, where asked for.
+    tokens: uint16 or uint32 [t]; sentence_lengths: int64 [s] in tokens; document_sizes: int64 [d] in sentences (0 for a document
+    without text); texts: on request a string for each sentence [s] with the space or blank line after it.
     """
 
     tokens: np.ndarray
@@ -94,8 +95,8 @@ class Encoded:
 class DocumentBatch:
     """Documents from the encoder: facts of their words for filters and hashes, and their tokens.
 
-    paragraph_sizes: int64 [p] in sentences, of all paragraphs, empty ones too. unspaced: bool [d], whether a document has words
-    in a script without spaces.
+    paragraph_sizes: int64 [p] in sentences, including empty paragraphs. unspaced: bool [d], whether a document has words in a
+    script without spaces.
     """
 
     words: WordFacts
@@ -119,7 +120,7 @@ class DocumentBatch:
 
 
 def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
-    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded` ones too where asked for."""
+    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded`: also folded words."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
@@ -136,9 +137,9 @@ def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
 
 
 class WordEncoder:
-    """Collects documents as word numbers and turns them into tokens in one go.
+    """Collects documents as word numbers and converts them to tokens together.
 
-    `dtype` is that of the ids in shards. `folded`: fold words, too. `texts`: keep the texts of sentences.
+    `dtype` is that of the ids in shards. `folded`: also fold words. `texts`: keep the texts of sentences.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False, texts: bool = False) -> None:
@@ -161,7 +162,7 @@ class WordEncoder:
         self._learned: list[EncodedWords] = []
 
     def _reset_documents(self) -> None:
-        # of all documents that wait, and how many paragraphs each has
+        # paragraphs of all waiting documents, and their number in each
         self._paragraphs: list[str] = []
         self._sizes: list[int] = []
         # characters waiting
@@ -177,11 +178,14 @@ class WordEncoder:
         self.pending += sum(map(len, paragraphs))
 
     def _split(self) -> tuple[np.ndarray, np.ndarray, pa.StringArray | None]:
-        """Word numbers int64 [w] of all waiting documents, the word offsets int64 [p + 1] of their paragraphs, and the cleaned
-        words where `texts` asks for them."""
+        """Word numbers int64 [w] of all waiting documents, the word offsets int64 [p + 1] of their paragraphs, and with `texts` the
+        cleaned words."""
         lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         encoded = lists.flatten().dictionary_encode()
-        distinct, place = encoded.dictionary, encoded.indices.to_numpy()  # place: of each word among the distinct ones
+        distinct, place = (
+            encoded.dictionary,
+            encoded.indices.to_numpy(),
+        )  # place: index of each word among the distinct ones
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
@@ -200,7 +204,7 @@ class WordEncoder:
                 encoded.indices
             )
         edges = lists.offsets.to_numpy().astype(np.int64)
-        # Arrow gives an empty word for space at either end; Python's split does not.
+        # Arrow returns an empty word for space at either end, unlike Python's split.
         if not full.all():
             empty = word_numbers < 0
             edges -= np.searchsorted(np.flatnonzero(empty), edges)
@@ -209,7 +213,7 @@ class WordEncoder:
         return word_numbers, edges, words
 
     def _put(self, words: EncodedWords) -> None:
-        """Put words into the tables; they are the last ones that were numbered."""
+        """Add the last numbered words to the tables."""
         first, last = self._numbers.size - len(words.rows), self._numbers.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -221,7 +225,7 @@ class WordEncoder:
             self._folded[first:last] = words.folded
 
     def add_words(self, words: EncodedWords) -> None:
-        """Add words that another encoder with the same options encoded, as long as the cache is not half full."""
+        """Add words encoded by another encoder with the same options, unless the cache is half full."""
         if self._numbers.size + len(words.hashes) <= MAX_WORDS // 2:
             new = self._numbers.numbers(words.hashes)[1]
             self._put(words.select(new))
@@ -232,7 +236,7 @@ class WordEncoder:
         return EncodedWords.join(learned) if learned else None
 
     def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Append the tokens of words of these lengths. Returns where each word starts."""
+        """Append the tokens of words of these lengths. Returns the start of each word."""
         while self._used + len(tokens) > len(self._flat):
             self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
         self._flat[self._used : self._used + len(tokens)] = tokens
@@ -259,7 +263,7 @@ class WordEncoder:
         return EncodedWords(hashes, rows, tokens, fold(plain) if self.folded else None)
 
     def _encode(self, words: list[str]) -> list[list[int]]:
-        """Tokens of cleaned words; of those at the beginning of a document FIRST is removed from `words`."""
+        """Tokens of cleaned words; FIRST is removed from those at the beginning of a document."""
         encoded = self.tokenizer.encode_words(words)
         if first := [i for i, word in enumerate(words) if word.startswith(FIRST)] if self.tokenizer.spaced else []:
             for i in first:
@@ -293,7 +297,7 @@ class WordEncoder:
         sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
-        kept = sentence_lengths > 0  # words of invisible characters alone give no token
+        kept = sentence_lengths > 0  # words of only invisible characters have no token
         sizes = segment_counts(sentence_words[kept], documents)
         paragraph_sizes = segment_counts(sentence_words[kept], paragraphs)
         starts = self._table["start"][numbers]
@@ -306,7 +310,7 @@ class WordEncoder:
         return DocumentBatch(words, encoded, paragraph_sizes, unspaced)
 
     def _sentence_begins(self, numbers: np.ndarray, starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """bool [w - 1]: whether a sentence begins at each word but the first."""
+        """bool [w - 1]: whether a sentence begins at each word after the first."""
         shared = self._table["ends"][numbers[:-1]] & starts[1:]
         kinds = sentences.allowed(starts, documents)
         return (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0
@@ -315,7 +319,7 @@ class WordEncoder:
 def _sentence_texts(
     words: pa.StringArray, first_words: np.ndarray, kept: np.ndarray, paragraph_sizes: np.ndarray
 ) -> pa.StringArray:
-    """The text of each kept sentence, a space behind it, or a blank line where it is the last of its paragraph."""
+    """The text of each kept sentence, followed by a space, or by a blank line at the end of its paragraph."""
     edges = pa.array(np.append(first_words, len(words)).astype(np.int32))
     texts = pc.binary_join(pa.ListArray.from_arrays(edges, words), " ").filter(pa.array(kept))
     last = np.zeros(len(texts), bool)

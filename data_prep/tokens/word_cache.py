@@ -1,13 +1,13 @@
 """Cache of encoded words: a hash table from words to numbers, and the words that workers share through files.
 
-`WordNumbers` looks up whole arrays of 64-bit hashes at once: with a dictionary of strings in its place a build takes a fifth to a
-quarter more CPU (30 MB of Wikipedia, 1 and 2 workers). Two different words of a cache of a million get one number with a
-probability of 10^-13 a word looked up.
+`WordNumbers` looks up arrays of 64-bit hashes at once: with a dictionary of strings instead a build takes a fifth to a quarter more CPU
+(30 MB of Wikipedia, 1 and 2 workers). With a million words in the cache a looked-up word gets the number of another one with a
+probability of 10^-13.
 
-Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the words that a task
-was the first to hold into the work folder, and reads those of the other workers before its next task. Words that it met
-only once stay private: most new words are such, hardly any comes again, and together they would fill every worker's cache. Which
-words a cache holds changes nothing in the output.
+Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the new words of a task into
+the work folder, and reads those of other workers before its next task. Words that occurred only once are not shared: most new words are
+of this kind and hardly ever occur again, and together they would fill every worker's cache. The contents of a cache do not affect the
+output.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import pyarrow as pa
 from data_prep.common.arrays import segment_hashes
 from data_prep.filters.measures import FACTS
 
-# the first tasks of a build share words; later ones meet few new ones
+# only the first tasks of a build share words, since later ones have few new ones
 SHARING_TASKS = 256
 FOLDER = "words"
-# `start`: place of the first token; `ends`, `starts`: kinds, as of text.sentences
+# `start`: index of the first token; `ends`, `starts`: kinds, as of text.sentences
 WORD = np.dtype([("facts", FACTS), ("start", "<i4"), ("length", "<i4"), ("ends", "u1"), ("starts", "u1")], align=True)
 
 
 def word_hashes(words: pa.StringArray) -> np.ndarray:
-    """uint64 [n]: hashes of the UTF-8 bytes, the same in every process; 0 is that of the empty word alone."""
+    """uint64 [n]: hashes of the UTF-8 bytes, the same in every process; 0 only for the empty word."""
     _, offsets, data = words.buffers()
     if data is None:
         return np.zeros(len(words), np.uint64)
@@ -42,7 +42,7 @@ def word_hashes(words: pa.StringArray) -> np.ndarray:
 
 
 class WordNumbers:
-    """Numbers of words, in the order in which they were first met, in a hash table with open addressing."""
+    """Numbers of words in order of first occurrence, in a hash table with open addressing."""
 
     def __init__(self) -> None:
         self._keys = np.zeros(1 << 16, np.uint64)  # hashes; 0 is a free slot
@@ -63,7 +63,7 @@ class WordNumbers:
             values[waiting[hit]] = self._values[slot[hit]]
             free = keys == 0
             if free.any():
-                self._keys[slot[free]] = wanted[free]  # of several that want a slot the last one gets it
+                self._keys[slot[free]] = wanted[free]  # of several for a slot the last is stored
                 won = free & (self._keys[slot] == wanted)
                 fresh.append((waiting[won], slot[won]))
                 hit |= won
@@ -87,11 +87,11 @@ class WordNumbers:
 
 
 def _insert(keys: np.ndarray, values: np.ndarray, hashes: np.ndarray, numbers: np.ndarray) -> None:
-    """Put nonzero hashes that are not there yet, with their numbers, into the table of `keys` and `values`."""
+    """Insert new nonzero hashes with their numbers into the table of `keys` and `values`."""
     waiting, slot = np.arange(len(hashes)), _first(keys, hashes)
     while len(waiting):
         free = keys[slot] == 0
-        keys[slot[free]] = hashes[waiting[free]]  # of several that want a slot the last one gets it
+        keys[slot[free]] = hashes[waiting[free]]  # of several for a slot the last is stored
         won = free & (keys[slot] == hashes[waiting])
         values[slot[won]] = numbers[waiting[won]]
         waiting, slot = waiting[~won], (slot[~won] + 1) & (len(keys) - 1)
@@ -105,8 +105,8 @@ def _first(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
 class EncodedWords(NamedTuple):
     """Distinct words with their tokens and properties.
 
-    hashes: uint64 [w], of `word_hashes`; rows: WORD [w], but for `start`; tokens: [t], `length` of each; folded: uint64 [w], of
-    `filters.measures.fold`, or None where no rule needs it.
+    hashes: uint64 [w], of `word_hashes`; rows: WORD [w], without `start`; tokens: [t], `length` of each; folded: uint64 [w], of
+    `filters.measures.fold`, or None if no rule needs it.
     """
 
     hashes: np.ndarray
@@ -115,7 +115,7 @@ class EncodedWords(NamedTuple):
     folded: np.ndarray | None
 
     def select(self, chosen: np.ndarray) -> EncodedWords:
-        """The words whose indices are `chosen`, or where the bool array [w] is true, in the order they have here."""
+        """The words with indices `chosen`, or true in the bool array [w], in the same order."""
         is_chosen = np.zeros(len(self.hashes), bool)
         is_chosen[chosen] = True
         tokens = self.tokens[np.repeat(is_chosen, self.rows["length"])]
@@ -130,14 +130,14 @@ class EncodedWords(NamedTuple):
 
 
 class SharedWords:
-    """The files by which workers share words; `key` separates words that were encoded with other options."""
+    """The files by which workers share words; `key` separates words encoded with other options."""
 
     def __init__(self, work: str, key: str) -> None:
         self._folder, self._key = Path(work, FOLDER), key
         self._known: set[str] = set()
 
     def write(self, task: int, words: EncodedWords) -> None:
-        """Share words that task number `task` was the first to hold."""
+        """Share the new words of task number `task`."""
         if task >= SHARING_TASKS:
             return
         self._folder.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ class SharedWords:
         temporary.replace(self._folder / name)
 
     def read_new(self) -> Iterator[EncodedWords]:
-        """Words that other workers shared since the last call."""
+        """Words shared by other workers since the last call."""
         if not self._folder.is_dir():
             return
         for name in sorted(set(os.listdir(self._folder)) - self._known):
