@@ -1,7 +1,7 @@
-"""Members of zip and tar archives as streams, in the order in which they lie there; nothing is extracted.
+"""Members of zip and tar archives as streams in the archive's order, without extraction to disk.
 
-A tar may be compressed as a whole. Members that are no regular files, and hidden ones, are left out. A damaged archive, or one
-that ends early, is an error with the member's name.
+A tar may be compressed as a whole. Hidden members and those that are not regular files are skipped. A damaged or truncated archive is
+an error with the member's name.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def members(part: FileRange) -> Iterator[Member]:
 
 
 def chunks(path: str, member: IO[bytes]) -> Iterator[bytes]:
-    """Unpacked bytes of a member, whose compression its first bytes name; `path` is what errors begin with."""
+    """Unpacked bytes of a member, whose compression is recognised by its first bytes; errors begin with `path`."""
     file = _Guarded(member, path)
     file.head = file.read(decompress.LONGEST_MAGIC)
     yield from decompress.read_chunks(path, decompress.compression_of(file.head), file=cast(IO[bytes], file))
 
 
 class _Guarded:
-    """A member, behind the bytes `head` that were read of it. What the archive raises becomes BadInput."""
+    """A member, of which the bytes `head` were read before. Errors of the archive become BadInput."""
 
     head = b""
 
@@ -88,7 +88,7 @@ def _zip_members(path: str) -> Iterator[Member]:
 
 
 class _DamagedHeader(Exception):
-    """A header of a tar archive that is none; tarfile takes one for the end of the archive."""
+    """A damaged header in a tar archive, which tarfile would treat as the end of the archive."""
 
 
 class _Header(tarfile.TarInfo):

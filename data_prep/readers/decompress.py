@@ -1,8 +1,8 @@
-"""Decompression: a file as a stream of unpacked byte chunks, bounded in memory, never silently short.
+"""Decompression: a file as a stream of unpacked byte chunks, in bounded memory; truncation is an error.
 
-gzip, bzip2, xz and zstd are recognised by their first bytes. A compressed file that is damaged or ends inside its stream is an
-error with its name and the number of bytes that could be unpacked. A bzip2 file of many streams can be shared by several
-workers: a range of its bytes owns the streams that start in it.
+gzip, bzip2, xz and zstd are recognised by their first bytes. A compressed file that is damaged or truncated is an error
+with its name and the number of bytes that were unpacked. Several workers can share a bzip2 file of many streams: a range of its bytes
+includes the streams that start in it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAGIC = (
     (b"BZh", "bz2"),
     (b"\xfd7zXZ\x00", "xz"),
     (b"\x28\xb5\x2f\xfd", "zst"),
-    # a skippable frame, with which pzstd opens its files
+    # a skippable frame, the beginning of files of pzstd
     (b"\x50\x2a\x4d\x18", "zst"),
 )
 LONGEST_MAGIC = max(len(magic) for magic, _ in MAGIC)
 SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
-# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. BOMB_BYTES is the largest task of
-# reading (`tasks`), so that a small file need not be unpacked to be accepted.
+# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. Output up to
+# BOMB_BYTES, the largest task of reading (`tasks`), is always accepted.
 BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 PLAIN_CHUNK = 1 << 20
-# Input bytes given to a decompressor at once. zstd can't bound its output, and one 4-byte block may unpack to 128 KiB, so it
-# is given little: a decompression bomb then costs 32 MB at a time.
+# Input bytes for a decompressor at once. zstd can't bound its output, and a 4-byte block may unpack to 128 KiB, so its input is
+# small: a decompression bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
@@ -46,13 +46,13 @@ ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 @dataclass
 class RangeEnd:
-    """Where a range ends in unpacked bytes; of a range of a bzip2 file None until reading gets there."""
+    """The end of a range in unpacked bytes; None for a range of a bzip2 file until it is reached."""
 
     end: int | None = None
 
 
 def compression_of(head: bytes) -> str:
-    """Name of the compression whose magic bytes open `head`, or ""."""
+    """Name of the compression whose magic bytes are at the beginning of `head`, or ""."""
     return next((name for magic, name in MAGIC if head.startswith(magic)), "")
 
 
@@ -81,7 +81,7 @@ class _Gzip(_Inner):
 
 
 class _Zstd(_Inner):
-    """Its output is bounded by FEED alone."""
+    """zstd, whose output is bounded only by FEED."""
 
     needs_input = True
 
@@ -100,10 +100,10 @@ def _decompressor(kind: str) -> Any:
 
 
 def ratio(head: bytes, compression: str) -> float:
-    """How many times larger the first bytes of a compressed file unpack, as far as they do."""
+    """Unpacked size of the first bytes of a compressed file over their size."""
     inner = _decompressor(compression)
     fed = unpacked = 0
-    with contextlib.suppress(*ERRORS):  # reported when the file is read
+    with contextlib.suppress(*ERRORS):  # errors are reported when the file is read
         while fed < len(head) and not inner.eof and unpacked < MAX_OUT:
             data = head[fed : fed + FEED[compression]] if inner.needs_input else b""
             fed += len(data)
@@ -112,7 +112,7 @@ def ratio(head: bytes, compression: str) -> float:
 
 
 def first_stream(path: str, start: int, end: int) -> int | None:
-    """Offset of the first bzip2 stream that starts in bytes [start, end) of a file; 0 where `start` is 0."""
+    """Offset of the first bzip2 stream that starts in bytes [start, end) of a file; 0 if `start` is 0."""
     if start == 0:
         return 0
     with open_regular(path) as file:
@@ -134,11 +134,11 @@ def read_chunks(
     range_end: RangeEnd | None = None,
     file: IO[bytes] | None = None,
 ) -> Iterator[bytes]:
-    """Unpacked bytes of a file (of the stream `file` where it is given) in chunks of about 1 to a few MB, from byte `start` (where a stream starts) to its end.
+    """Unpacked bytes of a file (or of `file`), in chunks of 1 to a few MB, from byte `start` (the start of a stream) to the end.
 
-    Concatenated streams are read through; zeros after the last one are padding. `range_end.end` is set to the bytes
-    unpacked before the first stream that starts at byte `stop` or later, once that is reached. Raises BadInput where
-    a compressed stream is damaged, cut short, or unpacks to more than BOMB_RATIO times its size.
+    Concatenated streams are read one after another; zeros after the last one are padding. `range_end.end` is set to the unpacked
+    bytes before the first stream that starts at byte `stop` or later when it is reached. Raises BadInput for a compressed stream
+    that is damaged, truncated, or unpacks to more than BOMB_RATIO times its size.
     """
     parts: list[bytes] = []
     size = 0
@@ -151,7 +151,7 @@ def read_chunks(
                 parts, size = [], 0
     except BadInput:
         if parts:
-            yield b"".join(parts)  # what came before the damage
+            yield b"".join(parts)  # the bytes before the damage
         raise
     if parts:
         yield b"".join(parts)

@@ -1,7 +1,7 @@
-"""Documents of a range of a file: its format by content, then one pass.
+"""Documents of a range of a file: format detection by content, then one pass.
 
-Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which its first
-document can be recognised, and reads on past its end until its last document is whole.
+Each document is returned once and in order for any division of the file: a range is read from a position where its first document can be
+recognised, and beyond its end until its last document is complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
 
-# first bytes of a file, by which its format is recognised
+# first bytes of a file for format detection
 HEAD_BYTES = 1 << 18
-# bytes of text in a range of a file that is cut
+# bytes of text in a range of a divided file
 RANGE_BYTES = 32 << 20
-# times RANGE_BYTES that a compressed file may unpack to in one task
+# largest unpacked size of a compressed file in one task, in RANGE_BYTES
 MOST_UNCUT = 3
-# places of a bzip2 file that are searched for a stream
+# positions of a bzip2 file where a stream is searched
 PROBES = 4
-# unpacked bytes a compressed one, a rough figure that only steers grouping
+# unpacked bytes per compressed byte, a rough figure only for grouping
 EXPANSION = 4
-# a tar that is compressed as a whole
+# endings of compressed tars
 TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
 
 Item = TypeVar("Item")
@@ -61,7 +61,7 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
 
 
 def _member_documents(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
-    """Documents of the members of an archive, each of its own format."""
+    """Documents of the members of an archive, each with a detected format."""
     for name, content in archives.members(part):
         path = f"{part.path}: {name}"
         member = FileRange(path, format=options.format)
@@ -69,7 +69,7 @@ def _member_documents(part: FileRange, options: ReadOptions, problems: Problems)
 
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
-    """`items` read of a file that must not change meanwhile; what is bad about the file itself follows the policy."""
+    """`items` read from a file that must not change meanwhile; errors of the file follow the policy."""
     try:
         if change := _change(part):
             raise BadInput(change)
@@ -78,7 +78,7 @@ def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterato
             raise BadInput(change)
     except BadInput as error:
         if problems.policy == "stop":
-            raise Unfinished(_change(part) or str(error)) from None  # what was read of other files stays
+            raise Unfinished(_change(part) or str(error)) from None  # documents of other files are kept
         problems.counts["damaged or truncated file"] += 1
     except OSError as error:
         problems.unreadable(part.path, error)
@@ -96,9 +96,9 @@ def _change(part: FileRange) -> str:
 
 
 def identify(file: FileRange, options: ReadOptions) -> FileRange:
-    """A whole file with what its first bytes say: compression, format, whether it is unpacked before it is cut.
+    """A whole file with properties from its first bytes: compression, format, whether it has to be unpacked before it is cut.
 
-    Of a small compressed file the text is left to its reader. Raises BadInput where the bytes don't decide the format.
+    The text of a small compressed file is examined by its reader. Raises BadInput if the bytes don't determine the format.
     """
     with files.open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
@@ -120,9 +120,9 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
 
 
 def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
-    """The range with its format and what a document is in it, by the first unpacked bytes.
+    """The range with its format and kind of documents, by the first unpacked bytes.
 
-    `whole`: these are all. Raises BadInput where they don't decide the format.
+    `whole`: these are all bytes. Raises BadInput if they don't determine the format.
     """
     path, format_ = part.path, options.format
     if archive := archives.kind_of(head):
@@ -144,21 +144,21 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
 
 
 def _must_unpack(file: FileRange, head: bytes) -> bool:
-    """Whether a compressed file is large and can't be cut as it is; `head` are its first bytes."""
+    """Whether a compressed file is large and can't be cut while packed; `head`: its first bytes."""
     if file.size <= RANGE_BYTES // EXPANSION * 3 // 2:  # by the usual ratio; a few files pack much better
         if max(BOMB_BYTES, BOMB_RATIO * file.size) <= MOST_UNCUT * RANGE_BYTES:  # more is refused
             return False
         return decompress.ratio(head, file.compression) * file.size > MOST_UNCUT * RANGE_BYTES
     if file.compression != "bz2" or file.format not in ELEMENTS:
         return True
-    # Ranges of a bzip2 file share it evenly where streams begin all over it.
+    # Ranges of a bzip2 file are even if streams begin everywhere.
     step = RANGE_BYTES // EXPANSION
     places = (1 + i * (file.size - 1) // PROBES for i in range(PROBES))
     return any(decompress.first_stream(file.path, at, min(at + step, file.size)) is None for at in places)
 
 
 def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
-    """Documents of a range that is no table; its index is in `folder`. Raises BadInput where the file itself is bad."""
+    """Documents of a range that is not of a table; its index is in `folder`. Raises BadInput for errors of the file."""
     path, range_end, begin = part.path, RangeEnd(part.end), part.start
     if part.compression and not part.index:
         stream: int | None = 0
@@ -224,7 +224,7 @@ def _elements(
 
 
 def _kind(part: FileRange, options: ReadOptions) -> str:
-    """What a document is in a file of lines: file, blank-line or line."""
+    """The kind of documents in a file of lines: file, blank-line or line."""
     if part.format == "jsonl":
         return "line"
     return part.documents if options.text_documents == AUTO else options.text_documents
@@ -256,7 +256,7 @@ def _lines(
 
 
 def _json_text(line: bytes, offset: int, path: str, field: str, problems: Problems) -> str | None:
-    """The text of a JSON record; None where it has none, which is counted."""
+    """The text of a JSON record; None if it has none, which is counted."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:

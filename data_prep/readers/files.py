@@ -1,6 +1,6 @@
-"""Input files: which files an input names, in an order that follows from the names alone, and how a file is opened.
+"""Input files: the files of an input, in an order that depends only on their names, and opening of files.
 
-An input is a file, a folder or a glob. Folders are walked through links, each folder once, hidden names left out.
+An input is a file, a folder or a glob. Walks follow links, visit each folder once and skip hidden names.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from data_prep.common.errors import BadInput, Problems
 from megabert.common.files import refuse_url
 
 MAGIC = re.compile(r"[*?\[]")
-# what Hugging Face `datasets` puts beside the tables of a saved dataset, which is no text
+# files beside the tables of a saved dataset of Hugging Face `datasets`
 BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
 
 def status(path: str) -> tuple[int, int]:
-    """(bytes, time of the last change in ns) of a file. Raises BadInput where it is not a regular one, and OSError."""
+    """(bytes, modification time in ns) of a file. Raises BadInput if it is not a regular file, and OSError."""
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
         raise BadInput(f"{path}: not a regular file")
@@ -30,7 +30,7 @@ def status(path: str) -> tuple[int, int]:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """The file, open for reading. Raises BadInput for a pipe, device or socket, without waiting on it."""
+    """The file, open for reading. Raises BadInput for a pipe, device or socket, without blocking on it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -40,7 +40,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def matches(item: str) -> list[str]:
-    """The file or folder of that name, or those that a glob matches. Raises BadInput where there is none, ValueError for a URL."""
+    """The file or folder of that name, or the matches of a glob. Raises BadInput if there is none, ValueError for a URL."""
     refuse_url(item)
     paths = [item] if os.path.lexists(item) else _match(item)
     if not paths:
@@ -51,7 +51,7 @@ def matches(item: str) -> list[str]:
 def expand(item: str, problems: Problems) -> Iterator[str]:
     """Files of one input in order.
 
-    Raises BadInput when there is no such file; what can't be read follows the policy of `problems`.
+    Raises BadInput if there is no such file; unreadable ones follow the policy of `problems`.
     """
     for path in matches(item):
         if os.path.isdir(path):
@@ -61,7 +61,7 @@ def expand(item: str, problems: Problems) -> Iterator[str]:
 
 
 def _match(pattern: str) -> list[str]:
-    """Sorted names that a glob matches. `**` does not follow links: two loops of them would never end."""
+    """Sorted matches of a glob. `**` does not follow links, since loops of links would never end."""
     head, sep, tail = pattern.partition("**")
     if not sep:
         return sorted(glob.glob(pattern))
@@ -78,7 +78,7 @@ def _match(pattern: str) -> list[str]:
 
 def _walk(top: str, problems: Problems) -> Iterator[str]:
     """Files below a folder, sorted by path; all folders are read first."""
-    # names in each folder, joined: an input has millions of them
+    # names in each folder, joined, since an input has millions of them
     listed: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
     waiting = [top]
@@ -89,7 +89,7 @@ def _walk(top: str, problems: Problems) -> Iterator[str]:
             if (info.st_dev, info.st_ino) in seen:
                 continue
             seen.add((info.st_dev, info.st_ino))
-            with os.scandir(folder) as entries:  # which separates folders from files without a second system call
+            with os.scandir(folder) as entries:  # distinguishes folders and files without another system call
                 shown = {entry.name: _is_folder(entry) for entry in entries if not entry.name.startswith(".")}
         except OSError as error:
             problems.unreadable(folder, error, "folder")
@@ -107,15 +107,15 @@ def _walk(top: str, problems: Problems) -> Iterator[str]:
         path = left.pop()
         if not path.endswith("/"):
             yield path
-        # else empty, unreadable, or listed by another name
+        # otherwise empty, unreadable, or listed under another name
         elif joined := listed.pop(path[:-1], ""):
             left += sorted((os.path.join(path[:-1], name) for name in joined.split("\0")), reverse=True)
 
 
 class SeenFiles:
-    """Paths that were seen: by folder the names in it, as a set in the folders of late and joined in the others."""
+    """Seen paths: names by folder, as a set in the most recent folders, joined in the others."""
 
-    # folders of late: a walk alternates between a folder and those in it
+    # recent folders, since a walk alternates between a folder and its subfolders
     RECENT = 64
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Formats of text: detection by content, and splitting of chunks of bytes into (offset, document) pairs.
 
-wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, quoted ones over several lines; text: plain,
-where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on
-the bytes alone, not on chunks or ranges. A line or a document that never ends costs bounded memory.
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, possibly quoted over
+several lines; text: plain, with documents that are a file, blocks between blank lines, or lines. Beginning and end of a document depend
+only on the bytes, not on chunks or ranges. Memory is bounded also for lines and documents without an end.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.readers.decompress import RangeEnd
 from megabert.common.tables import field_names, join
 
-# bytes; a longer line is no text with sentences
+# bytes; longer lines are not text with sentences
 MAX_LINE = 16 << 20
-# bytes of one element or of one blank-line block
+# most bytes of an element or of a block
 MAX_DOCUMENT = 16 << 20
 # bytes after which a `file` document is cut, at a line end
 FILE_PART = 8 << 20
-# bytes searched at once, so that a line inside them is never too long
+# bytes searched at once; a line inside them cannot be too long
 STEP = 1 << 20
-# bytes by which a format is detected
+# bytes for format detection
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
 SPACES = re.compile(rb"\s")
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
-# An end of a sentence in the scripts that mark one, with the quotes and brackets that close behind it.
+# An end of a sentence in the scripts that mark it, with closing quotes and brackets.
 SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
 
-# of a file of separated values, in the order in which they are tried
+# separators of values, in the order in which they are tried
 DELIMITERS = ",\t;|"
-# the rule by which a record without text is left out
+# the rule that drops records without text
 NULL = "null value"
 
 # (offset, bytes)
@@ -83,9 +83,9 @@ def line_runs(
 ) -> Iterator[Slice]:
     """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte.
 
-    A line longer than MAX_LINE is left out: reported where it begins in [start, end), else left to its own range.
+    A line longer than MAX_LINE is skipped, and reported if it begins in [start, end).
     """
-    # of a line whose end was not read yet
+    # part of a line whose end was not read yet
     parts: list[bytes] = []
     size, offset, dropping = 0, base, False
     step = min(STEP, MAX_LINE)
@@ -117,10 +117,11 @@ def line_runs(
 
 
 def sync_point(read: Callable[[int, int], bytes], start: int, kind: str) -> int:
-    """Where a range of a file of lines has to start reading to see where its first document begins.
+    """Offset from which a range of a file of lines has to be read to find the beginning of its first document.
 
-    `read` returns the text at (offset, bytes). For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
-    block is open at the last byte that is no space; reading from that line's start also shows whether the line is too long.
+    `read` returns the text at (offset, bytes). For lines it is one byte before the range, for parts of a file one byte before the
+    last multiple of FILE_PART. For blocks it is the start of the line with the last non-space byte before the range, which also
+    shows whether that line is too long.
     """
     if kind == "line":
         return start - 1
@@ -131,7 +132,7 @@ def sync_point(read: Callable[[int, int], bytes], start: int, kind: str) -> int:
 
 
 def _last(read: Callable[[int, int], bytes], before: int, pattern: bytes, most: int) -> int:
-    """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
+    """Offset of the last matching byte before `before`, else `most` bytes before it (at least 0)."""
     least = max(before - most, 0)
     while before > least:
         begin = max(before - HEAD, least)
@@ -143,9 +144,9 @@ def _last(read: Callable[[int, int], bytes], before: int, pattern: bytes, most: 
 
 
 def split_lines(runs: Iterator[Slice], base: int, synced: bool) -> Iterator[Slice]:
-    """One document a line; without `synced` the first, partial line (at `base`) belongs to the range before."""
+    """One document a line; without `synced` the first, partial line (at `base`) belongs to the previous range."""
     for offset, run in runs:
-        synced = synced or offset != base  # the partial line was left out as too long
+        synced = synced or offset != base  # the partial line was skipped as too long
         for line in run.split(b"\n"):
             if synced and line.strip():
                 yield offset, line
@@ -156,16 +157,16 @@ def split_lines(runs: Iterator[Slice], base: int, synced: bool) -> Iterator[Slic
 def split_elements(
     chunks: Iterator[bytes], base: int, format_: str, path: str, problems: Problems, range_end: RangeEnd
 ) -> Iterator[Slice]:
-    """Elements without their end tag that begin at or after `base` (of the first byte) and before `range_end.end`.
+    """Elements, without their end tag, that begin at or after `base` (of the first byte) and before `range_end.end`.
 
-    Text outside of elements is ignored. An element is unclosed when another begins or the file ends inside it.
+    Text outside of elements is ignored. An element is unclosed if another begins or the file ends inside it.
     """
     opening, closing = ELEMENTS[format_]
     tags = re.compile(re.escape(opening) + b"|" + re.escape(closing))
-    keep = len(closing) - 1  # bytes of a tag that may have come only in part
+    keep = len(closing) - 1  # length of a possibly partial tag
     name = opening.decode().strip(" <>")
-    begin: int | None = None  # offset of the element that is open
-    buffer, at = b"", 0  # at: how far `buffer` was searched
+    begin: int | None = None  # offset of the open element
+    buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
     def bad(start: int, end: int) -> None:
         if end - start > MAX_DOCUMENT:
@@ -203,7 +204,7 @@ def split_elements(
 
 
 def wiki_body(element: bytes) -> bytes:
-    """What follows the tag and the title line of a `<doc …>` element."""
+    """The text of a `<doc …>` element after the tag and the title line."""
     line_end = element.find(b"\n")
     tag_end = element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1
     return element[tag_end:].lstrip(b"\r\n").partition(b"\n")[2]
@@ -213,10 +214,10 @@ def split_blank(
     runs: Iterator[Slice], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
     end: int | None = None,
 ) -> Iterator[Slice]:  # fmt: skip
-    """Blocks between blank lines; one that is too long is bad where it begins in [start, end).
+    """Blocks between blank lines; one that is too long is bad input if it begins in [start, end).
 
-    `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the range before.
-    A line that was left out as too long ends a block.
+    `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the previous range. A skipped too
+    long line ends a block.
     """
     buffer = b""
 
@@ -227,9 +228,9 @@ def split_blank(
         elif text.strip():
             yield offset, text
 
-    searched = 0  # from here on a blank line may begin that was not seen yet
+    searched = 0  # from here on an unseen blank line may begin
     for offset, run in runs:
-        if base + len(buffer) != offset:  # a long line was left out between
+        if base + len(buffer) != offset:  # a long line was skipped in between
             if synced:
                 yield from block(base, buffer)
             buffer, base, synced, searched = b"", offset, True, 0
@@ -247,7 +248,7 @@ def split_blank(
         if synced and following - at > MAX_DOCUMENT:
             yield from block(base + at, buffer[at:])
             synced = False  # up to the next blank line
-        if not synced:  # only the line ends count with which a blank line may begin
+        if not synced:  # only line ends with which a blank line may begin
             at = max(at, following)
         buffer, base, searched = buffer[at:], base + at, max(following - at, 0)
     if synced:
@@ -255,10 +256,10 @@ def split_blank(
 
 
 def split_file(chunks: Iterator[bytes], base: int, synced: bool) -> Iterator[Slice]:
-    """The whole file as one document, or as parts: one ends at the first line end at or after each multiple of FILE_PART.
+    """The whole file as one document, or as parts that end at the first line end at or after each multiple of FILE_PART.
 
-    Where no line ends within MAX_LINE of it, at the first space, without one between two characters: no byte is lost. Without
-    `synced` what comes between `base`, where reading began, and the first such end belongs to the range before.
+    If no line ends within MAX_LINE of it, a part ends at the first space, or else between two characters, so that no byte is lost.
+    Without `synced` the text between `base`, where reading began, and the first such end belongs to the previous range.
     """
     buffer = bytearray()
     for chunk in chunks:
@@ -273,7 +274,7 @@ def split_file(chunks: Iterator[bytes], base: int, synced: bool) -> Iterator[Sli
 
 
 def _part_end(text: bytearray, cut: int) -> int:
-    """Where a part ends that may from `cut` on; 0 where more of the text must be read to know."""
+    """The end of a part that may end from `cut` on; 0 if more text has to be read to find it."""
     if line_end := text.find(b"\n", cut - 1, cut + MAX_LINE) + 1:
         return line_end
     if len(text) < cut + MAX_LINE:
@@ -284,14 +285,14 @@ def _part_end(text: bytearray, cut: int) -> int:
 
 
 def text_kind(head: bytes, whole: bool) -> str:
-    """What a document is in a text file by its first bytes: file or blank-line.
+    """The kind of documents in a text file by its first bytes: file or blank-line.
 
-    Blocks between blank lines are documents where most have several lines that end as sentences do: a sentence or a
-    paragraph a line. Else they are paragraphs, and the file is one document. `whole`: they are all of the file.
+    Blocks between blank lines are documents if most have several lines that end like sentences: a sentence or a paragraph a line.
+    Otherwise they are paragraphs, and the file is one document. `whole`: these are all bytes of the file.
     """
     blocks = BLANK.split(head.strip(SPACE))
     if not whole and len(blocks) > 1:
-        blocks.pop()  # cut anywhere
+        blocks.pop()  # may be cut anywhere
     lines = [[line.rstrip(SPACE) for line in block.split(b"\n")] for block in blocks]
     followed = [line for block in lines for line in block[:-1]]
     ended = sum(bool(SENTENCE_END.search(line[-32:])) for line in followed)
@@ -302,9 +303,9 @@ def text_kind(head: bytes, whole: bool) -> str:
 
 
 def csv_texts(chunks: Iterator[bytes], path: str, text_field: str, problems: Problems) -> Iterator[tuple[int, str]]:
-    """(line it ends on, text) of each row of a file of separated values, whose first row names the columns.
+    """(last line, text) of each row of a file of separated values, whose first row names the columns.
 
-    The separator is the first of DELIMITERS under which these are there. Raises BadInput where under none they are.
+    The separator is the first of DELIMITERS with which these columns exist. Raises BadInput if there is none.
     """
     lines = (line for run in line_runs(chunks, 0, path, problems) for line in _decoded(run, path, problems))
     header = next(lines, "")
@@ -338,7 +339,7 @@ def csv_texts(chunks: Iterator[bytes], path: str, text_field: str, problems: Pro
 
 
 def _decoded(run: Slice, path: str, problems: Problems) -> Iterator[str]:
-    """The lines of a run, with their ends; one that is not UTF-8 is left out."""
+    """The lines of a run, with line ends; those that are not UTF-8 are skipped."""
     offset, data = run
     for line in data.splitlines(keepends=True):
         try:

@@ -1,10 +1,9 @@
 """Reader of pages of a MediaWiki dump: wikitext to prose.
 
-One linear pass: no input makes it slow, and no markup is left. Markup without sentences (templates, tables, references,
-files, categories, formulas, lists of links) is dropped with its content; links, emphasis and tags leave their text. The
-grammar is that of https://www.mediawiki.org/wiki/Help:Formatting and Help:Links, Help:Tables, Help:Templates. A parser
-library is the tests' oracle and not used here: mwparserfromhell reads 0.7 MB/s and can't be interrupted, and 32 KB of `<b>`
-take it 7 s.
+One pass in linear time that removes all markup. Markup without sentences (templates, tables, references, files, categories,
+formulas, lists of links) is dropped with its content; links, emphasis and tags keep their text. The
+grammar is that of https://www.mediawiki.org/wiki/Help:Formatting and Help:Links, Help:Tables, Help:Templates. The parser
+library mwparserfromhell is only the tests' oracle: it reads 0.7 MB/s, can't be interrupted, and needs 7 s for 32 KB of `<b>`.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from data_prep.common.errors import Problems
 REDIRECT, NAMESPACE, DISAMBIGUATION = "redirect", "page of another namespace", "disambiguation page"
 EMPTY, OTHER_MODEL = "page without prose", "page that is no wikitext"
 
-# Tags whose content is dropped, and those alone that open, close or stand alone.
+# Tags that are dropped with their content; unpaired ones are dropped alone.
 OPAQUE = (
     "ref|references|math|chem|ce|gallery|timeline|source|syntaxhighlight|score|imagemap|hiero|graph|mapframe|maplink|"
     "templatedata|templatestyles|categorytree|inputbox|indicator|pre|code|del|table|noinclude"
 )
 EXTENSION = re.compile(rf"<!--|-->|<(/?)({OPAQUE})\b([^<>]*)>", re.IGNORECASE)
 BRACES = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}(?!\})")
-# characters before a table's mark on its line: spaces and list marks
+# characters before a table's mark in its line: spaces and list marks
 INDENT = 64
 KINDS = {"{{": "}}", "[[": "]]", "{|": "|}"}
-# of links inside links; deeper ones are no real text
+# depth of links inside links; deeper ones are not text
 LINK_DEPTH = 8
-# characters of a template whose text is kept
+# most characters of a template whose text is kept
 SHORT = 400
-# Namespaces whose links show no text, in the languages with most articles; a bare link to another language shows none.
+# Namespaces whose links have no text, in the languages with most articles; nor have bare links to other languages.
 DROPPED_LINK = re.compile(
     r"\s*(?:file|image|media|category|datei|bild|kategorie|fichier|catégorie|archivo|imagen|categoría|ficheiro|imagem|"
     r"categoria|immagine|bestand|afbeelding|categorie|plik|grafika|kategoria|файл|изображение|категория|ファイル|画像|"
@@ -41,7 +40,7 @@ DROPPED_LINK = re.compile(
     re.IGNORECASE,
 )
 OTHER_WIKI = re.compile(r"\s*:?[a-z][a-z-]{1,14}:")
-# possessive: without them an unclosed one would be tried at every length
+# possessive, since an unclosed one would be tried at every length
 EXTERNAL = re.compile(r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE)
 BREAK = re.compile(r"<(?:br|p|hr|/p|/div|div|li|/li|blockquote|/blockquote|poem|/poem|center|/center)\b[^<>]*>", re.IGNORECASE)  # fmt: skip
 TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<ref\b[^<>\n]*", re.IGNORECASE)
@@ -61,7 +60,7 @@ ENDING = {
     "références", "voir aussi", "liens externes", "bibliographie", "notes et références", "referencias",
     "enlaces externos", "véase también", "bibliografía", "note", "collegamenti esterni", "voci correlate",
 }  # fmt: skip
-# Templates whose text belongs to the sentence: the position of the argument (from 1) that is it.
+# Templates whose text is part of the sentence: index (from 1) of the argument with it.
 SPOKEN = {"lang": 2, "transl": 2, "nowrap": 1, "nobr": 1, "nobold": 1, "em": 1, "strong": 1, "abbr": 1, "smallcaps": 1, "sic": 1, "tlit": 2, "small": 1}  # fmt: skip
 IS_REDIRECT = re.compile(r"\s*#\s*(?:redirect|weiterleitung|redirection|redirección|rinvia|перенаправление)\b", re.I)
 IS_DISAMBIGUATION = re.compile(
@@ -114,9 +113,9 @@ class _Page:
 
 
 def article(body: bytes, offset: int, path: str, problems: Problems) -> str | None:
-    """Prose of a `<page>` element (without its end tag), or None for one that is left out, which is counted.
+    """Prose of a `<page>` element (without its end tag), or None for a dropped one, which is counted.
 
-    Redirects, pages of other namespaces, disambiguation pages and pages without prose are left out by rule.
+    Rules drop redirects, pages of other namespaces, disambiguation pages and pages without prose.
     """
     try:
         page = _Page(body + b"</page>")
@@ -140,7 +139,7 @@ def article(body: bytes, offset: int, path: str, problems: Problems) -> str | No
 
 
 def prose(wikitext: str) -> str:
-    """Plain text of wikitext: a paragraph a line, headings where prose follows, list items that are sentences."""
+    """Plain text of wikitext: a paragraph a line, headings before prose, list items that are sentences."""
     text = _without_extensions(wikitext)
     if "&" in text:
         unescaped = html.unescape(text)
@@ -160,7 +159,7 @@ def prose(wikitext: str) -> str:
 
 
 def _without_extensions(text: str) -> str:
-    """Text without comments and without the tags of OPAQUE and what they hold. A tag that is never closed goes alone."""
+    """Text without comments and without the tags of OPAQUE and their content. Of an unclosed tag only the tag is removed."""
     if "<" not in text:
         return text
     tags = list(EXTENSION.finditer(text))
@@ -169,7 +168,7 @@ def _without_extensions(text: str) -> str:
         if match[0] == "-->" or match[1]:
             last_end[(match[2] or "!").lower()] = match.start()
     out: list[str] = []
-    at, inside = 0, ""  # inside: the name of the open tag, "!" for a comment
+    at, inside = 0, ""  # inside: name of the open tag, "!" for a comment
     for match in tags:
         name = (match[2] or "!").lower()
         closes = match[0] == "-->" or bool(match[1])
@@ -186,14 +185,14 @@ def _without_extensions(text: str) -> str:
 
 
 def _without_braces(text: str) -> str:
-    """Text without templates and tables; links become their labels. What is never closed stays, without its mark."""
+    """Text without templates and tables; links become their labels. Unclosed ones keep their text, without the mark."""
     out: list[str] = []
     opened: list[tuple[str, int]] = []  # (closing mark, length of `out` at the opening)
     depth: Counter[str] = Counter()
     at = 0
     for match in BRACES.finditer(text):
         token = match[0]
-        if token in ("{|", "|}"):  # a table's only at the start of a line
+        if token in ("{|", "|}"):  # a table's mark only at the start of a line
             before = text[max(match.start() - INDENT, 0) : match.start()].rpartition("\n")[2]
             if before.strip(" \t:*#;"):
                 continue
@@ -223,7 +222,7 @@ def _without_braces(text: str) -> str:
 
 
 def _link(inner: str) -> str:
-    """What a link shows: its label, else its target; nothing for files, categories and other wikis."""
+    """The text of a link: its label, else its target; nothing for files, categories and other wikis."""
     target, _, label = inner.partition("|")
     if DROPPED_LINK.match(target) or (not label and OTHER_WIKI.match(target)):
         return ""
@@ -231,7 +230,7 @@ def _link(inner: str) -> str:
 
 
 def _template(inner: str) -> str:
-    """The text that a template of SPOKEN or {{convert}} shows, else nothing."""
+    """The text of a template of SPOKEN or {{convert}}, else nothing."""
     if len(inner) > SHORT:
         return ""
     name, *arguments = (part.strip() for part in inner.split("|"))
@@ -244,10 +243,10 @@ def _template(inner: str) -> str:
 
 
 def _lines(text: str) -> str:
-    """Lines of prose: no table rows, no list items that are no sentence, no sections of links."""
+    """Lines of prose: without table rows, list items that are not sentences, and sections of links."""
     kept: list[str] = []
     headings: list[str] = []  # not yet followed by prose
-    skipped = 0  # level of the heading whose section is left out
+    skipped = 0  # level of the heading of the dropped section
     for raw in text.split("\n"):
         line = raw.strip()
         if not line or line[0] in "|!}":

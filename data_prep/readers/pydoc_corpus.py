@@ -1,8 +1,8 @@
-"""Built-in corpus: English documentation that every Python installation carries, read and never run.
+"""Built-in corpus: the English documentation in every Python installation, read without running code.
 
-`pydoc_data/topics.py` gives a document a topic; every other module of the standard library and of the
-installed packages gives one document, its docstrings in source order, found by parsing and not importing.
-The list of files depends only on what is installed, and its order only on their names.
+`pydoc_data/topics.py` has a document for each topic. Every other module of the standard library and of the installed packages is one
+document, its docstrings in source order, found by parsing. The list of files depends only on the installed packages, and its order only
+on their names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sysconfig
 import warnings
 
-SOURCE_LIMIT = 60_000_000  # bytes of source read: some minutes of parsing bought nothing more than this
+SOURCE_LIMIT = 60_000_000  # bytes of source to read; more only costs minutes of parsing
 FILE_LIMIT = 2_000_000  # bytes; larger modules are generated tables
 SKIPPED_FOLDERS = {"__pycache__", "test", "tests", "testing", "idlelib", "lib2to3", "_vendor", "vendor", "vendored"}
 PROMPT = re.compile(r"^\s*(>>>|\.\.\. |\.\.\.$)")
@@ -52,7 +52,7 @@ def files() -> list[tuple[str, int]]:
 
 
 def _prose(docstring: str) -> str:
-    """A docstring without examples at the prompt and without lines that only draw."""
+    """A docstring without doctest examples and without lines of drawing characters."""
     kept, in_example = [], False
     for line in inspect.cleandoc(docstring).splitlines():
         if PROMPT.match(line):
@@ -66,7 +66,7 @@ def _prose(docstring: str) -> str:
 
 
 def documents(path: str) -> list[str]:
-    """Documents of one module; none when it does not parse as Python (a template, another version)."""
+    """Documents of one module; none if it does not parse as Python (a template, another version)."""
     with open(path, "rb") as file:
         source = file.read()
     if b'"""' not in source and b"'''" not in source and not path.endswith("topics.py"):

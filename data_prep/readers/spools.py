@@ -1,4 +1,4 @@
-"""Random access to the unpacked text of a file: the file itself, or the spools that the build made of a packed one.
+"""Random access to the unpacked text of a file: the file itself, or the spools of a packed one.
 
 A spool is a zstd file of some MB of text in the work folder. An index, a JSON list of (name, unpacked bytes), gives the
 spools of a file in order.
@@ -20,11 +20,11 @@ from data_prep.common.records import FileRange
 from data_prep.readers.decompress import PLAIN_CHUNK, read_chunks
 from data_prep.readers.files import open_regular
 
-Spool = tuple[str, int]  # its name in the work folder, and the bytes that it unpacks to
+Spool = tuple[str, int]  # name in the work folder, and unpacked bytes
 
 
 class PlainText:
-    """Text of a file that is not packed."""
+    """Text of a plain file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class SpooledText:
                 skip = max(skip - len(chunk), 0)
 
     def read(self, begin: int, size: int) -> bytes:
-        """`size` bytes from `begin` on. The spool that was read last is cached, for short look-backs."""
+        """`size` bytes from `begin` on. The last spool is cached, for short look-backs."""
         parts = []
         i = bisect_right(self._edges, begin) - 1
         while size > 0 and i < len(self._spools):
@@ -87,7 +87,7 @@ class SpooledText:
 
 @lru_cache(maxsize=4)
 def _loaded(path: str, inode: int, changed: int) -> tuple[list[Spool], list[int]]:
-    """Spools, and where each begins in the text. `inode` and `changed`, the time of the last change, key the cache too."""
+    """Spools, and the offset of each in the text. `inode` and `changed`, the modification time, are part of the cache's key."""
     with open(path, "rb") as file:
         spools: list[Spool] = [(name, size) for name, size in json.load(file)]
     return spools, list(accumulate((size for _, size in spools), initial=0))[:-1]

@@ -1,8 +1,8 @@
 """Reader of Parquet and Arrow tables.
 
-Rows become texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file by its
-row groups, an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them) by its batches. Rows
-are numbered from 0.
+Rows are converted to texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file by row
+groups, and an Arrow file (with or without a footer, as written by Feather 2 and Hugging Face `datasets`) by batches. Rows are numbered
+from 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = tuple[int, str]
 
 @contextlib.contextmanager
 def _arrow_errors(path: str) -> Iterator[None]:
-    """Everything that pyarrow raises for bytes that are not a table, as BadInput."""
+    """Converts pyarrow's errors for damaged tables to BadInput."""
     try:
         with tables.arrow_errors(path):
             yield
@@ -35,7 +35,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
 def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     """Names from the outermost column to each text column.
 
-    Raises BadTable listing the columns, or naming the type of one that is no text.
+    Raises BadTable listing the columns, or naming the type of a column that is not text.
     """
     import pyarrow.types as types
 
@@ -82,7 +82,7 @@ def batches(path: str) -> int:
 
 
 def ratio(path: str) -> float:
-    """Unpacked bytes a packed one of a Parquet file's columns. Raises BadInput when its footer can't be read."""
+    """Unpacked bytes per packed byte of a Parquet file's columns. Raises BadInput if its footer can't be read."""
     import pyarrow.parquet as parquet
 
     with open_regular(path) as file, _arrow_errors(path):
@@ -94,9 +94,9 @@ def ratio(path: str) -> float:
 
 
 def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator[Row]:
-    """(row number, text) of a range of a table. Null values are counted and left out.
+    """(row number, text) of a range of a table. Null values are counted and skipped.
 
-    Raises BadInput where the file is damaged or has no such column.
+    Raises BadInput if the file is damaged or has no such column.
     """
     path = part.path
     open_regular(path).close()
@@ -136,7 +136,7 @@ def _schema(part: FileRange) -> Any:
 
 
 def _refuse_bombs(part: FileRange, columns: list[list[str]]) -> None:
-    """Raises BadTable for a row group of a Parquet file whose columns unpack to much more than they are."""
+    """Raises BadTable for a row group of a Parquet file whose columns unpack to much more than their size."""
     import pyarrow.parquet as parquet
 
     metadata = parquet.read_metadata(part.path)
@@ -149,7 +149,7 @@ def _refuse_bombs(part: FileRange, columns: list[list[str]]) -> None:
 
 
 def _inside(batch: Any, path: list[str]) -> Any:
-    """The array of a column inside others, of a RecordBatch; null where one of those is."""
+    """The array of a nested column of a RecordBatch; null where an outer one is null."""
     import pyarrow.compute as compute
 
     column = batch.column(batch.schema.get_field_index(path[0]))
@@ -157,7 +157,7 @@ def _inside(batch: Any, path: list[str]) -> Any:
 
 
 def _values(column: Any) -> list[bytes | None]:
-    """Values of an array as bytes, whose UTF-8 the caller checks. Checks the array's offsets first."""
+    """Values of an array as bytes, after a check of the offsets; the caller checks UTF-8."""
     import pyarrow
     import pyarrow.types as types
 

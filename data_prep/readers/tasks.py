@@ -1,9 +1,8 @@
-"""Tasks of reading: the input cut into ranges of files that workers take.
+"""Tasks of reading: the input cut into ranges of files for workers.
 
-The cut and its order follow from the input alone, never from the workers. A task is what one worker takes at a time: several
-small files of one corpus, one compressed file, or a range of a large one. A document belongs to the range of its file that its
-first byte (for bzip2: its stream) is in. A large file that can't be read from any place is unpacked first, and what comes out
-is cut as the unpacked file would be.
+The tasks and their order depend only on the input. A task is several small files of one corpus, one compressed file, or a range of a
+large one. A document belongs to the range of its file with its first byte (for bzip2: its stream). A large file that can't be read from
+any position is unpacked first and cut like a plain file.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from data_prep.common.records import (
 from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES
 
-# of text, estimated by the size on disk: least and most
+# smallest and largest bytes of text in a task, estimated by the size on disk
 TASK_BYTES = (4 << 20, 64 << 20)
-# number of tasks from which on they grow
+# number of tasks above which they become larger
 TASKS = 16_384
-# bytes (packed: a quarter) below which a file with a suffix of NAMED is first opened by its reader
+# bytes (packed: a quarter) below which a file with a suffix of NAMED is not opened for planning
 SMALL = 4 << 20
 NAMED = {".txt": "", ".text": "", ".jsonl": "", ".ndjson": "", ".arrow": "", ".parquet": "", **decompress.SUFFIXES}
-# files that one thread looks at
+# files in a call of a thread
 LISTED_AT_ONCE = 256
 # threads that wait for the file system
 THREADS = 16
-# files of a corpus by which its unpacked bytes are estimated
+# files of a corpus for the estimate of its unpacked bytes
 RATIO_FILES = 8
 
-# the path without links, its ranges, what is wrong with it
+# the path without links, its ranges, its error
 PlannedFile = tuple[str, list[FileRange], Problems]
 
 
 def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[RangeList]:
-    """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and left out.
+    """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and skipped.
 
     Raises BadInput naming the file that can't be read.
     """
@@ -80,11 +79,11 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
 def _plan_all(
     paths: Iterator[str], options: ReadOptions, policy: str, threads: ThreadPoolExecutor
 ) -> Iterator[PlannedFile]:
-    """What `_plan_file` returns for each path, in order; BadInput is raised here."""
+    """Results of `_plan_file` for all paths, in order; BadInput is raised here."""
     plan = partial(_plan_file, options, policy)
     waiting: deque[Future[list[PlannedFile | BadInput]]] = deque()
     some = iter(lambda: list(islice(paths, LISTED_AT_ONCE)), [])
-    # a bounded number waits, as files are many; the empty ones at the end push the last ones out
+    # a bounded number waits, since files are many; empty ones at the end flush the last ones
     for names in chain(some, repeat([], 2 * THREADS)):
         waiting.append(threads.submit(lambda names: [plan(name) for name in names], names))
         for file in waiting.popleft().result() if len(waiting) > 2 * THREADS else ():
@@ -114,7 +113,7 @@ def _real_folder(folder: str) -> str:
 
 
 def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
-    """Ranges of one file; none when it is empty or bad."""
+    """Ranges of one file; none if it is empty or bad."""
     try:
         size, changed = files.status(path)
         if not size:
@@ -153,7 +152,7 @@ def _cut_file(file: FileRange) -> list[FileRange]:
 
 
 def cut(file: FileRange, size: int) -> list[FileRange]:
-    """Ranges of a file of `size` bytes that can be read from any place."""
+    """Ranges of a file of `size` bytes that can be read from any position."""
     step = documents.RANGE_BYTES // (EXPANSION if file.compression and not file.index else 1)
     if size <= step * 3 // 2:
         return [replace(file, size=size)]
@@ -162,7 +161,7 @@ def cut(file: FileRange, size: int) -> list[FileRange]:
 
 
 def group(ranges: Sequence[RangeList]) -> list[ReadTask]:
-    """Tasks of the ranges of each corpus, in order; neighbours are put together."""
+    """Tasks of the ranges of each corpus, in order; adjacent small ones are combined."""
     total = sum(map(_weight, chain.from_iterable(ranges)))
     size = min(max(total // TASKS, TASK_BYTES[0]), TASK_BYTES[1])
     tasks: list[ReadTask] = []
@@ -184,7 +183,7 @@ def _weight(part: FileRange) -> int:
 
 
 def unpacked_bytes(tasks: Sequence[ReadTask]) -> int:
-    """Bytes of the unpacked files of tasks, by the ratio that the first bytes of some compressed ones have."""
+    """Unpacked bytes of the files of tasks, by the ratio of the first bytes of some compressed ones."""
     ranges = (part for task in tasks for part in task.ranges)
     packed = RangeList(part for part in ranges if not part.index and (part.compression or part.format == "parquet"))
     size = sum(task.size for task in tasks)
@@ -196,7 +195,7 @@ def unpacked_bytes(tasks: Sequence[ReadTask]) -> int:
 
 
 def _ratio(part: FileRange) -> float:
-    """Unpacked bytes a byte of a file on disk; EXPANSION where it can't be read, which is reported when it is read."""
+    """Unpacked bytes per byte of a file on disk; EXPANSION if it can't be read, which its reader reports."""
     try:
         if part.format == "parquet":
             return tables.ratio(part.path)

@@ -1,1 +1,1 @@
-"""What people read of a dataset: summary, inspection, verification."""
+"""Reports about a dataset: summary, inspection, verification."""

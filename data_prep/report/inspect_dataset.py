@@ -1,7 +1,7 @@
 """Verification of datasets, and inspection: counts, a histogram of lengths and sample rows as text.
 
-Verification reads shards in several processes; its report does not depend on how many. Inspection shows counts of rows, values of
-the manifest, and masks of the function that the trainer calls.
+Verification reads shards in several processes; the report does not depend on their number. Inspection shows counts of rows, values of
+the manifest, and masks by the trainer's function.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megabert.data import shards
 from megabert.data.masking import Masked, MaskingConfig, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
 
-# rows counted at most, spread over the dataset
+# most rows counted, spread over the dataset
 HISTOGRAM_ROWS = 1 << 16
 # lines and characters of a histogram's bars
 BINS, BAR = 16, 50
 LABELS = {0: "next", 1: "random next", -1: "no pair"}
-# of the sample and its masks
+# seed of the sample and its masks
 SEED = 0
 
 
 def datasets(folder: str | os.PathLike[str]) -> list[Path]:
-    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name. Raises BadInput without any."""
+    """`folder` if it has a manifest or a shard, else its sub-folders with one, by name. Raises BadInput without any."""
     folder = Path(folder)
     if _is_dataset(folder):
         return [folder]
@@ -44,14 +44,14 @@ def datasets(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """A shard without a manifest counts: a dataset that lost its manifest must be reported."""
+    """Also true for a shard without a manifest, since a missing manifest has to be reported."""
     return (folder / shards.MANIFEST).exists() or any(folder.glob("*.tar"))
 
 
 def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = False) -> Iterator[str]:
     """Every problem of the datasets in `folder`, one line each, always in the same order (see `shards.plan`).
 
-    `workers` processes read one shard each at a time. `progress` draws a bar of bytes on stderr where that is a terminal.
+    `workers` processes read a shard each at a time. `progress` draws a bar of bytes on stderr if that is a terminal.
     """
     parts = [part for dataset in datasets(folder) for part in shards.plan(dataset)]
     checks = [part for part in parts if isinstance(part, shards.ShardCheck)]
@@ -66,8 +66,8 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
     pool = None
     try:
         if workers > 1:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the parent hold
-            # interrupts are left to the parent
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks held by threads of the parent
+            # the parent handles interrupts
             pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
             results = pool.map(shards.ShardCheck.problems, checks)
         else:
@@ -87,7 +87,7 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
 def inspect(folder: str | os.PathLike[str], rows: int = 3) -> str:
     """Counts, lengths and `rows` sample rows of each dataset in `folder`, masked as for training.
 
-    Raises ValueError where the manifest, the tokenizer or a row is damaged.
+    Raises ValueError if the manifest, the tokenizer or a row is damaged.
     """
     if rows < 0:
         raise BadInput(f"--rows: must be at least 0, is {rows}")
@@ -144,7 +144,7 @@ def histogram(values: np.ndarray, top: int) -> list[str]:
 
 
 def _row(rows: shards.Rows, masked: Masked, tokenizer: Tokenizer) -> list[str]:
-    """The lines of one row; `rows` and `masked` hold it alone."""
+    """The lines of one row, the only one in `rows` and `masked`."""
     lines: list[str] = []
     tokens = _marked(rows.ids[0], masked, tokenizer)
     start = 0
@@ -170,12 +170,12 @@ def _plain(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` without characters that would control the terminal."""
+    """`text` without control characters for the terminal."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def _marked(ids: np.ndarray, masked: Masked, tokenizer: Tokenizer) -> list[str]:
-    """Each token of a row as the model sees it, with its mark and the space before it."""
+    """Each input token of a row, with its mark and the space before it."""
     predicted = set(masked.positions[0, : masked.counts[0]].tolist())
     special = set(tokenizer.special_ids.values())
     texts, after_special = [], True

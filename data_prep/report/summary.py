@@ -1,6 +1,6 @@
-"""Figures of a build: what it read, kept and dropped, which must add up or the build fails.
+"""Figures of a build: what was read, kept and dropped; the build fails if they don't add up.
 
-Every figure is counted, none is a difference.
+Every figure is counted independently, none is computed as a difference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data_prep.executor.work_files import ItemResult, total
 from megabert.data.tokenizer import Tokenizer
 
 UNITS = ("documents", "sentences", "tokens")
-# before the name of a rule of lines, among counts
+# prefix of the names of rules of lines among counts
 LINES = "lines: "
 
 
@@ -38,7 +38,7 @@ def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult)
 
 
 def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[ReadTask], results: list[ItemResult]) -> dict[str, ItemResult]:
-    """The sum of what reading the tasks of each corpus reported."""
+    """The sum of the results of reading the tasks of each corpus."""
     pairs = list(zip(tasks, results, strict=True))
     return {
         corpus.name: total([result for task, result in pairs if task.corpus == i]) for i, corpus in enumerate(corpora)
@@ -54,7 +54,7 @@ def facts(
     problems: Problems,
     datasets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """All figures of a build but its times; asserts that documents read are those kept and dropped."""
+    """All figures of a build except for times; asserts that documents read are those kept and dropped."""
     whole = {unit: sum(result.counts[f"{unit} read"] for result in read.values()) for unit in UNITS}
     dropped = {
         "documents": sum(everything.dropped.values()),
@@ -93,7 +93,7 @@ def facts(
 
 
 def summary_text(s: dict[str, Any], folder: str) -> str:
-    """The end of a build in a dozen lines."""
+    """The summary of a build in a dozen lines."""
     mb = 1e6
     read, dropped = s["read"], s["dropped"]
     reasons, problems, cut_lines = (
