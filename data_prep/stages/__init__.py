@@ -1,1 +1,1 @@
-"""The stages of a build, in their order: train_tokenizer, read, dedup, sequences, shuffle, write."""
+"""The stages of a build (`data_prep.pipeline` has their order)."""

@@ -1,8 +1,8 @@
 """Duplicates among documents and paragraphs, found by key ranges.
 
-Records (key, number) of all documents are sorted once a task, then compared range by range of the keys. Memory is that of one
-range, and the first document in input order is kept. A range's result is the numbers to drop; a task then turns its own into a
-mask over its sentences, which is all that later stages read.
+Records (key, number) are sorted within each task, then compared by ranges of keys. Memory is that of one range, and the first document
+in input order is kept. The result of a range is the numbers to drop; each task converts its numbers to a mask over its sentences for
+later stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT
 from data_prep.stages import minhash
 
 RANGE_RECORDS = 1 << 21
-# pairs whose signatures are in memory: 32 MiB
+# pairs whose signatures are in memory at once: 32 MiB
 PAIRS_AT_ONCE = 1 << 14
 REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
 LOST = "repeated paragraphs alone"
@@ -27,7 +27,7 @@ _mapped_signatures: dict[tuple[str, int], np.ndarray] = {}
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Part `index` of `count` of the keys of a kind, which `tasks` sorted in the files SOURCE-TASK.KIND-keys."""
+    """Part `index` of `count` of the keys of a kind, sorted by `tasks` in the files SOURCE-TASK.KIND-keys."""
 
     kind: str
     source: str
@@ -46,14 +46,14 @@ class DropList:
 
 @dataclass(frozen=True)
 class TaskMask:
-    """Task `task` and where its duplicates are listed."""
+    """Task `task` and the lists of its duplicates."""
 
     task: int
     drops: tuple[DropList, ...]
 
 
 def run(stages: Stages, job: BuildJob, documents: Stage) -> tuple[list[Stage], str]:
-    """The stages that compare documents and paragraphs, and the mask that they write: "" where nothing is compared."""
+    """Run the stages that compare documents and paragraphs; returns them and the name of their mask, "" if nothing is compared."""
     chosen, tasks = job.options.dedup, len(documents.results)
     if not chosen:
         return [], ""
@@ -80,7 +80,7 @@ def ranges(kind: str, source: str, tasks: int, records: int) -> list[KeyRange]:
 
 
 def find(job: BuildJob, part: KeyRange) -> ItemResult:
-    """Write KIND-INDEX.drop: the numbers to drop, uint64, ascending and each once."""
+    """Write KIND-INDEX.drop: the numbers to drop, uint64, ascending and unique."""
     result = ItemResult()
     names = (f"{part.source}-{task:07d}.{part.kind}-keys" for task in range(part.tasks))
     runs = (work_files.mapped(job, name, KEYED) for name in names)
@@ -94,8 +94,8 @@ def find(job: BuildJob, part: KeyRange) -> ItemResult:
 
 
 def _near(job: BuildJob, records: np.ndarray) -> np.ndarray:
-    """The later number of each pair of candidates among `records` whose signatures agree; a few pairs at a time."""
-    # The order of pairs is that of their numbers, so that the signatures of a few pairs lie close together.
+    """The larger number of each pair of candidates in `records` whose signatures agree; a few pairs at a time."""
+    # Pairs are ordered by their numbers, so that the signatures of a few pairs are close together.
     pairs = np.unique(minhash.near_candidates(records["key"], records["number"]), axis=0)
     parts = [pairs[:0, 1]]
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
@@ -118,7 +118,7 @@ def _signatures(job: BuildJob, numbers: np.ndarray) -> np.ndarray:
 
 
 def _signatures_of(job: BuildJob, task: int) -> np.ndarray:
-    """uint32 [documents of the task, PERMUTATIONS]; a process opens a file once, until it makes masks."""
+    """uint32 [documents of the task, PERMUTATIONS]; the open file is cached until masks are made."""
     key = (job.work, task)
     if key not in _mapped_signatures:
         mapped = work_files.mapped(job, f"read-{task:07d}.signatures", "uint32")
@@ -127,7 +127,7 @@ def _signatures_of(job: BuildJob, task: int) -> np.ndarray:
 
 
 def _dropped(job: BuildJob, task: int, drops: DropList) -> np.ndarray:
-    """Places in the task of what is dropped of it, each once."""
+    """Indices in the task of its dropped documents or paragraphs, unique."""
     edges = np.array([task, task + 1], np.uint64) << np.uint64(TASK_SHIFT)
     numbers = []
     for index in range(drops.ranges):
@@ -138,7 +138,7 @@ def _dropped(job: BuildJob, task: int, drops: DropList) -> np.ndarray:
 
 
 def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
-    """Write keep-TASK.mask, bool [s], false in duplicate documents; and the keys of the paragraphs that are left."""
+    """Write keep-TASK.mask, bool [s], false in duplicate documents, and the keys of the remaining paragraphs."""
     _mapped_signatures.clear()
     result = ItemResult()
     stem = f"read-{item.task:07d}"
@@ -155,7 +155,7 @@ def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
     if "paragraphs" in job.options.dedup:
         paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
         numbers = (item.task << TASK_SHIFT) + np.arange(len(paragraphs), dtype=np.uint64)
-        # a hash of 0 marks a paragraph that is too short to be compared
+        # a hash of 0 marks a paragraph that is too short to compare
         left = np.repeat(keep, table["paragraphs"]) & (paragraphs["hash"] != 0)
         records = work_files.keyed(paragraphs["hash"][left], numbers[left])
         work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", work_files.by_key(records), result)

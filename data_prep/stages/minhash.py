@@ -1,11 +1,11 @@
 """MinHash signatures of documents, and exact and near duplicates by hashes.
 
-Whether a document is dropped follows from hashes of its words and its number, in any order of work. MinHash (Broder 1997):
-two documents agree in a place of their signatures with the probability that is the Jaccard similarity of their sets of
-shingles: runs of words, of characters in scripts that put no space between words. Those that agree in all places of a band are
-compared (Indyk, Motwani 1998): with 48 bands of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87,
-of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's: shingles included, 220 MB/s of Wikipedia's text a core, where
-datasketch does 11 from the same shingle hashes (256 places; EPYC, 2026-11). Legend: w units, s shingles, d documents, c pairs,
+Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work. MinHash (Broder 1997): the
+probability that two documents agree at an index of their signatures is the Jaccard similarity of their sets of shingles, which are runs
+of words, or of characters in scripts without spaces. Those that agree in a whole band are compared (Indyk, Motwani 1998): with 48 bands
+of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are
+rensa's: with shingles 220 MB/s of Wikipedia's text a core, while datasketch does 11 from the same shingle hashes (256 values; EPYC,
+2026-11). Legend: w units, s shingles, d documents, c pairs,
 n keys.
 """
 
@@ -26,19 +26,19 @@ from megabert.data.text import NO_SPACES, clean_word, writes_without_spaces
 _UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
-# places of a signature; 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
+# values in a signature; with 128 a similarity of 0.33, that of many pairs of stubs ("X may refer to:"), often passes for 0.45
 PERMUTATIONS = 256
-# places a band; fewer make too many false candidates in a large corpus, more miss copies
+# values in a band; fewer make too many false candidates in a large corpus, more miss copies
 ROWS = 4
-# of the first BANDS * ROWS places; the rest only sharpens the comparison
+# bands of the first BANDS * ROWS values; the others are only for the comparison
 BANDS = 48
 SEED = 1
 
 
 class Units(NamedTuple):
-    """What shingles are runs of: words of documents, and the characters of those in scripts without spaces.
+    """Units of shingles: words of documents, or characters of words in scripts without spaces.
 
-    hashes: uint64 [w]; characters: bool [w], which of them are characters; documents: int64 [d + 1], edges in units.
+    hashes: uint64 [w]; characters: bool [w], whether a unit is a character; documents: int64 [d + 1], edges in units.
     """
 
     hashes: np.ndarray
@@ -47,10 +47,10 @@ class Units(NamedTuple):
 
 
 def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
-    """The units of a batch, whose documents are the paragraphs `documents`.
+    """The units of a batch with the paragraphs `documents`.
 
-    Only documents with words in a script without spaces are read again; a word of them in another script has the hash that it
-    has in any document.
+    Only documents with words in a script without spaces are read again; their words in other scripts have the same hashes as in
+    other documents.
     """
     edges, left = batch.words.documents, np.diff(batch.words.paragraphs) > 0
     of_words = Units(np.ascontiguousarray(batch.words.facts["hash"]), np.zeros(edges[-1], bool), edges)
@@ -69,14 +69,14 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
 
 
 def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 [s], int64 [d + 1]): hashes of each document's runs of units and where each document's begin.
+    """(uint64 [s], int64 [d + 1]): hashes of the runs of units, and their edges by document.
 
-    A run that begins with a word has `words` units, with a character `characters`. A document too short for any is one
-    shingle, an empty one none.
+    A run that begins with a word has `words` units, with a character `characters`. A document too short for a run is one shingle,
+    an empty one none.
     """
     count = len(units.hashes)
     lengths = np.diff(units.documents)
-    # units to the end of the document, this one included
+    # units to the end of the document, including this one
     left = np.repeat(units.documents[1:], lengths) - np.arange(count)
     size = np.where(units.characters, characters, words)
     whole = left >= size
@@ -93,10 +93,10 @@ def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.
 def signatures(units: Units, words: int, characters: int) -> np.ndarray:
     """uint32 [d, PERMUTATIONS] of documents by their `shingles`.
 
-    The share of equal places of two rows estimates the similarity s of two documents with a standard error of
-    at most sqrt(s (1 - s) / PERMUTATIONS). All documents without words have the same row.
+    The share of equal values in two rows estimates the similarity s of two documents with a standard error of at most
+    sqrt(s (1 - s) / PERMUTATIONS). All documents without words have the same row.
     """
-    # Every core has a worker process, so that more threads would only compete.
+    # Every core has a worker process, so more threads would only compete.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     from rensa import RMinHash
 
@@ -106,7 +106,7 @@ def signatures(units: Units, words: int, characters: int) -> np.ndarray:
 
 
 def band_keys(signatures: np.ndarray) -> np.ndarray:
-    """uint64 [d, BANDS], uniform: equal where two documents agree in all ROWS places of a band, differing between bands."""
+    """uint64 [d, BANDS], uniform: equal if two documents agree in all ROWS values of a band, different between bands."""
     places = signatures[:, : BANDS * ROWS].reshape(len(signatures), BANDS, ROWS).astype(np.uint64)
     keys = np.broadcast_to(mix64(np.arange(1, BANDS + 1, dtype=np.uint64)), places.shape[:2])
     for row in range(ROWS):
@@ -115,7 +115,7 @@ def band_keys(signatures: np.ndarray) -> np.ndarray:
 
 
 def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids ordered by key and then id [n]; whether one has the key of the one before [n]; the first id of its key [n]."""
+    """Ids ordered by key and then id [n]; whether the key equals the previous one [n]; the first id with the key [n]."""
     order = np.lexsort((ids, keys))
     keys, ids = keys[order], ids[order]
     again = np.zeros(len(keys), bool)
@@ -125,16 +125,16 @@ def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
 
 
 def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The ids to drop, ascending: all but the smallest of every key. keys, ids: uint64 [n], all of a range of keys; no id twice."""
+    """The ids to drop, ascending: all but the smallest of every key. keys, ids: uint64 [n], all of a range of keys; unique ids."""
     ids, again, _ = _groups(keys, ids)
     return np.sort(ids[again])
 
 
 def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """[c, 2], c < 2 n: pairs (smaller id, larger id) worth comparing, no pair twice.
+    """[c, 2], c < 2 n: unique pairs (smaller id, larger id) to compare.
 
-    keys, ids: uint64 [n], all of one band in a range of keys. Each document is paired with the first of its key
-    and with the one before it, not with all of them: a key that a million share costs two million pairs and not 10^12.
+    keys, ids: uint64 [n], all of one band in a range of keys. Each document is paired with the first of its key and with the one
+    before it, not with all: a key shared by a million documents leads to two million pairs instead of 10^12.
     """
     ids, again, first = _groups(keys, ids)
     at = np.flatnonzero(again)
@@ -144,10 +144,10 @@ def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def verified(a: np.ndarray, b: np.ndarray, threshold: float) -> np.ndarray:
-    """bool [c]: whether the signatures `a` and `b`, both [c, PERMUTATIONS], agree in at least this share of places.
+    """bool [c]: whether the signatures `a` and `b`, both [c, PERMUTATIONS], agree in at least this share of values.
 
-    The larger id of each verified pair is dropped, and nothing else is concluded. That needs no table of all documents
-    and no order of pairs, and a dropped document resembles an earlier one. Joining pairs to components
-    (union-find) would also drop a document that is like none of those before it, only because a later one is like both.
+    The larger id of each verified pair is dropped. That needs no table of all documents and no order of pairs, and a dropped
+    document resembles an earlier one. Connected components of the pairs (union-find) would also drop a document that resembles no
+    earlier one, because a later one resembles both.
     """
     return (a == b).sum(1) >= threshold * PERMUTATIONS

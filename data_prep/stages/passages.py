@@ -1,7 +1,7 @@
 """Held-out passages, for a corpus with too few documents to hold out whole ones.
 
-A document is cut into passages of about equal length, at sentence ends. Those with the smallest hashes of their tokens are held out,
-so that equal passages are in one part, whatever the number of workers.
+A document is cut into passages of about equal length, at sentence ends. Those with the smallest hashes of their tokens are held out, so
+that equal passages are in the same part for any number of workers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megabert.common.logs import log
 if TYPE_CHECKING:
     from data_prep.stages.sequences import KeptDocuments
 
-# whole documents are held out where they are at least so many and their tokens miss the share by at most this factor
+# smallest number of held-out whole documents, and largest factor between their tokens and the share
 FEWEST_DOCUMENTS, MISS = 5, 2
-# tokens of a passage; fewer, down to LEAST, where they would be more than the share
+# tokens of a passage; fewer, down to LEAST, if a passage would exceed the share
 TOKENS, LEAST = 1024, 128
 
 
 def are_needed(job: BuildJob, documents: Stage) -> bool:
-    """Whether whole documents of those that were read are too few, or too much or little text, for the share asked for."""
+    """Whether held-out whole documents would be too few, or too much or too little text for the share."""
     counts = total(documents.results).counts
     asked = job.options.held_out * (counts["tokens read"] - counts["dropped tokens"])
     fits = asked / MISS <= counts["held-out tokens"] <= asked * MISS
@@ -38,9 +38,9 @@ def are_needed(job: BuildJob, documents: Stage) -> bool:
 def run(
     stages: Stages, job: BuildJob, kept: list[KeptDocuments], documents: Stage
 ) -> tuple[BuildJob, list[int], Stage]:
-    """Choose the passages: the job with their size and limit, for each task the tokens that are held out, and the stage.
+    """Choose the passages; returns the job with their size and limit, the held-out tokens of each task, and the stage.
 
-    Nothing is held out of a text of a single passage, or where less than the longest row would be left.
+    Nothing is held out of a text of a single passage, or if less than the longest row would remain.
     """
     counts, share = total(documents.results).counts, job.options.held_out
     tokens = counts["tokens read"] - counts["dropped tokens"]
@@ -61,7 +61,7 @@ def run(
 
 
 def find(job: BuildJob, part: KeptDocuments) -> ItemResult:
-    """The fact "passages" of a task: the hash and the tokens of each."""
+    """The fact "passages" of a task: hash and tokens of each."""
     result, passages = ItemResult(), []
     for _, unit in part.load(job):
         edges, hashes = _cut(job, unit)
@@ -71,7 +71,7 @@ def find(job: BuildJob, part: KeptDocuments) -> ItemResult:
 
 
 class Segments(NamedTuple):
-    """Documents as segments, each of them held out or not. [g]: the document each is of, sentences that begin in it, bytes, held out."""
+    """Documents as segments, each held out or not. [g]: document, number of sentences that begin in it, bytes, whether held out."""
 
     encoded: Encoded
     document: np.ndarray
@@ -103,11 +103,11 @@ def split(job: BuildJob, table: np.ndarray, unit: Encoded) -> Segments:
 def _cut(job: BuildJob, unit: Encoded) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [p + 1]: edges in tokens of the passages of all documents, uint64 [p]: their hashes).
 
-    A passage ends at the first sentence end behind its size; where none is near, in front of a word.
+    A passage ends at the first sentence end after its size; if none is near, before a word.
     """
     size, tokens = job.passage, unit.document_tokens()
     first = np.cumsum(tokens) - tokens
-    cuts = np.maximum(tokens // size - 1, 0)  # of each document, whose last passage is the longest
+    cuts = np.maximum(tokens // size - 1, 0)  # passages of each document, of which the last is the longest
     number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts) + 1
     at = np.repeat(first, cuts) + number * size
     ends = np.cumsum(unit.sentence_lengths)

@@ -1,7 +1,6 @@
 """Reading: the documents of a task, cleaned, judged and encoded once for all row lengths.
 
-A document that is dropped is counted under its reason together with its sentences and tokens, so that what was read is the sum
-of what was kept and what was dropped.
+A dropped document is counted under its reason with its sentences and tokens, so that totals read are the sums of kept and dropped ones.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from data_prep.tokens.word_cache import SharedWords
 from megabert.data.tokenizer import Tokenizer
 
-# of text: documents among which random sentences are drawn
+# bytes of text in a unit, within which random sentences are drawn
 UNIT_BYTES = 8 << 20
-# characters encoded together: about 260,000 words
+# characters encoded at once: about 260,000 words
 CHARACTERS_AT_ONCE = 3 << 19
-# verdicts below 0, beside those of the quality rules
+# verdicts below 0, besides those of the quality rules
 OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
 # U+FFFD in UTF-8
 REPLACEMENT = b"\xef\xbf\xbd"
-# the verdict of the first reason that the user's own filters give, the next ones below
+# verdict of the first reason of the user's filters; the next ones are below
 OWN = -3
 
 _encoders: dict[tuple[str, str, bool, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
 def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
-    """The tokenizer, its word cache and the words shared with other workers, cached for the life of the process."""
+    """The tokenizer, its word cache and the words shared with other workers, cached in the process."""
     key = (job.tokenizer, job.tokenizer_sha256, job.needs_folded(), job.needs_texts())
     if key not in _encoders:
         _encoders.clear()
@@ -52,8 +51,7 @@ def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
 
 
 class CleanDocument(NamedTuple):
-    """Paragraphs of a cleaned document, the UTF-8 bytes of its text as it was read, and where that was, as of `RawDocument`
-    and `FileRange`."""
+    """Paragraphs of a cleaned document, the UTF-8 bytes of its raw text, and its place as of `RawDocument` and `FileRange`."""
 
     paragraphs: list[str]
     size: int
@@ -66,7 +64,7 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
     """The documents of a task."""
     for part in task.ranges:
         for document in read_documents(part, job.options.read, problems, job.work):
-            # a literal of Python can spell half a surrogate pair
+            # a Python literal can contain half a surrogate pair
             raw = document.text.encode("utf-8", "replace") if isinstance(document.text, str) else document.text
             try:
                 text, glued = clean.decode(raw)
@@ -83,11 +81,11 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
-    """Read, judge and encode one task. Writes read-TASK.{documents,sentences,tokens} and what deduplication needs."""
+    """Read, judge and encode one task. Writes read-TASK.{documents,sentences,tokens} and keys for deduplication."""
     try:
         return _read_task(job, task)
     except BaseException:
-        _encoders.clear()  # the encoder holds half a task, and this process may continue with another build
+        _encoders.clear()  # the encoder has half a task in it, and this process may continue with another build
         raise
 
 
@@ -127,11 +125,11 @@ class _TaskFiles:
             job.options.functions,
         )
         self._stem = f"read-{task.index:07d}"
-        # documents of each unit, and those and the bytes of the open one
+        # documents of each unit, and documents and bytes of the open one
         self._units: list[int] = []
         self._unit_bytes, self._unit_documents = 0, 0
         self._documents = 0
-        # numbers of the files that documents came from
+        # numbers of the documents' files
         self._sources: dict[str, int] = {}
         none = [np.zeros(0, KEYED)]
         self._keys = {name: list(none) for name in ("documents", "near") if name in job.options.dedup}
@@ -148,7 +146,7 @@ class _TaskFiles:
         return self
 
     def add(self, batch: DocumentBatch, documents: list[CleanDocument]) -> None:
-        """Judge documents, whose words `batch` holds, and write those that are kept."""
+        """Judge documents, whose words are in `batch`, and write the kept ones."""
         result, job = self._result, self._job
         table = np.zeros(len(documents), DOCUMENT)
         table["hash"] = batch.words.document_hashes(job.options.seed)
@@ -180,7 +178,7 @@ class _TaskFiles:
         self._documents += int(keep.sum())
 
     def _drop_lines(self, batch: DocumentBatch, table: np.ndarray) -> DocumentBatch:
-        """The documents without the lines that rules of lines drop; `table` is updated."""
+        """The documents without the lines dropped by rules of lines; updates `table`."""
         verdicts = rules.judge_lines(batch.words, self._limits)
         if not verdicts.any():
             return batch
@@ -197,7 +195,7 @@ class _TaskFiles:
         return left
 
     def _judge(self, batch: DocumentBatch, table: np.ndarray, documents: list[CleanDocument]) -> np.ndarray:
-        """bool [d]: the documents to keep; the others are counted under their reasons."""
+        """bool [d]: whether to keep a document; the others are counted under their reasons."""
         verdicts = rules.judge(batch.words, self._limits)
         codes = verdicts.astype(np.int64)
         codes[table["tokens"] == 0] = -1
@@ -225,7 +223,7 @@ class _TaskFiles:
         return codes == 0
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray, documents: list[CleanDocument]) -> None:
-        """Write the keys by which duplicates of the kept documents are found."""
+        """Write the keys for finding duplicates of the kept documents."""
         options, dedup = self._job.options, self._job.options.dedup
         first = (self._task.index << TASK_SHIFT) + self._documents
         numbers = first + np.arange(int(keep.sum()), dtype=np.uint64)
@@ -267,7 +265,7 @@ class _TaskFiles:
 
 
 def load(job: BuildJob, task: int, units: list[int]) -> tuple[np.ndarray, list[Encoded]]:
-    """What `read_task` kept of a task: DOCUMENT [d] and the documents of each unit."""
+    """The kept documents of a task, DOCUMENT [d], and their number in each unit."""
     stem = f"read-{task:07d}"
     documents = work_files.read(job, f"{stem}.documents", DOCUMENT)
     sentences = work_files.read(job, f"{stem}.sentences", "uint32").astype(np.int64)

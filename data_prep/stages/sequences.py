@@ -1,9 +1,8 @@
-"""Sequences of one row length, drawn from the kept documents of a task, and the checks of what was drawn.
+"""Sequences of one row length, drawn from the kept documents of a task, and checks of their totals.
 
-Sequences go to disk ordered by a random 64-bit key, so that the global shuffle is later a merge of key ranges. What a task
-becomes depends on its documents, the options and its number alone. Held-out documents of several tasks make one unit, since
-one task has too few of them to draw random sentences from. A sequence is ranges of a unit's tokens, which are copied when all
-are chosen.
+Sequences are written in the order of a random 64-bit key, so that the global shuffle is a merge of key ranges. The sequences of a task
+depend only on its documents, the options and its number. Held-out documents of several tasks make one unit, since one task has too few
+to draw random sentences from. A sequence is ranges of a unit's tokens, which are copied when all are chosen.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ AT_ONCE = 1 << 15
 PAIR_SPECIALS, SINGLE_SPECIALS = 3, 2
 # random numbers drawn together
 DRAWS = 4096
-# Pairs lose most of a text to truncation where no sentence end is found (speech typed without punctuation, tables, a script
-# whose marks are unknown). Sentences are split where more than LONG_SHARE of a unit's tokens are in sentences longer than
-# LONG_ROWS rows, which no text with sentence ends has; into PARTS parts a row, so that one that does not fit loses little, of
-# at least SHORTEST tokens.
+# Truncation of pairs loses most of a text without sentence ends (transcripts without punctuation, tables, a script with unknown
+# marks). Sentences are split if more than LONG_SHARE of a unit's tokens are in sentences longer than LONG_ROWS rows, which does not
+# occur in text with sentence ends; into PARTS parts a row, so that truncation loses little, of at least SHORTEST tokens.
 LONG_ROWS, LONG_SHARE, PARTS, SHORTEST = 2, 0.2, 12, 8
-# share of sequences that aim at a shorter, uniform length
+# share of sequences with a shorter, uniformly distributed target length
 SHORT_SHARE = 0.1
 # shares of random pairs and of truncated tokens above which a build warns
 MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2
@@ -45,7 +43,7 @@ MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2
 
 @dataclass(frozen=True)
 class KeptDocuments:
-    """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim)."""
+    """Kept documents of a task: numbers of documents in its units, its corpus, and the mask that applies ("" | keep | trim)."""
 
     task: int
     units: tuple[int, ...]
@@ -53,7 +51,7 @@ class KeptDocuments:
     mask: str
 
     def load(self, job: BuildJob) -> list[tuple[np.ndarray, Encoded]]:
-        """(DOCUMENT [d], documents) of each unit; a document that was dropped has size 0."""
+        """(DOCUMENT [d], documents) of each unit; dropped documents have size 0."""
         table, units = read.load(job, self.task, list(self.units))
         mask = work_files.read(job, f"{self.mask}-{self.task:07d}.mask", "bool") if self.mask else None
         parts, d, s = [], 0, 0
@@ -77,7 +75,7 @@ class SequenceDraw:
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """The stage that drew sequences of `seq_len`, and how many of its first results are of held-out documents."""
+    """The stage that drew sequences of `seq_len`, and the number of its first results that are of held-out documents."""
 
     seq_len: int
     stage: Stage
@@ -95,7 +93,7 @@ class DrawnSequences:
 def run(
     stages: Stages, job: BuildJob, kept: list[KeptDocuments], held_tokens: list[int], seq_len: int
 ) -> DrawnSequences:
-    """Draw all sequences of `seq_len`. `held_tokens` is truthy for each task that has held-out documents."""
+    """Draw all sequences of `seq_len`. `held_tokens` is truthy for tasks with held-out documents."""
     groups = held_groups(kept, held_tokens, seq_len)
     draws = [SequenceDraw("train", i, seq_len, (part,)) for i, part in enumerate(kept)]
     drawn = DrawnSequences(seq_len, stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws]), len(groups))
@@ -104,7 +102,7 @@ def run(
 
 
 def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int) -> list[SequenceDraw]:
-    """Consecutive tasks with held-out documents that together make about one unit."""
+    """Groups of consecutive tasks whose held-out documents make about one unit."""
     groups: list[SequenceDraw] = []
     members: list[KeptDocuments] = []
     weight = 0
@@ -145,7 +143,7 @@ def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
 
 
 def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list[Encoded]:
-    """Training documents of each unit, a unit again for each copy by the weight of the corpus."""
+    """Training documents of each unit, with a unit repeated by the weight of the corpus."""
     units = []
     weight = job.weights[part.corpus]
     whole = max(1, int(weight))
@@ -169,9 +167,9 @@ def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list
 
 
 def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
-    """Held-out documents or passages as one unit, none where there are none, and the source of each token, uint8 [t].
+    """Held-out documents or passages as one unit, if there are any, and the source of each token, uint8 [t].
 
-    Documents of which a part is trained on are counted there.
+    Documents that are partly in the training data are counted there.
     """
     units, sources = [], [np.zeros(0, np.uint8)]
     for part in item.parts:
@@ -210,7 +208,7 @@ def _write(
     sources: np.ndarray | None,
     result: ItemResult,
 ) -> None:
-    """`sources`: of each token of `units`, uint8 [t], where they are kept."""
+    """`sources`: of each token of `units`, uint8 [t], if they are recorded."""
     tokenizer = read.encoder_of(job)[0]
     tokens = np.concatenate([np.zeros(0, work_files.id_dtype(tokenizer)), *(unit.tokens for unit in units)])
     spans = np.concatenate([np.zeros((0, 4), np.int64), *(part.spans for part in parts)])
@@ -255,7 +253,7 @@ class SequenceSpans:
 
 
 def _document_edges(encoded: Encoded, halve: bool) -> list[int]:
-    """Sentence numbers where documents begin, and the end; a lone document counts as two halves."""
+    """Indices of the first sentences of documents, and the end; a single document is split into two halves."""
     sizes = encoded.document_sizes[encoded.document_sizes > 0]
     edges = [0, *np.cumsum(sizes).tolist()]
     if halve and len(edges) == 2 and edges[1] > 1:
@@ -266,14 +264,14 @@ def _document_edges(encoded: Encoded, halve: bool) -> list[int]:
 def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> SequenceSpans:
     """A and B of each sequence, truncated to `capacity` tokens together.
 
-    Source: Devlin et al. 2019, appendix A.2: sentences gather up to a target length, which is the row's in 90% of the cases and
-    uniform in [2, row] in 10%; a random point among them ends A; in half of the cases (and always when there is one sentence
-    alone) B is a run of another document from a random sentence on, and the sentences that were to be B are put back. The longer
-    of A and B then loses tokens, each from its front or its end by a fair coin, until both fit. The target is drawn for each
-    sequence, not once a document, so that one unlucky long document does not become thousands of short sequences.
+    Source: Devlin et al. 2019, appendix A.2: sentences are collected up to a target length, which is the row's with probability 0.9
+    and uniform in [2, row] with 0.1; a random sentence end among them ends A; in half of the cases (and always with a single
+    sentence) B is a run of another document from a random sentence on, and the remaining sentences are used for the next sequence.
+    Then the longer of A and B loses tokens, at its front or end with equal probability, until both fit. The target is drawn for
+    each sequence, not once a document, so that a long document never becomes thousands of short sequences.
 
-    B of a random pair comes from another document among `encoded`; where there is only one it is taken as
-    two halves, and where it is a single sentence B is that sentence again.
+    B of a random pair comes from another document of `encoded`. A single document is treated as two halves; if it is a single
+    sentence, B is that sentence again.
     """
     edges = _document_edges(encoded, halve=True)
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]  # token offset of each sentence
@@ -313,9 +311,9 @@ def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.
 
 
 def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> int:
-    """Shorten A and B in place as one token at a time from the longer (B when equal) would, in closed form.
+    """Shorten A and B in place, one token at a time from the longer (B if equal), in closed form.
 
-    Returns the number of tokens cut off.
+    Returns the number of removed tokens.
     """
     length_a, length_b = spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2]
     excess = np.maximum(length_a + length_b - capacity, 0)
@@ -331,18 +329,17 @@ def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> int
 def filled_rows(
     encoded: Encoded, capacity: int, short_share: float, word_start: np.ndarray, rng: np.random.Generator
 ) -> SequenceSpans:
-    """Runs of `capacity` tokens inside documents, cut before a word; nothing is dropped.
+    """Runs of `capacity` tokens inside documents, cut before a word, without dropping tokens.
 
-    The next run continues with the word after the cut (RoBERTa's full sentences, Liu et al. 2019, but with rows of 128 filled:
-    ending at sentences they lose half a sentence each). A share of them stops at a shorter, uniform length, at the end
-    of a sentence where one fits. `word_start` is bool [vocab_size]; a word of more than a
-    sixteenth of a row is cut.
+    The next run continues after the cut (as RoBERTa's full sentences, Liu et al. 2019, but with rows of 128 filled, which would
+    lose half a sentence each by ending at sentences). A share of the runs has a shorter, uniformly distributed length and ends at a
+    sentence end if one fits. `word_start` is bool [vocab_size]; a word of more than a sixteenth of a row is cut.
     """
     edges = _document_edges(encoded, halve=False)
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
     places = np.arange(len(encoded.tokens) + 1)
     begins = np.append(word_start[encoded.tokens], True)
-    word = np.maximum.accumulate(np.where(begins, places, 0)).tolist()  # first token of the word at each place
+    word = np.maximum.accumulate(np.where(begins, places, 0)).tolist()  # first token of the word at each position
     rows: list[tuple[int, int, int, int]] = []
     draws: list[list[float]] = []
     for d in range(len(edges) - 1):
@@ -369,7 +366,7 @@ def filled_rows(
 def assemble(
     tokens: np.ndarray, chosen: SequenceSpans, order: np.ndarray, cls_id: int, sep_id: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of the sequences `order` [n] of `chosen`, with their special tokens.
+    """Tokens of the sequences `order` [n] of `chosen`, with special tokens.
 
     Returns flat ids [sum of lengths], lengths int64 [n], and lengths of their `[CLS] A [SEP]` parts int64 [n].
     """
@@ -394,7 +391,7 @@ def assemble(
 
 
 def sentence_limit(encoded: Encoded, capacity: int) -> int:
-    """Tokens that a sentence may have; 0: any number."""
+    """Most tokens of a sentence; 0: no limit."""
     lengths = encoded.sentence_lengths
     if lengths[lengths > LONG_ROWS * capacity].sum() <= LONG_SHARE * len(encoded.tokens):
         return 0
@@ -402,7 +399,7 @@ def sentence_limit(encoded: Encoded, capacity: int) -> int:
 
 
 def _break_values(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(float32 [vocab]: how good a break is after each token; the same before each token)."""
+    """(float32 [vocab]: value of a break after each token; the same before each token)."""
     after = [2.0 * _ends_clause(token) for token in tokenizer.tokens]
     return np.array(after, np.float32), tokenizer.unit_start.astype(np.float32)
 
@@ -413,7 +410,7 @@ def _ends_clause(token: str) -> bool:
 
 
 def split_long(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:
-    """The same documents, their sentences of more than `limit` tokens in parts of about `limit`, at most a quarter more."""
+    """The same documents with sentences of more than `limit` tokens split into parts of about `limit`, at most a quarter more."""
     lengths = encoded.sentence_lengths
     cuts = _cuts(encoded, limit, tokenizer)
     ends = np.cumsum(lengths)
@@ -425,7 +422,7 @@ def split_long(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:
 
 
 def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
-    """int64 [c], ascending: the tokens that parts begin at. Each is the best place near one of equal distances."""
+    """int64 [c], ascending: first tokens of the parts, each the best position near one of equidistant ones."""
     lengths = encoded.sentence_lengths
     parts = -(-lengths // limit)
     inner = parts - 1
@@ -442,7 +439,7 @@ def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def check(drawn: ItemResult, seq_len: int) -> None:
-    """Warn where the training sequences of `seq_len`, whose sums are `drawn`, are poor. Raises BadInput where they make no row."""
+    """Warn if the training sequences of `seq_len`, with totals `drawn`, are poor. Raises BadInput if they fill no row."""
     c = drawn.counts
     if c["tokens"] < seq_len:
         raise BadInput(

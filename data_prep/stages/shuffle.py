@@ -1,9 +1,9 @@
 """Global shuffle out of core, and packing of sequences into rows.
 
-A merge of random key ranges: every row order is possible and memory is that of one bucket. Sequences lie on disk ordered by
-key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are packed, its rows shuffled. Buckets
-in order are the dataset. Their number follows from the corpus, not from workers. Of a large corpus neighbouring runs are
-merged first: the rows are the same, and files are opened hundreds of times less.
+A merge of random key ranges: every row order is possible, and memory is that of one bucket. Sequences are on disk in key order, a run for
+each task. A bucket is a key range of all runs; its sequences are packed in key order, and its rows shuffled. The dataset is the buckets
+in order, whose number depends only on the corpus. For a large corpus adjacent runs are merged first, which leads to the same rows with
+hundreds of times fewer opened files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from data_prep.executor import work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer
 
-# a bucket is a shard's worth where a shard is smaller
+# largest bucket in tokens; smaller shards have a bucket each
 MAX_BUCKET_TOKENS = 1 << 23
 STREAM_SHUFFLE = 2
-# sequences whose places stay in a core's cache
+# sequences whose positions stay in a core's cache
 SEQUENCES_AT_ONCE = 1 << 10
 # sequences packed to choose the number of slots
 SEQUENCES_TRIED = 1 << 17
@@ -46,7 +46,7 @@ class RowSplit:
         return f"{self.kind}-{self.seq_len}"
 
     def run(self, index: int) -> str:
-        """Stem of the names of a run's files."""
+        """Common part of the names of a run's files."""
         return f"{'merged-' if self.merged else ''}{self.stem}-{index:07d}"
 
 
@@ -61,7 +61,7 @@ class ShuffleBucket:
 
 @dataclass(frozen=True)
 class SplitMerge:
-    """Runs of a split that are merged into its run `index`."""
+    """Runs of a split to merge into its run `index`."""
 
     split: RowSplit
     index: int
@@ -69,9 +69,9 @@ class SplitMerge:
 
 
 def run(stages: Stages, job: BuildJob, tokens: int, split: RowSplit, drawn: Stage | None) -> tuple[RowSplit, Stage]:
-    """Pack and shuffle the sequences of a split, which are so many tokens. Returns the stage whose results count its rows.
+    """Pack and shuffle the sequences of a split, which have `tokens` tokens. Returns the stage whose results count its rows.
 
-    `drawn` is the stage that drew them, where nothing else reads its files.
+    `drawn`: the stage that drew them, if nothing else reads its files.
     """
     shard_tokens = job.options.rows_per_shard * split.seq_len
     used = [] if drawn is None else [drawn]
@@ -89,10 +89,10 @@ def run(stages: Stages, job: BuildJob, tokens: int, split: RowSplit, drawn: Stag
 
 
 def choose_slots(lengths: Counter[int], seq_len: int) -> int:
-    """The fewest sequences a row (1, 2, 4, 8, 16) that fill rows within half a percent of what 16 would.
+    """The smallest number of sequences a row (1, 2, 4, 8, 16) whose fill is within half a percent of that of 16.
 
-    A slot takes five bytes in every row, so that unused ones would be a tenth of a shard of short rows. `lengths` counts
-    sequences by length; a sample of them with the same shares is packed.
+    A slot takes five bytes in every row, so unused ones would be a tenth of a shard of short rows. `lengths` counts sequences by
+    length; a sample of them with the same shares is packed.
     """
     total = sum(lengths.values())
     scale = min(1.0, SEQUENCES_TRIED / total)
@@ -103,19 +103,19 @@ def choose_slots(lengths: Counter[int], seq_len: int) -> int:
 
 
 def buckets(split: RowSplit, tokens: int, shard_tokens: int) -> list[ShuffleBucket]:
-    """As many key ranges as `tokens` need, each about a shard's worth."""
+    """Number of key ranges for `tokens`, each about a shard."""
     count = max(1, round(tokens / min(shard_tokens, MAX_BUCKET_TOKENS)))
     return [ShuffleBucket(split, i, count) for i in range(count)]
 
 
 def merges(split: RowSplit, tokens: int, buckets: int) -> list[SplitMerge]:
-    """Groups of neighbouring runs to merge before so many buckets are made of them."""
+    """Groups of adjacent runs to merge before this many buckets are made."""
     planned = work_files.plan_merges(split.runs, buckets, tokens, MAX_BUCKET_TOKENS)
     return [SplitMerge(split, i, runs) for i, runs in enumerate(planned)]
 
 
 def merge(job: BuildJob, item: SplitMerge) -> ItemResult:
-    """Write one merged run: as its runs, SEQUENCE records ordered by key, and their ids in that order."""
+    """Write a merged run: like its runs, SEQUENCE records ordered by key, and their ids in that order."""
     result, written = ItemResult(), 0
     runs = _open(job, item.split, item.runs.first, item.runs.runs)
     stem = replace(item.split, merged=True).run(item.index)
@@ -161,8 +161,8 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
 
 
 def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
-    """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}, of held-out rows with several
-    sources .sources too. Counts its rows."""
+    """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}, and .sources for held-out rows with
+    several sources. Counts its rows."""
     split = bucket.split
     result = ItemResult()
     meta, ids = _gather(_open(job, split, 0, split.runs), bucket.index, bucket.count)
@@ -199,9 +199,9 @@ def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
 def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Place sequences of `lengths` [n] in rows of `capacity` tokens, at most `max_sequences` a row.
 
-    Returns (row, slot, offset), each int64 [n], and the number of rows. Among equal lengths the given order
-    decides. A sequence goes where the space left is smallest (best fit decreasing). Equal lengths are placed together: there are
-    at most `capacity` distinct lengths and residuals, so that the cost is that of the distinct lengths and the copies.
+    Returns (row, slot, offset), each int64 [n], and the number of rows. Best fit decreasing: the longest sequence first, in the given
+    order for equal lengths, into the row with the smallest sufficient space. Equal lengths are placed together: there are at most
+    `capacity` distinct lengths and remainders, so the cost is that of the distinct lengths and the copies.
     """
     n = len(lengths)
     row, slot, offset = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
@@ -209,8 +209,8 @@ def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.nda
     values, firsts = np.unique(-lengths[by_length], return_index=True)
     bounds = [*firsts.tolist(), n]
     shortest = int(lengths.min()) if n else 0
-    open_rows: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # by space left
-    used: np.ndarray = np.zeros(n, np.int64)  # sequences of each row
+    open_rows: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by remaining space
+    used: np.ndarray = np.zeros(n, np.int64)  # number of sequences of each row
     has_room = np.zeros(capacity + 1, bool)
     rows = 0
     for value, begin, end in zip(values.tolist(), bounds, bounds[1:], strict=False):

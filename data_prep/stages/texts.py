@@ -1,6 +1,6 @@
-"""Documents as they go into the sequences: cleaned, filtered, without duplicates, in Parquet files that a build can read.
+"""Documents as used for the sequences: cleaned, filtered, without duplicates, in Parquet files that a build can read.
 
-Columns: `text`, `source` (the file), `document` (its place there: byte, or row of a table), `tokens` that were kept of it.
+Columns: `text`, `source` (the file), `document` (byte or row in it), `tokens` (number of kept tokens).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from data_prep.tokens.encoder import Encoded
 from megabert.common.files import write_whole
 
 FOLDER = "text"
-# documents and tokens that were kept of each file
+# kept documents and tokens by file
 BY_SOURCE = "sources.csv"
-# work files of a task, read-TASK.NAME: UTF-8 of its sentences, their bytes, and where its documents were
+# work files of a task, read-TASK.NAME: UTF-8 of its sentences, their sizes, and the places of its documents
 NAMES = ("texts", "text-sizes", "places")
 PLACE = np.dtype([("source", "<u4"), ("document", "<u8")])
 
 
 @dataclass(frozen=True)
 class SavedTask:
-    """A task whose documents are written, the mask that applies to it ("" | keep | trim), and its files."""
+    """A task whose documents to write, the mask that applies to it ("" | keep | trim), and its files."""
 
     task: int
     mask: str
@@ -42,7 +42,7 @@ class SavedTask:
 def write(
     files: Mapping[str, Writer], numbers: dict[str, int], places: Sequence[tuple[str, int]], encoded: Encoded
 ) -> None:
-    """Append the work files of documents read at `places`, (file, document) each; `numbers` are those of the task's files."""
+    """Append to the work files documents read at `places`, (file, document) each; `numbers` are those of the task's files."""
     assert encoded.texts is not None
     texts = encoded.texts.cast(pa.binary())
     ends = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
@@ -66,7 +66,7 @@ def run(stages: Stages, job: BuildJob, tasks: list[SavedTask], folder: Path) -> 
 
 
 def save(job: BuildJob, item: SavedTask) -> ItemResult:
-    """Write text/part-TASK.parquet, none where nothing of the task is left; the fact "sources": (file, documents, tokens)."""
+    """Write text/part-TASK.parquet if any document of the task remains; the fact "sources": (file, documents, tokens)."""
     import pyarrow.parquet as parquet
 
     result = ItemResult()

@@ -1,10 +1,10 @@
-"""Training of a tokenizer on a bounded sample spread over the corpora, to the same bytes each time.
+"""Reproducible training of a tokenizer on a bounded sample spread over the corpora.
 
-The sample is the beginning of tasks at even distances, from each corpus in the proportion of its bytes. The number of training
-threads is fixed: it decides in which order SentencePiece adds its floating-point sums.
+The sample is the beginning of equidistant tasks, from each corpus in proportion to its bytes. The number of training threads is fixed,
+since it determines the order of SentencePiece's floating-point sums.
 
-A WordPiece vocabulary is made of the tokens that SentencePiece's merges make of BERT's words. (The trainer of Hugging Face's
-tokenizers depends on the order of a hash table: two runs on the same text differ.)
+A WordPiece vocabulary consists of the tokens of SentencePiece's merges of BERT's words. (The trainer of Hugging Face's tokenizers depends
+on the order of a hash table, so two runs on the same text differ.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLE, TRAIN = "sample", "train"
 # tasks sampled of a corpus
 SAMPLED_TASKS = 128
 THREADS = 2
-# of a unigram score in 1: fp32 sums are then exact down to -65,536, some thousand tokens
+# steps of a unigram score in 1: fp32 sums are then exact down to -65,536, some thousand tokens
 STEPS = 256
 # SentencePiece's names of the first special tokens
 ROLES = ("pad", "unk", "bos", "eos")
@@ -74,9 +74,9 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
 
 
 def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequence[float]) -> list[SampleShare]:
-    """The tasks to sample, at even distances in each corpus, and the bytes of text to take from each.
+    """The tasks to sample, equidistant in each corpus, and the bytes of text from each.
 
-    A corpus counts with its unpacked bytes times its weight.
+    The share of a corpus is its unpacked bytes times its weight.
     """
     shares: list[SampleShare] = []
     by_corpus = {c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})}
@@ -92,10 +92,10 @@ def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequenc
 
 
 def sample(job: BuildJob, share: SampleShare) -> ItemResult:
-    """Write sample-INDEX.txt: a sentence a line, without those of documents that are held out or filtered."""
+    """Write sample-INDEX.txt: a sentence a line, without held-out or filtered documents."""
     documents: list[list[str]] = []
     size = share.size
-    # Bad input is counted once, when the build reads it.
+    # Bad input is counted only when the build reads it.
     for document in clean_documents(share.task, job, Problems(job.on_error)):
         if not _is_kept(document, job.options):
             continue
@@ -133,7 +133,7 @@ def _is_kept(document: CleanDocument, options: BuildOptions) -> bool:
         return True
     paragraphs = (" ".join(map(clean_word, paragraph.split())) for paragraph in document.paragraphs)
     text = "\n\n".join(filter(None, paragraphs))
-    # its tokens are not known before there is a tokenizer
+    # tokens are unknown before there is a tokenizer
     metadata = {"source": document.path, "document": document.offset, "tokens": len(text.split())}
     return not any(function.objection(text, metadata) for function in options.functions)
 
@@ -158,10 +158,10 @@ def train_files(lines: list[str], options: BuildOptions) -> dict[str, bytes]:
 
 
 def train(lines: list[str], options: BuildOptions) -> bytes:
-    """Bytes of a SentencePiece model with the five special tokens at ids 0 to 4; for WordPiece of its BPE merges.
+    """Bytes of a SentencePiece model with the five special tokens at ids 0 to 4; for WordPiece a BPE model.
 
-    Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works, or more
-    characters than that.
+    Raises BadInput if there is too little text for `vocab_size`, naming the largest possible size, or if it has more distinct
+    characters.
     """
     model = io.BytesIO()
     if not lines:
@@ -208,15 +208,15 @@ def _too_few(options: BuildOptions, least: int) -> BadInput:
 
 def _parse(model: bytes) -> Any:
     """The protocol buffer of a SentencePiece model."""
-    messages: Any = sentencepiece_model_pb2  # its classes are made at import
+    messages: Any = sentencepiece_model_pb2  # its classes are created at import
     return messages.ModelProto.FromString(model)
 
 
 def exact(model: bytes) -> bytes:
-    """A unigram model whose scores are rounded so that their sums are exact in fp32, as they are in fp64.
+    """A unigram model with scores rounded such that their sums are exact in fp32.
 
-    Which of two segmentations that score nearly alike wins then depends neither on the text around a word nor on the
-    library: SentencePiece and Hugging Face's tokenizers search in the same order.
+    The choice between two segmentations of similar score is then independent of the text around a word and of the library:
+    SentencePiece and Hugging Face's tokenizers search in the same order.
     """
     proto = _parse(model)
     for piece in proto.pieces:
@@ -225,7 +225,7 @@ def exact(model: bytes) -> bytes:
 
 
 def bert_words(lines: list[str], options: BuildOptions) -> list[str]:
-    """Lines as BERT's tokenizer splits them: lower-cased if asked for, accents kept, words separated by spaces."""
+    """Lines split by BERT's rules: words separated by spaces, lower-cased on request, with accents."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import normalizers, pre_tokenizers
 
@@ -236,11 +236,11 @@ def bert_words(lines: list[str], options: BuildOptions) -> list[str]:
 
 
 def wordpiece_vocabulary(model: Any, options: BuildOptions) -> Tokenizer:
-    """A tokenizer from a parsed SentencePiece BPE model of such words, its merges in their order.
+    """A tokenizer from a parsed SentencePiece BPE model of such words, with its merges in order.
 
-    Every character that the model knows may begin a word and continue one, so that a known character is never [UNK]. Where
-    that is more than `vocab_size`, those that BERT's tokenizer makes words of their own (ideographs, punctuation) begin one
-    only. Raises BadInput naming the least size where that is still too many.
+    Every character of the model has a token to begin a word and one to continue it, so known characters are never [UNK]. If these
+    exceed `vocab_size`, characters that BERT's tokenizer splits into separate words (ideographs, punctuation) only have the first.
+    Raises BadInput naming the smallest size if these still exceed it.
     """
     tokens = [piece.piece for piece in model.pieces if piece.type == 1]
     characters = sorted(token for token in tokens if len(token) == 1 and token != WORD_START)

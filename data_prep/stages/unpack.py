@@ -1,7 +1,7 @@
 """Unpacking of large compressed files that can't be cut as they are: gzip, xz, zstd, bzip2 of few streams.
 
-One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each. The file is
-then cut in ranges of its text, exactly as the unpacked file would be, and gives the same tasks.
+One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each. The file is then cut
+into ranges of its text like the unpacked file, with the same tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVEL = 1
 
 @dataclass(frozen=True)
 class PackedFile:
-    """The file that is range `index` of the input."""
+    """The packed file at index `index` of the ranges of the input."""
 
     index: int
     file: FileRange
@@ -42,7 +42,7 @@ def packed_files(ranges: Sequence[RangeList]) -> list[PackedFile]:
 
 
 def without_options(job: BuildJob) -> BuildJob:
-    """The job whose repr keys unpacked files: what unpacking reads of the options, the format for one, is in its items."""
+    """The job for the keys of unpacked files; the options used by unpacking, such as the format, are in its items."""
     return BuildJob(BuildOptions(), tokenizer="", work=job.work, on_error=job.on_error)
 
 
@@ -74,7 +74,7 @@ def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
 def cut(
     job: BuildJob, ranges: Sequence[RangeList], items: Sequence[PackedFile], results: Sequence[ItemResult]
 ) -> list[RangeList]:
-    """`ranges` with the ranges of its text in place of each unpacked file. Writes stream-INDEX.index."""
+    """`ranges` in which each unpacked file is replaced by ranges of its text. Writes stream-INDEX.index."""
     spools_of = {item.index: result.facts["spools"] for item, result in zip(items, results, strict=True)}
     indexes = count()
 
@@ -91,7 +91,7 @@ def cut(
 
 
 def remove_others(job: BuildJob, results: Sequence[ItemResult]) -> None:
-    """Remove the spools of no result: of an input that an earlier command named."""
+    """Remove spools that belong to no result: those of the input of an earlier command."""
     kept = {name for result in results for name in result.files}
     for path in Path(job.work).glob(SPOOLS):
         if path.name not in kept:

@@ -34,8 +34,8 @@ class ShardPlan:
 
 
 def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> dict[str, Any]:
-    """Write the shards of a split, whose rows the stage `packed` made, and their sources where they are kept. Returns the fields
-    of the manifest that name the files."""
+    """Write the shards of a split from the rows of the stage `packed`, and their sources if recorded. Returns the fields of the
+    manifest that name the files."""
     Path(split.folder).mkdir(parents=True, exist_ok=True)
     kept: list[Stage] = []
     if job.sources and split.kind == "heldout":
@@ -97,7 +97,7 @@ def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
 
 
 def save_sources(job: BuildJob, item: tuple[RowSplit, int]) -> ItemResult:
-    """Write SOURCES, uint8 [rows, S, 2], of a split in so many buckets; the fact "sources" is its entry of the manifest."""
+    """Write SOURCES, uint8 [rows, S, 2], of a split; the fact "sources" is its entry of the manifest."""
     result, (split, buckets) = ItemResult(), item
     names = [f"{split.stem}-{bucket:06d}.rows.sources" for bucket in range(buckets)]
     rows = np.concatenate([work_files.read(job, name, "uint8") for name in names]).reshape(-1, split.slots, 2)
@@ -120,7 +120,7 @@ def manifest(
     options: dict[str, Any],
     held_out: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest of what `run` made; `tokenizer_name` is the tokenizer's file as seen from its folder."""
+    """The manifest of the result of `run`; `tokenizer_name`: the tokenizer's path relative to the folder."""
     rows = sum(entry["rows"] for entry in made["shards"])
     return {
         "schema": 1,
