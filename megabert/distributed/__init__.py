@@ -1,2 +1,4 @@
-"""Ranks of a command: the process group (ranks), a session of it, the watchdog over it, signals and time limits, the lock of a
-run folder, the preflight of a cluster. Its modules are its face: `signals` is imported before torch is."""
+"""Ranks of a command: process group, session, watchdog, keeper, signals and time limits, run lock, preflight.
+
+Import the modules themselves: `signals` and `keeper` must not import torch.
+"""

@@ -1,5 +1,7 @@
-"""Preflight of a cluster: what the ranks of one launch are, how fast their devices and network are, and whether they share
-their files. Rates are a rank's own, so that the slow one is named."""
+"""Preflight of a cluster: hosts and versions of the ranks, speed of their devices and network, and a shared file system.
+
+Rates are measured on each rank, so that the report names the slowest.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +23,33 @@ from megabert.common import environment
 from megabert.common.errors import describe
 from megabert.distributed.ranks import World
 
-# Bytes of a message: a link of 20 Mbit/s takes two seconds.
+# Bytes of a message; about two seconds at 20 Mbit/s.
 MESSAGE = 4 * 2**20
 REPEATS = 3
-# Written by each rank.
+# Size of the file that each rank writes.
 FILE_BYTES = 64 * 2**20
-# Until another node's file must be visible: network file systems cache listings for a while.
+# Seconds until another node's file must be visible; network file systems cache listings.
 VISIBLE_SECONDS = 5.0
-# Share of the median below which a rank is slow.
+# Fraction of the median below which a rank is slow.
 SLOW = {"product rate": 0.9, "links in nodes": 0.5, "links between nodes": 0.5, "files": 0.5}
-# May differ between nodes.
+# Facts that may differ between nodes.
 NOTED = ("device", "kernel")
 
 
 @dataclass
 class RankSurvey:
-    """One rank: where it is and what it measured."""
+    """Host and measurements of one rank."""
 
     rank: int
     host: str
     # Device, kernel and versions by name.
     facts: dict[str, str]
     tflops: float = 0.0
-    # Bytes a second that arrive from the rank before.
+    # Bytes per second received from the previous rank.
     link: float = 0.0
-    # Bytes a second that it writes.
+    # Bytes per second written.
     files: float = 0.0
-    # With the files.
+    # Problem with the shared files, or "".
     problem: str = ""
 
     @property
@@ -57,7 +59,7 @@ class RankSurvey:
 
 @dataclass(frozen=True)
 class PreflightLine:
-    """One line of the report; `state` as the doctor's."""
+    """One line of the report; `state` as in `megabert doctor`."""
 
     name: str
     state: str
@@ -71,40 +73,43 @@ class PreflightLine:
 def survey(
     world: World, folder: Path, tflops: Callable[[], float], done: Callable[[], None] = lambda: None
 ) -> tuple[list[RankSurvey], float]:
-    """What every rank measured, and seconds of an all-reduce of MESSAGE on the slowest. Files go to `folder`; `tflops`
-    measures the device's product rate; `done` is called after each part. A collective."""
+    """The measurements of every rank, and the seconds of an all-reduce of MESSAGE bytes on the slowest rank. A collective.
+
+    Files are written to `folder`; `tflops` measures the device's matrix-product rate; `done` is called after each part.
+    """
     local = RankSurvey(world.rank, socket.gethostname(), facts(world.device), tflops=tflops())
     done()
     sent, received = (torch.ones(MESSAGE // 4, device=world.device) for _ in range(2))
-    summed = max(world.gather(_best_seconds(world, lambda: dist.all_reduce(sent))))
+    all_reduce = max(world.gather(_best_seconds(world, lambda: dist.all_reduce(sent))))
     done()
     if world.size > 1:
         local.link = MESSAGE / _best_seconds(world, lambda: shift(world, sent, received))
     done()
     check_shared_files(world, folder, local)
     done()
-    return [RankSurvey(**one) for one in world.gather(asdict(local))], summed
+    return [RankSurvey(**fields) for fields in world.gather(asdict(local))], all_reduce
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """Versions that must be the same on every node, and device and kernel, which should be."""
-    found = environment.versions() | {"megabert": environment.revision(), "kernel": platform.release()}
+    """Versions, which must be equal on all nodes, and device and kernel, which should be."""
+    versions = environment.versions() | {"megabert": environment.revision(), "kernel": platform.release()}
     if device.type != "cuda":
-        return found | {"device": f"{environment.cpu_model()}, {environment.cores()} cores"}
+        return versions | {"device": f"{environment.cpu_model()}, {environment.cores()} cores"}
     properties = torch.cuda.get_device_properties(device)
-    found["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    return found | {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions | {"device": name, "CUDA": str(torch.version.cuda), "NCCL": nccl}
 
 
 def shift(world: World, sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Every rank sends to the next."""
+    """Every rank sends to the next one and receives from the previous one."""
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)]):
         work.wait()
 
 
 def _best_seconds(world: World, function: Callable[[], Any]) -> float:
-    """Least seconds of `function`, which ranks enter together; the first call, which connects them, aside."""
+    """Minimum time of `function` in seconds, entered after a barrier. The first call, which opens connections, is not counted."""
     times = []
     for _ in range(REPEATS + 1):
         world.barrier()
@@ -117,7 +122,8 @@ def _best_seconds(world: World, function: Callable[[], Any]) -> float:
 
 
 def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
-    """Write a file durably and look for one of another node, in a folder that is removed again. A collective."""
+    """Write and fsync a file, and look for another node's file, in a temporary folder in `folder`. Sets `files` and `problem` of
+    `local`. A collective."""
     shared = folder / world.broadcast(f".preflight-{os.getpid()}-{time.time_ns()}")
     hosts = world.gather(local.host)
     others = [rank for rank, host in enumerate(hosts) if host != local.host]
@@ -136,7 +142,7 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
     while not (seen := (shared / f"{source}").exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     if not seen and not local.problem:
-        local.problem = f"{folder} is not shared: what {hosts[source]} wrote is not seen here"
+        local.problem = f"{folder} is not shared: a file that {hosts[source]} wrote is not visible"
     world.barrier()
     shutil.rmtree(shared, ignore_errors=True)
 
@@ -145,36 +151,36 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
 
 
 def report(world: World, ranks: list[RankSurvey], all_reduce: float) -> list[PreflightLine]:
-    """Lines of the report, the slowest rank of each measurement named."""
-    nodes = Counter(one.host for one in ranks)
+    """Lines of the report; each measurement names its slowest rank."""
+    nodes = Counter(rank.host for rank in ranks)
     hosts = ", ".join(f"{host} x{count}" for host, count in list(nodes.items())[:8])
     more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
     value = f"{len(ranks)} on {len(nodes)} node(s) by {world.launcher}, {world.backend}: {hosts}{more}"
     lines = [PreflightLine("ranks", "ok", value), *_facts(ranks)]
-    lines.append(_slowest("product rate", {one.name: one.tflops for one in ranks}, "TFLOP/s", 1.0))
+    lines.append(_slowest("product rate", {rank.name: rank.tflops for rank in ranks}, "TFLOP/s", 1.0))
     if len(ranks) > 1:
         moved = 2 * (len(ranks) - 1) / len(ranks) * MESSAGE / all_reduce / 1e9
         lines.append(
             PreflightLine("all-reduce of 4 MiB", "ok", f"{all_reduce * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank")
         )
     for name, inside in (("links in nodes", True), ("links between nodes", False)):
-        pairs = [(ranks[i - 1], one) for i, one in enumerate(ranks) if len(ranks) > 1]
+        pairs = [(ranks[i - 1], rank) for i, rank in enumerate(ranks) if len(ranks) > 1]
         links = {f"{a.name} to {b.name}": b.link for a, b in pairs if (a.host == b.host) == inside}
         if links:
             lines.append(_slowest(name, links, "MB/s", 1e6))
-    problems = [f"{one.name}: {one.problem}" for one in ranks if one.problem]
+    problems = [f"{rank.name}: {rank.problem}" for rank in ranks if rank.problem]
     lines += [PreflightLine("files", "missing", text, "all nodes need one file system") for text in problems]
-    return lines if problems else [*lines, _slowest("files", {one.name: one.files for one in ranks}, "MB/s", 1e6)]
+    return lines if problems else [*lines, _slowest("files", {rank.name: rank.files for rank in ranks}, "MB/s", 1e6)]
 
 
 def _facts(ranks: list[RankSurvey]) -> list[PreflightLine]:
-    """One line of what is the same on all ranks, and one for each difference, with the nodes that have it."""
+    """One line of the facts that all ranks share, and one for each difference, with its hosts."""
     same: dict[str, str] = {}
     lines = []
-    for name in sorted({name for one in ranks for name in one.facts}):
+    for name in sorted({name for rank in ranks for name in rank.facts}):
         hosts: dict[str, set[str]] = {}
-        for one in ranks:
-            hosts.setdefault(one.facts.get(name, "not installed"), set()).add(one.host)
+        for rank in ranks:
+            hosts.setdefault(rank.facts.get(name, "not installed"), set()).add(rank.host)
         usual, *others = sorted(hosts, key=lambda value: -len(hosts[value]))
         same |= {} if others else {name: usual}
         if others:

@@ -1,8 +1,8 @@
-"""Ranks: how they find each other under every launcher, and their collectives for flags, counts, JSON and errors.
+"""Ranks: their rendezvous under every launcher, and collectives for flags, counts, JSON and errors.
 
-`discover` reads the environment only; `init` starts the process group. Every method of `World` that names other ranks is a
-collective: all ranks must call it, in the same order. Control messages go over gloo on the CPU, so that they never wait for
-a GPU; gradients go over NCCL on CUDA.
+`discover` only reads the environment; `init` starts the process group. The methods of `World` that exchange values are collectives:
+all ranks must call them in the same order. Control messages use gloo on the CPU, so that they never wait for a GPU; gradients
+use NCCL on CUDA.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ import torch.distributed as dist
 
 from megabert.common import environment, errors
 
-# A name, an IPv4 or IPv6 address.
+# A host name, an IPv4 or an IPv6 address.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
-# Longer than any work of rank 0 alone (hashing, consolidating) between collectives.
+# Longer than any work that rank 0 does alone between collectives (hashing, consolidating).
 TIMEOUT = timedelta(minutes=20)
-# Of ranks that meet under srun; from 32,768 on Linux gives ports to any process.
+# Rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin.
 PORTS = range(20_000, 32_000)
-# Each launcher's variables of a rank, of the number of ranks, and of the rank on its host. A batch script's own shell has
-# SLURM_PROCID too; only srun sets the step's variables.
+# Launcher, and its variables for the rank, the number of ranks, and the local rank. The shell of a batch script has SLURM_PROCID
+# too, but only srun sets the variables of a step.
 LAUNCHERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-# gloo's threads release a collective's tensors in microseconds, on a full machine in milliseconds.
+# gloo's threads release the tensors of a collective within microseconds, on a loaded machine within milliseconds.
 SETTLE_SECONDS = 0.2
 
 Result = TypeVar("Result")
 
 
 def wait_for_ranks(work: dist.Work) -> None:
-    """Wait for a collective that was started, in a function that the watchdog knows (`watchdog.main_thread`)."""
+    """Wait for an asynchronous collective. The watchdog recognises this function in a stack (`watchdog.main_thread`)."""
     work.wait()
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. `device` is where the model is; `launcher` started the ranks."""
+    """This process's rank and device, the number of ranks, and the launcher that started them."""
 
     rank: int
     local_rank: int
@@ -58,7 +58,7 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    # Where SLURM started the ranks, which meet at a port that follows from its numbers; "" otherwise.
+    # Job, step and restart count where srun starts the ranks and the port is derived from them; otherwise "".
     job: str = ""
 
     @property
@@ -66,25 +66,25 @@ class World:
         return self.rank == 0
 
     def agree_any(self, flag: bool) -> bool:
-        """True on every rank when it is true on any."""
+        """Logical or of the ranks' flags."""
         return bool(self.max_ints([int(flag)])[0])
 
     def sum_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise sums over the ranks; every rank passes as many values."""
+        """Element-wise sums over the ranks, which pass equal numbers of values."""
         return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.SUM)]
 
     def max_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maxima over the ranks; every rank passes as many values."""
+        """Element-wise maxima over the ranks, which pass equal numbers of values."""
         return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
 
     def start_gather(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """The ranks' values, as many on each, on their way while this rank continues; a function that waits for them and
-        gives a row for each rank."""
+        """Start an asynchronous all-gather of the ranks' values, equal numbers on each. Returns a function that waits for it and
+        returns the values of each rank."""
         if self.size == 1:
             return lambda: [list(values)]
-        own = torch.tensor([list(values)], dtype=torch.int64)
-        rows = own.new_empty(self.size, len(values))
-        work = dist.all_gather_into_tensor(rows, own, group=_control, async_op=True)
+        local = torch.tensor([list(values)], dtype=torch.int64)
+        rows = local.new_empty(self.size, len(values))
+        work = dist.all_gather_into_tensor(rows, local, group=_control, async_op=True)
 
         def result() -> list[list[int]]:
             wait_for_ranks(work)
@@ -93,19 +93,19 @@ class World:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in rank order, on every rank. torch's own `all_gather_object` would unpickle them."""
+        """The JSON values of all ranks, in rank order. Unlike `all_gather_object`, this does not unpickle what it receives."""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()]), group=_control)
-        widest = int(torch.cat(lengths).max())
-        buffers = [torch.zeros(widest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(buffers, torch.nn.functional.pad(data, (0, widest - data.numel())), group=_control)
+        longest = int(torch.cat(lengths).max())
+        buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(buffers, torch.nn.functional.pad(data, (0, longest - data.numel())), group=_control)
         return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(buffers, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank. torch's own `broadcast_object_list` would unpickle what comes in."""
+        """Rank 0's JSON value. Unlike `broadcast_object_list`, this does not unpickle what it receives."""
         if self.size == 1:
             return value
         data = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
@@ -128,7 +128,7 @@ class World:
 
 
 class RankRefused(ValueError):
-    """A rank cannot continue with what it read; raised on every rank, with the exit code of the cause."""
+    """A rank cannot continue with the files it read. Raised on every rank, with the exit code of the cause."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -136,7 +136,7 @@ class RankRefused(ValueError):
 
 
 def _attempt(action: Callable[[], Result], results: list[Result]) -> tuple[str, int]:
-    """Adds the result of `action`; the text and exit code of its ValueError or OSError."""
+    """Append the result of `action` to `results`; returns text and exit code of its ValueError or OSError."""
     try:
         results.append(action())
     except (ValueError, OSError) as error:
@@ -145,23 +145,25 @@ def _attempt(action: Callable[[], Result], results: list[Result]) -> tuple[str, 
 
 
 def on_main(world: World, action: Callable[[], None]) -> None:
-    """Run `action` on rank 0; its error is raised on every rank, as ValueError or Failed. A collective."""
+    """Run `action` on rank 0. Its error is raised on every rank, as ValueError or Failed. A collective."""
     problem, code = world.broadcast(_attempt(action, []) if world.is_main else None)
     if code:
         raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
 
 
 def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
-    """This rank's result of `action`, which every rank runs. A collective; raises RankRefused on every rank where any rank's
-    raises ValueError or OSError."""
+    """Run `action` on every rank; returns this rank's result. A collective. Raises RankRefused on every rank if it raises
+    ValueError or OSError on any."""
     results: list[Result] = []
     refuse_together(world, *_attempt(action, results))
     return results[0]
 
 
 def refuse_together(world: World, problem: str, code: int) -> None:
-    """Raises RankRefused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
-    collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
+    """Raises RankRefused on every rank if any has a `problem` (not ""), whose exit code is `code`. A collective.
+
+    Names the first rank with a fault (code 4), since other problems may be its consequence; without faults the first rank.
+    """
     if not world.max_ints([code])[0]:
         return
     reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
@@ -169,16 +171,16 @@ def refuse_together(world: World, problem: str, code: int) -> None:
         raise RankRefused(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
 
 
-# Variables of the environment that `init` set.
+# Environment variables that `init` set.
 _described: list[str] = []
-# gloo group of all ranks; None means the default group is gloo already.
+# gloo group of all ranks; None if the default group uses gloo.
 _control: dist.ProcessGroup | None = None
 
 
 def discover(environment: dict[str, str] | None = None) -> World:
-    """The world the environment describes: deepspeed, torchrun, srun, mpirun or a single process.
+    """The world that the environment describes: of deepspeed, torchrun, srun, mpirun or a single process.
 
-    Raises ValueError naming the variable when the environment is contradictory.
+    Raises ValueError naming the variable if the environment is inconsistent.
     """
     env = dict(os.environ) if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -193,8 +195,8 @@ def discover(environment: dict[str, str] | None = None) -> World:
 
 
 def init(world: World) -> World:
-    """Start torch.distributed for `world` and select its device; the world with its store's address. Safe to call twice.
-    Raises ConnectionError where the ranks cannot meet, for whatever reason: another start may help."""
+    """Start torch.distributed for `world` and select its device; returns the world with the store's address. Safe to call twice.
+    Raises ConnectionError for any failure of the rendezvous, since a restart may help."""
     global _control
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -205,7 +207,7 @@ def init(world: World) -> World:
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
         address = _start(world)
-    # Libraries below us look for torchrun's variables, whatever launcher was used.
+    # Libraries expect torchrun's variables under every launcher.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, (world.rank, world.local_rank, world.size, *address), strict=True):
         if name not in os.environ:
@@ -218,8 +220,8 @@ def init(world: World) -> World:
 
 
 def unused_gpu(variables: Mapping[str, str] | None = None) -> str:
-    """Why torch does not see the GPU of this machine, with what to do; "" where it has none, torch sees it, or it is hidden by
-    CUDA_VISIBLE_DEVICES."""
+    """Why torch does not see the GPU of this machine, and how to fix it; "" without a GPU, or if torch sees it or it is hidden
+    by CUDA_VISIBLE_DEVICES."""
     env = os.environ if variables is None else variables
     driver, needed = environment.nvidia_driver(), torch.version.cuda
     if not driver or torch.cuda.is_available() or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -231,11 +233,11 @@ def unused_gpu(variables: Mapping[str, str] | None = None) -> str:
 
 
 def shutdown() -> None:
-    """Leave the process group, if one is running, and take back the variables that described it."""
+    """Destroy the process group, if there is one, and unset the variables that `init` set."""
     global _control
     if dist.is_initialized():
-        # A gloo thread may still hold the last collective's tensors, and it needs the GIL to drop them. If the interpreter
-        # is finalizing by then, the process aborts: 6 of 80 ranks did, none that released the GIL here for a moment.
+        # A gloo thread may still hold tensors of the last collective, and needs the GIL to release them. If the interpreter
+        # is finalizing by then, the process aborts: 6 of 80 ranks did, none after this sleep, which releases the GIL.
         time.sleep(SETTLE_SECONDS)
         dist.destroy_process_group()
     while _described:
@@ -244,7 +246,7 @@ def shutdown() -> None:
 
 
 def first_host(nodelist: str) -> str:
-    """First host name of a SLURM node list, e.g. `gpu[07-09,12],login1` gives `gpu07`."""
+    """First host name of a SLURM node list, e.g. `gpu07` of `gpu[07-09,12],login1`."""
     name = r"[A-Za-z0-9._-]"
     match = re.match(rf"({name}*)(?:\[(\d+)(?:[-,]\d+)*\]({name}*))?(?=,|$)", nodelist)
     host = "".join(part or "" for part in match.groups()) if match else ""
@@ -270,7 +272,7 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
             number, step, restart = (_number(env, name, 0) for name in names)
-            # The same on every rank, seldom the same for two jobs, and another one where a job is started again.
+            # Equal on all ranks, different after a restart of the job, and rarely equal for two jobs.
             master = (host, _number(env, "MASTER_PORT", PORTS[(number * 31 + step + restart * 997) % len(PORTS)]))
             job = f"{number}.{step}.{restart}"
         elif launcher != "mpirun":
@@ -282,7 +284,7 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
 
 
 def _share_cores(world: World) -> None:
-    """Ranks that may run on the same cores divide them: more threads than cores is several times slower."""
+    """Divide cores between the ranks that share them; more threads than cores are several times slower."""
     cores = sorted(os.sched_getaffinity(0))
     place = [socket.gethostname(), cores]
     torch.set_num_threads(max(1, len(cores) // world.gather(place).count(place)))
@@ -290,21 +292,21 @@ def _share_cores(world: World) -> None:
 
 def _start(world: World) -> tuple[str, int]:
     """Start the process group of several ranks; the address of its store. Raises ConnectionError."""
-    place = "each other" if world.master is None else f"the others at {world.master[0]}:{world.master[1]}"
+    place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
     address, store = world.master, None
     try:
-        if address is None or world.job:  # no launcher has a store or names its place: rank 0 opens it
-            port, opened = 0 if address is None else address[1], None
+        if address is None or world.job:  # the launcher provides no store: rank 0 opens one
+            port, tcp_store = 0 if address is None else address[1], None
             if world.is_main:
                 if address is not None:
-                    _check_own(address[0])
-                opened = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-                port = opened.port
+                    _check_local(address[0])
+                tcp_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+                port = tcp_store.port
             address = address or _address_through_mpi(port)
-            if opened is None:
-                opened = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            # its keys are this job's, should another job on the host have taken the port
-            store = dist.PrefixStore(world.job, opened)
+            if tcp_store is None:
+                tcp_store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+            # The prefix keeps jobs apart if another one on the host uses the same port.
+            store = dist.PrefixStore(world.job, tcp_store)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         dist.init_process_group(
             world.backend,
@@ -314,29 +316,28 @@ def _start(world: World) -> tuple[str, int]:
             world_size=world.size,
             timeout=TIMEOUT,
         )
-    except (RuntimeError, OSError) as error:  # torch has half a dozen types, all of them RuntimeErrors
+    except (RuntimeError, OSError) as error:  # torch's errors are all subclasses of RuntimeError
         first = str(error).splitlines()[0]
         raise ConnectionError(
-            f"rank {world.rank} cannot meet {place}; if it stays so, set MASTER_ADDR and MASTER_PORT ({first})"
+            f"rank {world.rank} cannot connect to the other ranks{place}; if this persists, set MASTER_ADDR and MASTER_PORT ({first})"
         ) from error
     return address
 
 
-def _check_own(host: str) -> None:
-    """Raises ValueError where `host`, at which the ranks are to meet, is none of this machine's addresses: the others would
-    look for rank 0 there in vain."""
+def _check_local(host: str) -> None:
+    """Raises ValueError unless `host`, at which the other ranks expect rank 0, is an address of this machine."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
             probe.bind(address)
             return
     raise ValueError(
-        f"the ranks are to meet at {host}, which is no address of {socket.gethostname()}, where rank 0 runs: unset MASTER_ADDR, "
-        "or set one that is"
+        f"the rendezvous address {host} is not an address of {socket.gethostname()}, where rank 0 runs; unset MASTER_ADDR or set "
+        "it to one of them"
     )
 
 
 def _address_through_mpi(port: int) -> tuple[str, int]:
-    """The address of rank 0's store, whose `port` rank 0 broadcasts through MPI, which mpirun has connected."""
+    """The address of rank 0's store. Rank 0 broadcasts its `port` through MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -350,6 +351,6 @@ def _number(env: dict[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if not re.fullmatch(r"-?[0-9]{1,9}", text or ""):  # int() takes blanks, underscores and other scripts' digits
+    if not re.fullmatch(r"-?[0-9]{1,9}", text or ""):  # int() accepts blanks, underscores and digits of other scripts
         raise ValueError(f"environment variable {name}={text!r} is not a number")
     return int(text or "")

@@ -1,12 +1,12 @@
-"""Lock of a run folder: one job at a time writes it, also where jobs run on nodes that share nothing but its files.
+"""Lock of a run folder: one job at a time writes to it, also if the jobs' nodes share nothing but the file system.
 
-Each file of `run/lock` is an owner; the one with the greatest number owns the run. A job becomes owner by creating the next
-number exclusively. The owner is rank 0's process, which renews its file every BEAT seconds. A job that finds an owner waits for
-its end: `release` records it, a process of the same machine is looked up, and any other has ended once its file stays the same
-for LIMIT seconds. An owner that was only suspended, or cut off from its files, then finds a greater number and ends.
+Each file in `run/lock` describes an owner; the one with the greatest number owns the run. A job becomes the owner by exclusively
+creating the next number. The owner is rank 0's process, which renews its file every BEAT seconds. A job that finds an owner waits
+until that has ended: it released the lock, it is no longer a process of the same machine, or its file did not change for LIMIT
+seconds. An owner that was only suspended, or disconnected from the file system, then finds a greater number and exits.
 
-Neither flock, which `localflock` mounts do not carry to other nodes, nor times of several clocks are used. A file must be seen as
-it was when another node closed it, as on NFS, Lustre and GPFS.
+This uses neither flock, which is not visible on other nodes with `localflock` mounts, nor the clocks of different nodes. It needs
+close-to-open consistency, as of NFS, Lustre and GPFS: a node sees a file as another node closed it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from megabert.common.logs import log
 from megabert.distributed.ranks import World, on_main
 from megabert.distributed.watchdog import is_alive, pid_namespace
 
-# Seconds between two renewals of the owner's file.
+# Seconds between renewals of the owner's file.
 BEAT = 5.0
-# An owner whose file stays the same for so many seconds has ended.
+# Seconds without a change of its file after which an owner has ended.
 LIMIT = 30.0
-# An owner that renews its file so often while another job waits lives, and is not about to end.
+# Renewals during another job's wait after which that job gives up.
 RENEWALS = 2
-# Seconds between two looks at it.
+# Polling interval of the waiting job, in seconds.
 POLL = 0.2
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What an owner's file says."""
+    """Content of an owner's file."""
 
     token: str
     host: str
-    # Of process ids.
+    # `pid_namespace` of the process.
     namespace: str
     pid: int
-    # When the process started, in its kernel's ticks: process ids are used again.
+    # Start time in kernel ticks, since process ids are reused.
     started: str
-    # SLURM's number of the job; "" elsewhere.
+    # SLURM_JOB_ID, or "".
     job: str
     beat: int = 0
     released: bool = False
@@ -59,7 +59,7 @@ class Owner:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this is known at once."""
+        """Whether the owner released the lock, or was a process of this machine that has ended."""
         return self.released or (self.namespace == pid_namespace() and start_of(self.pid) != self.started)
 
 
@@ -73,20 +73,20 @@ class Ownership:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises Failed where another job owns the run, OSError where its files cannot be read."""
+        """Raises Failed if another job owns the run, OSError if its files cannot be read."""
         newest = _newest(self.path.parent)
         owner = _read(self.path.with_name(newest)) if newest else None
         if newest != self.path.name or (owner is not None and owner.token != self.owner.token):
             raise Failed(f"{self.run_dir}: {owner or 'another job'} took the run over while this job was suspended")
 
     def release(self) -> None:
-        """The next job need not wait. Raises as `check`."""
+        """Record that the next job need not wait. Raises as `check`."""
         self._ending.set()
         self._thread.join()
         self._write(replace(self.owner, released=True))
 
     def _renew(self) -> None:
-        """End this process where another job owns the run. While the files cannot be reached training may continue."""
+        """Renew the file; exit if another job owns the run. Training continues while the files are unreachable."""
         while not self._ending.wait(BEAT):
             self.owner = replace(self.owner, beat=self.owner.beat + 1)
             try:
@@ -95,40 +95,40 @@ class Ownership:
                 print(f"error: {error}; the job ends", file=sys.stderr, flush=True)
                 os._exit(leave_exit_code(FAILED))
             except OSError as error:
-                log.debug(f"{describe(error)}: renewed in {BEAT:g} s")
+                log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
 
     def _write(self, owner: Owner) -> None:
         self.check()
-        with open(self.path, "r+b") as file:  # creates no file
+        with open(self.path, "r+b") as file:  # does not create the file
             file.write(_text(owner))
 
 
-# This process's, by run folder.
+# Run folders that this process owns.
 _owned: dict[str, Ownership] = {}
-# A fork's end is not the owner's.
+# A forked process does not own them.
 os.register_at_fork(after_in_child=_owned.clear)
 
 
 def take(run_dir: str | Path, world: World, predecessor: str = "") -> str:
-    """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process; the owner's token. A collective;
-    twice is once. `predecessor`: the token of an owner that has ended, as the ranks of the same job know.
+    """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process; returns the owner's token. A
+    collective; idempotent. `predecessor`: token of an owner that the ranks of this job know has ended.
 
-    Raises ValueError on every rank, naming the owner, where another job lives, and Failed where the file system fails.
+    Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails.
     """
     on_main(world, lambda: _take(Path(run_dir), predecessor))
     return world.broadcast(_owned[str(Path(run_dir).resolve())].owner.token if world.is_main else None)
 
 
 def check(run_dir: str | Path) -> None:
-    """Raises Failed where this process took `run_dir` and another job owns it now; to be called before a checkpoint is
-    committed or removed."""
+    """Raises Failed if this process took `run_dir` and another job owns it now. Call it before committing or removing a
+    checkpoint."""
     if ownership := _owned.get(str(Path(run_dir).resolve())):
         ownership.check()
 
 
 @contextmanager
 def naming_next_owner(run_dir: str | Path) -> Iterator[None]:
-    """`check` where an OSError ends the body: a later owner removes what this job was saving."""
+    """Context in which an OSError is replaced by the error of `check`, if any: a later owner removes unfinished checkpoints."""
     try:
         yield
     except OSError:
@@ -137,11 +137,11 @@ def naming_next_owner(run_dir: str | Path) -> Iterator[None]:
 
 
 def release() -> None:
-    """Give up what this process took; nothing may be written to it afterwards."""
+    """Release the run folders of this process, which must not write to them afterwards."""
     while _owned:
         try:
             _owned.popitem()[1].release()
-        except OSError as error:  # everything is saved; the next job waits for LIMIT seconds
+        except OSError as error:  # harmless: the next job waits for LIMIT seconds
             log.warning(describe(error))
 
 
@@ -166,9 +166,9 @@ def _take(run_dir: Path, predecessor: str) -> None:
 
 
 def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
-    """Return once the owner of `path` has ended. Raises ValueError where it lives."""
-    last, renewals, same = None, 0, 0.0
-    while same < LIMIT:
+    """Return once the owner of `path` has ended. Raises ValueError if it renews its file."""
+    last, renewals, unchanged = None, 0, 0.0
+    while unchanged < LIMIT:
         try:
             text = path.read_bytes()
         except FileNotFoundError:  # removed by the next owner
@@ -178,21 +178,21 @@ def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
             return
         if last is None:
             log.info(
-                f"{run_dir} belongs to {owner or 'another job'}: waiting up to {LIMIT:g} s to see whether that lives"
+                f"{run_dir} is locked by {owner or 'another job'}: waiting up to {LIMIT:g} s to see whether that is running"
             )
         elif text != last:
-            renewals, same = renewals + 1, 0.0
+            renewals, unchanged = renewals + 1, 0.0
         if renewals == RENEWALS:
             raise ValueError(
                 f"{run_dir} is in use by {owner or 'another job'}; wait for it, stop it, or name another run folder"
             )
         last = text
         time.sleep(POLL)
-        same += POLL  # by no clock: the owner may have been suspended together with this process
+        unchanged += POLL  # no clock: the owner may have been suspended together with this process
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Whether this job became the owner of that number; the files of those before are removed."""
+    """Create the file of `owner`, and remove those of earlier owners; whether this job became the owner."""
     try:
         with open(path, "xb") as file:
             file.write(_text(owner))
@@ -202,7 +202,7 @@ def _create(path: Path, owner: Owner) -> bool:
         return False
     newest = _newest(path.parent)
     for name in _numbers(path.parent):
-        if name < newest:  # this one too, where the number was free because a later owner removed it
+        if name < newest:  # also this file, if its number was free because a later owner removed it
             path.with_name(name).unlink(missing_ok=True)
     return newest == path.name
 
@@ -212,12 +212,12 @@ def _numbers(folder: Path) -> list[str]:
 
 
 def _newest(folder: Path) -> str:
-    """The greatest number; "" where there is none."""
+    """The greatest number; "" if there is none."""
     return max(_numbers(folder), default="")
 
 
 def _read(path: Path) -> Owner | None:
-    """None where it is being written or removed."""
+    """The owner in a file; None while it is being written or removed."""
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:
@@ -232,12 +232,12 @@ def _parse(text: bytes) -> Owner | None:
 
 
 def _text(owner: Owner) -> bytes:
-    """A line that is as long for each beat: it replaces the one before."""
+    """Content of an owner's file; of constant size, since it is overwritten in place."""
     return json.dumps(asdict(owner)).ljust(511).encode() + b"\n"
 
 
 def start_of(pid: int) -> str:
-    """When a process of this namespace started, in the kernel's ticks (proc(5), field 22); "" where it has ended."""
+    """Start time of a process of this namespace in kernel ticks (proc(5), field 22); "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19] if is_alive(pid) else ""
     except (FileNotFoundError, ProcessLookupError):

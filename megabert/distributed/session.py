@@ -20,9 +20,9 @@ from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 
-# how the RuntimeError begins that torch raises, wherever a process is, when a worker of its loader dies
+# prefix of the RuntimeError that torch's signal handler raises anywhere in the main thread when a loader worker dies
 DEAD_WORKER = "DataLoader worker"
-# Python's own exit code of an exception that nothing expected
+# Python's exit code for an uncaught exception
 UNEXPECTED = 1
 
 
@@ -30,21 +30,22 @@ class Session:
     """This process among the ranks of one command."""
 
     def __init__(self) -> None:
-        """Raises ValueError where the environment describes no world."""
+        """Raises ValueError if the environment is inconsistent."""
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
-        # An error may be one rank's alone, so that each rank prints its own.
+        # Errors may differ between ranks, so every rank prints its error.
         self.apart = False
         logs.setup(self.world.rank, self.world.size)
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints its error: while a run opens, when most are those of all ranks, one rank of each node."""
+        """Whether this rank prints its error. While a run is being opened most errors are the same on all ranks, and only the first
+        rank of each node prints."""
         return self.world.is_main or self.apart or (self.watchdog is not None and self.world.local_rank == 0)
 
     def join(self, ends: float | None = None) -> Stop:
-        """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective.
-        Raises ValueError on a machine whose GPU torch does not see, which would train on its CPU."""
+        """Start the process group. From then on signals, and the time `ends` (seconds since the epoch), request a stop. A
+        collective. Raises ValueError if torch does not see this machine's GPU, instead of training on the CPU."""
         if problem := ranks.unused_gpu():
             raise ValueError(problem)
         raise_descriptor_limit()
@@ -52,18 +53,18 @@ class Session:
         return Stop(ends)
 
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
-        """From here on no rank leaves alone; stacks of ranks that hang go to `folder`. A collective."""
+        """Start the watchdog, which writes stacks of hanging ranks to `folder`. A collective."""
         watchdog = Watchdog(self.world, folder, timeout_seconds)
-        self.watchdog = watchdog  # before the ranks meet in it, where one that is missing is named
+        self.watchdog = watchdog  # set first: `_report` needs it if `start` fails because a rank is missing
         watchdog.start()
         return watchdog
 
 
 def run(command: Callable[[Session], int]) -> int:
-    """The exit code of `command`, with mistakes and faults printed in one line; ends the process group and the watchdog.
+    """Run `command`; returns its exit code, after printing mistakes and faults in one line and ending process group and watchdog.
 
-    Where one rank of several fails, its process ends at once: the others may be waiting for it in a collective, and NCCL's
-    process group cannot be left before that has ended.
+    If one rank of several fails, its process exits at once: the others may be waiting for it in a collective, and NCCL's
+    process group cannot be destroyed before that has ended.
     """
     session, good = None, False
     try:
@@ -73,7 +74,7 @@ def run(command: Callable[[Session], int]) -> int:
         run_lock.release()
         good = True
         return code
-    except (BadTraining, RankRefused) as error:  # on every rank
+    except (BadTraining, RankRefused) as error:  # raised on every rank
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
         return errors.exit_code(error)
@@ -83,7 +84,7 @@ def run(command: Callable[[Session], int]) -> int:
     except Exception as error:
         try:
             code = _report(error, session)
-        except RuntimeError as fault:  # of a loader process that died: raised wherever this process is
+        except RuntimeError as fault:  # of a loader process that died, raised anywhere
             code = _report(fault, session)
         if session is not None and session.world.size > 1 and dist.is_initialized():
             _end_process(code)
@@ -97,8 +98,8 @@ def run(command: Callable[[Session], int]) -> int:
 
 
 def _report(error: Exception, session: Session | None) -> int:
-    """The exit code of an error that may be this rank's alone, which is printed in one line unless nothing expected it. Ends
-    the process where it is another rank that failed."""
+    """The exit code of an error that other ranks may not have; prints it in one line if its kind is known. Exits if another rank
+    has failed."""
     if isinstance(error, ValueError | OSError):
         if session is None or session.speaks:
             log.error(errors.describe(error))
@@ -117,12 +118,12 @@ def _report(error: Exception, session: Session | None) -> int:
     if not session.watchdog.started:
         log.error(f"another rank left before rank {session.world.rank} met it: {first}")
         return errors.FAILED
-    session.watchdog.explain()  # a collective fails when another rank is gone
+    session.watchdog.explain()  # a collective also fails when another rank has died
     return UNEXPECTED
 
 
 def _end_process(code: int) -> None:
-    """End this process, whatever its other threads and its process group wait for."""
+    """Exit without waiting for other threads and the process group."""
     if code == UNEXPECTED:
         traceback.print_exc()
     sys.stdout.flush()

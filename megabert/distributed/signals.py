@@ -1,9 +1,10 @@
-"""Requests to stop: signals and time limits only set a flag; the loop asks for it, saves and ends on all ranks together.
+"""Requests to stop: signals and time limits set a flag, and the training loop then saves and ends on all ranks.
 
-INT (Ctrl-C), TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing
-is done inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process
-at once; one that follows within a second is the same request, forwarded by a launcher and the batch system both.
-No torch here: signals are caught before the slow imports.
+INT (Ctrl-C), TERM, USR1 and USR2 request a stop, and so does an approaching limit (`--max-time`, the end of the SLURM job). The
+loop checks the flag after every update; a collective in a signal handler would hang. A second signal ends the process at once,
+unless it follows within a second: a launcher and the batch system may both forward one request.
+
+This module must not import torch: signals are caught before the slow imports.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from typing import Any
 
 from megabert.common.errors import leave_exit_code
 
-# Exit code: everything is saved, start the same command again.
+# Exit code: everything is saved, run the same command again.
 REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-# Before there is anything to save.
+# Printed if there is nothing to save yet.
 NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
-# The descriptor at which a process that waits to become a rank (`train --in-place`) gets its place: its end is no news.
+# Environment variable with the file descriptor from which a standby rank (`train --in-place`) reads its environment.
 PLACE = "MEGABERT_KEEPER_PLACE"
-# To who pressed Ctrl-C.
+# Printed after Ctrl-C.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
-# One request may reach a process twice: with its group and through its launcher.
+# A process may receive one request twice: through its process group and from its launcher.
 ECHO_SECONDS = 1.0
-# Updates, and saves, whose longest is taken for the time of the next one.
+# Number of updates, and of saves, whose maximum estimates the time of the next one.
 RECENT = 100
-# Updates until all ranks know of a request: the ranks' record of an update is read after the next one.
+# Updates until all ranks know of a request: the reports on an update are read after the next one.
 LATE = 2
-# For what is neither an update nor a save: an evaluation's end, leaving.
+# Time for everything besides updates and saves: the rest of an evaluation, the exit.
 MARGIN_SECONDS = 5.0
-# Before the first save: its share of the time allowed, and the most seconds.
+# Estimate of the first save: fraction of the allowed time, and its maximum in seconds.
 UNKNOWN_SAVE = (0.1, 60.0)
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -45,9 +46,9 @@ _early: threading.Thread | None = None
 
 
 def leave_when_signalled() -> None:
-    """Until a `Stop` takes over, when there is nothing to save, a signal ends the process, to be started again.
+    """Exit with REQUEUE at a signal until a `Stop` takes over; before that there is nothing to save.
 
-    A thread waits for it, because the main thread may sit in a rendezvous, where no handler of Python's would run.
+    A thread waits for signals, since a main thread that is blocked in a rendezvous runs no Python signal handlers.
     """
     global _early
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -58,7 +59,7 @@ def leave_when_signalled() -> None:
 def _leave() -> None:
     last = False
     while not last:
-        last = _taken_over.is_set()  # then signals that are pending already are handled once more
+        last = _taken_over.is_set()  # pending signals are handled once more
         if (received := signal.sigtimedwait(SIGNALS, 0.1)) is not None:
             if os.environ.get("LOCAL_RANK", "0") == "0" and PLACE not in os.environ:
                 os.write(2, b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
@@ -66,13 +67,13 @@ def _leave() -> None:
 
 
 def ignore_signals() -> None:
-    """The exit code is decided: while the interpreter ends, a signal would take its default action."""
+    """Ignore signals while the interpreter exits, so that they do not change the exit code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def take_over(request: Callable[[int, Any], None]) -> None:
-    """From here on a signal calls `request`, on the main thread."""
+    """Handle signals by calling `request` on the main thread."""
     for number in SIGNALS:
         signal.signal(number, request)
     if _early is not None:
@@ -82,15 +83,15 @@ def take_over(request: Callable[[int, Any], None]) -> None:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Ends a command that has nothing to save: what it was writing is removed."""
+    """Signal handler of commands that have nothing to save: raises KeyboardInterrupt, at which unfinished files are removed."""
     raise KeyboardInterrupt
 
 
 class Stop:
-    """`requested` turns true with a signal, or when the time that is left until `ends` is needed for saving."""
+    """`requested` becomes true at a signal, or when the remaining time is needed for saving."""
 
     def __init__(self, ends: float | None = None) -> None:
-        """`ends`: the moment (seconds of the epoch) at which this process must be gone; None for never."""
+        """`ends`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
         self._signalled: float | None = None
         self._ends = ends
         self._updates: deque[float] = deque(maxlen=RECENT)
@@ -106,7 +107,7 @@ class Stop:
         if self._signalled is None:
             self._signalled = now
             if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, NOTICE)  # the log's lock may be held here
+                os.write(2, NOTICE)  # not logged: the interrupted code may hold the logger's lock
 
     @property
     def requested(self) -> bool:
@@ -114,24 +115,24 @@ class Stop:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the last update that can still be followed by a save has to begin; infinite without a limit."""
+        """Seconds until the last update must start that can be followed by a save in time; infinite without a limit."""
         if self._ends is None:
             return float("inf")
         save = max(self._saves, default=self._first_save)
         return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def updated(self, seconds: float) -> None:
-        """Note the time of one more update, with its data and evaluation."""
+        """Record the duration of an update, including its data and evaluation."""
         self._updates.append(seconds)
 
     def saved(self, seconds: float) -> None:
-        """Note the time of one more save until it was committed."""
+        """Record the duration of a save until it was committed."""
         self._saves.append(seconds)
 
 
 def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -> float | None:
-    """The moment (seconds of the epoch) at which the job must be gone: of `--max-time` ("" for none) from `started` on,
-    and SLURM's own end of the job, the earlier one. Raises ValueError naming what cannot be read."""
+    """The time at which the job must have ended, in seconds since the epoch: the earlier one of `--max-time` ("" for none) after
+    `started`, and the end of the SLURM job. Raises ValueError naming the value that cannot be parsed."""
     ends = [started + parse_duration(max_time)] if max_time else []
     slurm = environment.get("SLURM_JOB_END_TIME", "")
     if slurm:
@@ -144,14 +145,14 @@ def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -
 def parse_duration(text: str) -> float:
     """Seconds of `90` or `90m` (minutes), `45s`, `2h`, `1d`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
 
-    Without a unit as `sbatch --time` takes it (man sbatch). Raises ValueError for anything else, and for 0.
+    Values without a unit are those of `sbatch --time` (man sbatch). Raises ValueError for other texts and for 0.
     """
     seconds = 0.0
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         seconds = float(match[1]) * UNITS[match[2]]
     elif match := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
         clock = [int(part) for part in match[2].split(":")]
-        if not match[1] and len(clock) < 3:  # it begins with the minutes
+        if not match[1] and len(clock) < 3:  # the first number is minutes
             clock.insert(0, 0)
         hours, minutes, rest = (*clock, 0, 0)[:3]
         seconds = ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + rest

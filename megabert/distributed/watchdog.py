@@ -1,21 +1,20 @@
-"""Watchdog over the ranks: one that died, stopped or hangs is named, and the whole job ends with exit code 4.
+"""Watchdog over the ranks: names ranks that died, stopped or hang, and ends the whole job with exit code 4.
 
-Every rank sends a heartbeat once a second, through a connection of its own to the process group's store, with what its main
-thread does and how many collectives it has entered. Two threads a rank: `_exchange` reads and writes the store and may block
-in it, when the process that holds it is stopped; `_judge` never blocks. They run while the main thread waits in a
-collective, and while it loops.
+Every rank sends a heartbeat per second, over a separate connection to the process group's store, with the position of its main
+thread and the number of collectives it has entered. Each rank has two threads: `_exchange` reads and writes the store, and may
+block when the process that hosts it is stopped; `_judge` never blocks. Both run while the main thread waits in a collective.
 
-    a rank's process is gone, or a rank on another host       the job ends at once
-    sends no heartbeat for LOST_SECONDS
-    no rank makes progress for the limit (see below)          the failed ranks are those without a heartbeat, or else those
-                                                              that block the others (`find_failed_ranks`)
-    the store is gone, or does not answer at the time-out     rank 0, which holds it, has failed
+    a rank's process has ended, or a rank on another host     the job ends at once
+    sent no heartbeat for LOST_SECONDS
+    no rank made progress within the limit (see below)        the failed ranks are those without a heartbeat; if there are none,
+                                                              those that block the others (`find_failed_ranks`)
+    the store is gone, or does not answer at the limit        rank 0, which hosts it, has failed
 
-The limit is `timeout` seconds, or GAPS times the longest time without progress that training had so far.
+The limit is `timeout` seconds, or GAPS times the longest time without progress since training started, if that is longer.
 
-The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
-`hang-RANK.txt`, kills failed ranks on its own host that send no heartbeat, exits. Time is counted in the judge's own ticks,
-so that a job that was suspended as a whole does not resume overdue.
+The first rank that finds a failed rank writes a verdict to the store, and every rank acts on it: it writes its stacks to
+`hang-RANK.txt`, kills failed ranks on its host that send no heartbeat, and exits. Time is counted in ticks of `_judge`, so that
+a job that was suspended as a whole does not exceed the limit when it resumes.
 """
 
 from __future__ import annotations
@@ -43,70 +42,75 @@ from megabert.common.environment import host_name
 from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed.ranks import World, wait_for_ranks
 
-# Until the first update is done the time-out is at least this: checkpoints are read, backends are measured.
+# Minimum limit before the first update, while checkpoints are read and backends are measured.
 START_SECONDS = 600.0
-# Times the longest time between two signs of progress that was measured: more is no slow update.
+# Factor over the longest measured time between signs of progress, which a slow update does not exceed.
 GAPS = 3
-# Seconds between two heartbeats.
+# Seconds between heartbeats.
 TICK = 1.0
-# Without a heartbeat for so long: as good as stopped, once the time-out has passed.
+# Seconds without a heartbeat after which a rank counts as stopped, once the limit is exceeded.
 SILENT_SECONDS = 5.0
-# Without a heartbeat from another host for so long: lost at once.
+# Seconds without a heartbeat after which a rank on another host counts as lost.
 LOST_SECONDS = 12.0
-# A process must be gone at so many ticks: it may just have left in good order.
+# Ticks for which a process must be gone: it may have ended normally just before.
 GONE_TICKS = 2
-# The store must be unreachable for so long, for the same reason.
+# Seconds for which the store must be unreachable, for the same reason.
 STORE_SECONDS = 3.0
-# The rank that holds the store outlives a verdict by this, for the others to read it.
+# Seconds for which rank 0, which hosts the store, waits after a verdict, so that the others can read it.
 READERS_SECONDS = 2.5
-# Failed ranks that are named.
+# Maximum number of failed ranks in a message.
 SHOWN = 8
-# How long a failed collective waits for its reason.
+# Seconds to wait for a verdict after a collective failed.
 EXPLAIN_SECONDS = 8.0
-# This package, which may be installed among the libraries.
+# This package, which may be installed in a library folder.
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
-# Heartbeats over which their round trip is averaged: about a minute.
+# Heartbeats in the moving average of the round trip: about a minute.
 ROUND_TRIPS = 64
-# Where ranks wait for each other.
+# Code in which ranks wait for each other.
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
 
 
 @dataclass
 class Peer:
-    """What this rank knows of one rank: where it is, its last heartbeat, and the seconds since then."""
+    """Host and process of a rank, its last heartbeat, and the time since then."""
 
     rank: int
     host: str
-    # Of process ids.
+    # `pid_namespace` of the process.
     namespace: str
     pid: int
+    # Number of the heartbeat.
     beat: int = -1
     # Updates done.
     step: int = 0
+    # Position of the main thread.
     doing: str = "starting"
-    # Its stack is in a collective.
+    # The main thread is in a collective.
     waiting: bool = False
-    # Collectives entered, finished or not, by process group.
+    # Number of collectives entered, finished or not, by process group.
     entered: dict[str, int] = field(default_factory=dict)
+    # It ended normally.
     left: bool = False
-    # Seconds without progress of its own.
+    # Seconds without progress.
     idle: float = math.inf
+    # Seconds without a heartbeat.
     silent: float = 0.0
+    # Ticks since its process has ended.
     gone: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     def update(self, heartbeat: Mapping[str, Any]) -> None:
-        """Fields of its newest heartbeat."""
+        """Set the fields of its newest heartbeat."""
         vars(self).update(heartbeat)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends, and the hosts of the failed ranks; `hang`: stacks are written; `kill`: ranks that are ended by force;
-    `speaker` prints the text."""
+    """Why the job ends, and the hosts of the failed ranks. `hang`: every rank writes its stacks; `kill`: ranks to kill; `speaker`:
+    the rank that prints the text."""
 
     text: str
     hosts: list[str]
@@ -116,19 +120,19 @@ class Verdict:
 
 
 class Watchdog:
-    """Watches this rank's progress and the others' heartbeats from `start` (a collective) to `stop`."""
+    """Monitors this rank's progress and the others' heartbeats from `start` (a collective) to `stop`."""
 
     def __init__(self, world: World, run_dir: str | Path, timeout: float) -> None:
-        """`timeout`: seconds without progress until the job ends; 0 for any time. Stacks go to `run_dir`."""
+        """`timeout`: seconds without progress after which the job ends; 0 for no limit. Stacks are written to `run_dir`."""
         self.world, self.run_dir, self.timeout = world, Path(run_dir), timeout
         self._step = self._finished = self._beat = self._answers = 0
-        # Seconds without progress, without an answer of the store, and of a proposal that no rank has taken yet.
-        self._idle = self._mute = self._pending = 0.0
-        # The longest time without progress that ended in some, since `opened`; None before.
+        # Seconds without progress, without an answer of the store, and since this rank proposed a verdict.
+        self._idle = self._store_silent = self._pending = 0.0
+        # The longest time between signs of progress since `opened`; None before that.
         self._longest: float | None = None
-        # Mean seconds of a message to the store and its answer, over the last ROUND_TRIPS since `opened`, and how many there were.
+        # Mean round trip to the store in seconds over the last ROUND_TRIPS since `opened`, and their number.
         self.round_trip, self._round_trips = 0.0, 0
-        # Every rank is watched.
+        # All ranks have started their watchdogs.
         self.started = False
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
@@ -137,43 +141,43 @@ class Watchdog:
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
-        """Start sending heartbeats and watching those of the others. A collective."""
+        """Start sending and reading heartbeats. A collective."""
         world = self.world
         places = world.gather([host_name(), pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
-        # A launcher that restarts ranks may keep its store: heartbeats of an earlier attempt are not ours.
+        # A launcher that restarts ranks may keep its store, with the heartbeats of an earlier attempt.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
         self._store: Any = dist.HashStore()
         if world.size > 1:
             assert world.master is not None
-            patience = timedelta(seconds=30)
-            self._store = dist.TCPStore(*world.master, is_master=False, wait_for_workers=False, timeout=patience)
+            timeout = timedelta(seconds=30)
+            self._store = dist.TCPStore(*world.master, is_master=False, wait_for_workers=False, timeout=timeout)
         self._send_heartbeat()
-        world.barrier()  # from here on every rank's first heartbeat can be read
+        world.barrier()  # every rank's first heartbeat is in the store
         for function in (self._exchange, self._judge):
             threading.Thread(target=function, name=f"watchdog {function.__name__}", daemon=True).start()
         self.started = True
 
     def progress(self, step: int | None = None) -> None:
-        """Something was finished: an update (then its number), a micro-step, a batch of an evaluation, a save, a step of a run's
-        opening."""
+        """Report progress: an update (`step`: its number), a micro-step, an evaluation batch, a save, or a stage of opening a
+        run."""
         self._finished += 1
         self._step = self._step if step is None else step
 
     def opened(self) -> None:
-        """Training starts: how long its signs of progress take is measured from here on."""
+        """Training starts: measure the times between signs of progress from now on."""
         self._longest = 0.0
         self._round_trips = 0
 
     def stop(self, good: bool) -> None:
-        """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
+        """End the threads. `good`: the rank ended normally, so that the others do not report it."""
         self._good = good
         self._leaving.set()
         if self.started:
             self._left.wait(2 * TICK)
 
     def explain(self) -> None:
-        """After a collective failed: ends the process if another rank is found dead; otherwise returns."""
+        """After a collective failed: exits if another rank is found dead, otherwise returns."""
         self._failed = True
         time.sleep(EXPLAIN_SECONDS)
 
@@ -189,7 +193,7 @@ class Watchdog:
                 self._share_verdict()
                 self._answers += 1
                 self._unreachable = False
-            except RuntimeError:  # torch's own errors of a store derive from it
+            except RuntimeError:  # base class of torch's store errors
                 self._unreachable = True
         try:
             self._send_heartbeat()
@@ -203,9 +207,15 @@ class Watchdog:
 
     def _heartbeat(self) -> dict[str, Any]:
         doing, waiting = main_thread()
-        left = self._leaving.is_set() and self._good
-        place = {"beat": self._beat, "step": self._step, "doing": doing, "waiting": waiting}
-        return place | {"entered": entered(), "left": left, "idle": self._idle}
+        return {
+            "beat": self._beat,
+            "step": self._step,
+            "doing": doing,
+            "waiting": waiting,
+            "entered": entered(),
+            "left": self._leaving.is_set() and self._good,
+            "idle": self._idle,
+        }
 
     def _average(self, seconds: float) -> None:
         self._round_trips = count = min(self._round_trips + 1, ROUND_TRIPS)
@@ -219,8 +229,8 @@ class Watchdog:
     def _share_verdict(self) -> None:
         key = f"{self._prefix}-verdict"
         if self._proposal is not None:
-            found = self._store.compare_set(key, "", json.dumps(vars(self._proposal)))
-            self._verdict = Verdict(**json.loads(found))
+            first = self._store.compare_set(key, "", json.dumps(vars(self._proposal)))
+            self._verdict = Verdict(**json.loads(first))
         elif self._store.check([key]):
             self._verdict = Verdict(**json.loads(self._store.get(key)))
 
@@ -229,54 +239,54 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """Seconds without progress that are too many."""
+        """Seconds without progress after which the job ends."""
         if not self.timeout:
             return float("inf")
         least = self.timeout if self._step else max(self.timeout, START_SECONDS)
         return max(least, GAPS * (self._longest or 0.0))
 
     def _watched(self) -> list[Peer]:
-        """The next rank; all of them when one may have failed, so that their silence is known at the time-out."""
+        """The next rank; close to the limit or after a failure all others, so that missing heartbeats are known at the limit."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
         if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
             return others
         return [peer for peer in others if peer.rank == (self.world.rank + 1) % self.world.size]
 
-    # -- judgement: never touches the store ----------------------------------------------------------------------------
+    # -- verdicts: never access the store ------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         finished, answers, last = self._finished, self._answers, time.monotonic()
         while not self._leaving.is_set():
             time.sleep(TICK)
             now = time.monotonic()
-            passed, last = min(now - last, 2 * TICK), now
+            elapsed, last = min(now - last, 2 * TICK), now
             if self._finished != finished and self._longest is not None:
-                self._longest = max(self._longest, self._idle + passed)
-            self._idle = self._idle + passed if self._finished == finished else 0.0
-            self._mute = self._mute + passed if self._answers == answers else 0.0
+                self._longest = max(self._longest, self._idle + elapsed)
+            self._idle = self._idle + elapsed if self._finished == finished else 0.0
+            self._store_silent = self._store_silent + elapsed if self._answers == answers else 0.0
             finished, answers = self._finished, self._answers
             for peer in self._watched():
-                self._look_at(peer, passed)
+                self._look_at(peer, elapsed)
             if self._proposal is None:
                 self._proposal = self._find()
             else:
-                self._pending += passed
+                self._pending += elapsed
             verdict = self._verdict or (self._proposal if self._pending > STORE_SECONDS else None)
             if verdict is not None and not self._leaving.is_set():
                 self._end(verdict)
 
-    def _look_at(self, peer: Peer, passed: float) -> None:
+    def _look_at(self, peer: Peer, elapsed: float) -> None:
         last = self._heartbeats.get(peer.rank)
         if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
             peer.update(last)
-        elif self._mute < 2 * TICK:  # a store that does not answer hides every heartbeat
-            peer.silent += passed
+        elif self._store_silent < 2 * TICK:  # otherwise heartbeats may be missing because the store does not answer
+            peer.silent += elapsed
         near = peer.namespace == self._peers[self.world.rank].namespace
         peer.gone = peer.gone + 1 if near and not is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
-        """The verdict of this moment; None where no rank has failed."""
+        """The verdict; None if no rank has failed."""
         watched = [peer for peer in self._watched() if not peer.left]
         near = self._peers[self.world.rank].namespace
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
@@ -284,35 +294,36 @@ class Watchdog:
         lost = [p for p in watched if p.namespace != near and p.silent >= patience]
         if dead or lost:
             return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it sends no heartbeat"))
-        if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
+        if self._unreachable and self._store_silent >= (TICK if self._failed else STORE_SECONDS):
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
         if self._idle < self._limit:
             return None
-        if self._mute >= SILENT_SECONDS:
-            what = "is stopped or lost: its store does not answer"
-            return self._verdict_on(_all(self._peers[:1], what), hang=True)
+        if self._store_silent >= SILENT_SECONDS:
+            reason = "is stopped or lost: its store does not answer"
+            return self._verdict_on(_all(self._peers[:1], reason), hang=True)
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
         if any(p.idle < self._limit for p in watched):
-            return None  # this rank waits for one that works
-        own = self._peers[self.world.rank]
-        own.update(self._heartbeat())
-        found = find_failed_ranks(sorted([own, *watched], key=lambda peer: peer.rank))
+            return None  # this rank waits for one that makes progress
+        this = self._peers[self.world.rank]
+        this.update(self._heartbeat())
+        blocking = find_failed_ranks(sorted([this, *watched], key=lambda peer: peer.rank))
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
-        return self._verdict_on({rank: text + reason for rank, reason in found.items()}, hang=True, force=False)
+        return self._verdict_on({rank: text + reason for rank, reason in blocking.items()}, hang=True, force=False)
 
     def _verdict_on(self, failed: Mapping[int, str], hang: bool = False, force: bool = True) -> Verdict:
-        """On `failed` ranks, each with its reason; `force`: those on this host are killed."""
+        """The verdict on `failed` ranks, by rank with the reason; `force`: ranks on the same host kill them."""
         peers = [self._peers[rank] for rank in failed]
-        shown = "; ".join(f"{p} {failed[p.rank]}; at step {p.step}, {p.doing}" for p in peers[:SHOWN])
+        text = "; ".join(f"{p} {failed[p.rank]}; at step {p.step}, {p.doing}" for p in peers[:SHOWN])
         if len(peers) > SHOWN:
-            shown += f"; and {len(peers) - SHOWN} more"
-        own, alive = self.world.rank, [peer.rank for peer in self._peers if peer.rank not in failed]
-        kill = sorted(failed.keys() - {own}) if force and alive else []
-        return Verdict(shown, sorted({p.host for p in peers}), hang, kill, min(alive) if kill else own)
+            text += f"; and {len(peers) - SHOWN} more"
+        rank, alive = self.world.rank, [peer.rank for peer in self._peers if peer.rank not in failed]
+        kill = sorted(failed.keys() - {rank}) if force and alive else []
+        return Verdict(text, sorted({p.host for p in peers}), hang, kill, min(alive) if kill else rank)
 
     def _end(self, verdict: Verdict) -> None:
-        rank, own = self.world.rank, self._peers[self.world.rank]
+        """Act on a verdict, and exit."""
+        rank, namespace = self.world.rank, self._peers[self.world.rank].namespace
         try:
             if verdict.speaker == rank:
                 stacks = f"; stacks are in {self.run_dir}/hang-*.txt" if verdict.hang else ""
@@ -323,57 +334,57 @@ class Watchdog:
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
             for peer in self._peers:
-                if peer.rank in verdict.kill and peer.namespace == own.namespace and is_alive(peer.pid):
+                if peer.rank in verdict.kill and peer.namespace == namespace and is_alive(peer.pid):
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
-        finally:  # this process must not be the one that hangs, whatever could not be written
+        finally:  # exit also if files could not be written
             os._exit(leave_exit_code(FAILED, verdict.hosts))
 
 
-def _all(peers: list[Peer], what: str) -> dict[int, str]:
-    return {peer.rank: what for peer in peers}
+def _all(peers: list[Peer], reason: str) -> dict[int, str]:
+    return {peer.rank: reason for peer in peers}
 
 
-# -- evidence of this process ----------------------------------------------------------------------------------------
+# -- state of this process -------------------------------------------------------------------------------------------
 
 
 def entered() -> dict[str, int]:
-    """How many collectives this process has entered in each of its process groups, finished or not."""
+    """Number of collectives that this process has entered in each of its process groups, finished or not."""
     world: Any = dist.distributed_c10d._world
     return {world.pg_names[group]: group._get_sequence_number_for_group() for group in list(world.pg_map)}
 
 
 def main_thread() -> tuple[str, bool]:
-    """(file:line in function, whether it waits for other ranks there) of the main thread's innermost frame that is no
-    library's."""
+    """Position of the main thread, "file:line in function" of its innermost frame outside of libraries, and whether it is in a
+    collective."""
     identity = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(identity or 0)
     if frame is None:
         return "gone", False
     code = frame.f_code
     waiting = code is wait_for_ranks.__code__ or any(part in code.co_filename for part in COLLECTIVES)
-    shown = frame
+    innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         if frame.f_code.co_filename.startswith(PACKAGE):
             break
         frame = frame.f_back
-    shown = frame or shown
-    path = Path(shown.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{shown.f_lineno} in {shown.f_code.co_name}", waiting
+    frame = frame or innermost
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}", waiting
 
 
 def pid_namespace() -> str:
-    """A text that is equal for two processes exactly when each can see the other by its process id."""
+    """Host, boot and PID namespace of this process: equal for two processes if and only if each sees the other's process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"  # containers have their own ids
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"  # containers have PID namespaces
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # not known: a text that no other process has
+        return f"{socket.gethostname()} {os.getpid()}"  # unknown: different from every other process
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process that can be seen from here still runs or is stopped; one that only waits to be reaped is not."""
+    """Whether a process of this PID namespace is running or stopped; a zombie is neither."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -385,10 +396,10 @@ def is_alive(pid: int) -> bool:
 
 
 def find_failed_ranks(peers: Sequence[Peer]) -> dict[int, str]:
-    """The ranks that block the others, each with the reason; all ranks where no evidence distinguishes them.
+    """The ranks that block the others, each with the reason; all ranks if they cannot be distinguished.
 
-    Ranks run one program, so in each process group they enter the same collectives in the same order: one that has entered
-    fewer than others blocks those. Where the counts are equal, the step decides, then the stack.
+    All ranks run the same program, so in each process group they enter the same collectives in the same order: a rank that has
+    entered fewer than others blocks those. If the counts are equal, the steps are compared, then the stacks.
     """
     newest = max(peer.step for peer in peers)
     return (
@@ -400,9 +411,9 @@ def find_failed_ranks(peers: Sequence[Peer]) -> dict[int, str]:
 
 
 def _absent(peers: Sequence[Peer]) -> dict[int, str]:
-    """Those that have not entered what others wait in, and wait for none themselves; where all of them wait, those that the
-    most ranks wait for."""
-    # Of each rank that is waited for: how many do, and group and number of the collective that they have entered.
+    """Ranks that others wait for in a collective and that do not wait in one themselves; if all of them wait, those that most ranks
+    wait for."""
+    # For each rank that others wait for: the number of waiting ranks, and group and number of their collective.
     missing: dict[int, tuple[int, str, int]] = {}
     ahead: set[int] = set()
     for group in sorted({name for peer in peers for name in peer.entered}):

@@ -51,7 +51,7 @@ def test_killed_ranks_lose_no_update(dataset, tmp_path: Path, undisturbed, setti
         job.kill_rank(rank)
     assert job.codes() == [0, 0], job.log.read_text()
     text = job.log.read_text()
-    assert text.count("2 of 2 ranks start again") == 3 and text.count("resuming from copies in memory at step") == 3
+    assert text.count("2 of 2 ranks restart") == 3 and text.count("resuming from copies in memory at step") == 3
     assert job.curve() == undisturbed(setting)
 
 
@@ -61,7 +61,7 @@ def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
     job.processes[0].kill()
     assert job.codes() == [-signal.SIGKILL, 0], job.log.read_text()
     text = job.log.read_text()
-    assert "1 of 2 ranks start again, without 0 (host n0)" in text and "resuming from copies in memory at step" in text
+    assert "1 of 2 ranks restart, without 0 (host n0)" in text and "resuming from copies in memory at step" in text
     found, whole = job.curve(), undisturbed("zero.stage=1")
     assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
     assert [loss for loss, _, _ in found.values()] == pytest.approx([loss for loss, _, _ in whole.values()], rel=1e-4)
@@ -94,7 +94,7 @@ def test_a_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undistur
         network.set_link("n1", "down")
         assert job.codes() == [4, 0, 0], job.log.read_text()
     text = job.log.read_text()
-    assert "2 of 3 ranks start again, without 0 (host n1)" in text and "rank 0 was late or not to be reached" in text
+    assert "2 of 3 ranks restart, without 0 (host n1)" in text and "rank 0 was late or unreachable" in text
     assert "resuming from copies in memory at step" in text
     found, whole = job.curve(), undisturbed("zero.stage=1")
     assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}

@@ -122,7 +122,7 @@ def test_an_address_that_rank_0_has_not_is_said_at_once_and_never_requeued(clust
     wrong = address("n3")
     job = Job(cluster, tmp_path, dataset, *FOUR, MASTER_ADDR=wrong)
     assert cluster.ended(job.number, PATIENCE) == "FAILED"
-    assert f"the ranks are to meet at {wrong}, which is no address of n1, where rank 0 runs" in job.log
+    assert f"the rendezvous address {wrong} is not an address of n1, where rank 0 runs" in job.log
     assert cluster.job(job.number) | {"Restarts": "0", "ExitCode": "2:0"} == cluster.job(job.number)
 
 
