@@ -1,23 +1,22 @@
-"""Checkpoints: saved by all ranks or not at all, verified before use, read by any number of ranks at any ZeRO stage.
+"""Checkpoints: committed by all ranks or not at all, verified before use, read by any number of ranks at any ZeRO stage.
 
-Each rank writes what it owns into a hidden folder, fsyncs and hashes it, and no rank gathers the model. When all have
-written, rank 0 writes the manifest, renames the folder to `step-NNNNNNNN` and replaces `pointer.json`, in a thread of its
-own, and removes what is too old in another. Whatever dies before the rename leaves the previous checkpoint in place.
-Before anything is loaded every file is hashed again. Nothing is ever unpickled.
+Each rank writes its slices to a hidden folder, fsyncs and hashes them; no rank gathers the model. When all ranks have written,
+a thread of rank 0 writes the manifest, renames the folder to `step-NNNNNNNN` and replaces `pointer.json`; another thread removes
+old checkpoints. A failure before the rename leaves the previous checkpoint in place. Every file is hashed again before it is
+loaded. Nothing is unpickled.
 
     run/checkpoints/pointer.json                  the newest step
-    run/checkpoints/chain.jsonl                   a line a checkpoint: digests of data, config, code, weights, logs
+    run/checkpoints/chain.jsonl                   a line per checkpoint: digests of data, config, code, weights, logs
     run/checkpoints/step-00001000/
-        manifest.json                      files (bytes, SHA-256), parameters (shape, which ranks hold which slice),
-                                           counters, the run's state, its own SHA-256
-        weights-00002-of-00008.safetensors the fp32 master weights that one rank held, flat, as
-                                           `weight:<parameter>:<first element>`
-        moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same slices (Muon's matrices: the first)
+        manifest.json                      files (bytes, SHA-256), parameters (shape, slices by rank), counters, the run's
+                                           state, the manifest's SHA-256
+        weights-00002-of-00008.safetensors fp32 master weights of one rank, flat, as `weight:<parameter>:<first element>`
+        moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same slices (of Muon's matrices `exp_avg`)
 
-At ZeRO stage 0, where every rank holds everything, each writes an equal share. The slices over all ranks cover every
-parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote: each rank verifies and reads its share of the files,
-and they exchange the parameters over the network.
-There is no random-number state: `megabert.common.random_numbers` makes it from the step.
+At ZeRO stage 0, where every rank has all weights, each rank writes an equal share. The slices of all ranks cover every parameter
+exactly once, so any number of ranks at any ZeRO stage can read them: each rank verifies and reads its share of the files, and
+the ranks exchange the parameters over the network. There is no random-number state: `megabert.common.random_numbers` derives it
+from the step.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MODULES |= dict.fromkeys(START, "start") | dict.fromkeys(COPIES, "copies")
 
 
 def __getattr__(name: str) -> Any:
-    """What this package shows, imported when it is used: `chain` is read without torch, which these modules import."""
+    """The package's public names, imported on first use: these modules import torch, which `chain` does without."""
     if name in MODULES:
         return getattr(importlib.import_module(f"megabert.checkpoint.{MODULES[name]}"), name)
     raise AttributeError(f"module 'megabert.checkpoint' has no attribute {name!r}")

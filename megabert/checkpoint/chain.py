@@ -1,8 +1,8 @@
-"""Chain of digests of a run: an entry a checkpoint, with the digest of the entry before it.
+"""Hash chain of a run: an entry per checkpoint, with the digest of the previous entry.
 
-An entry is of the updates since the one before it: what they were done with (data, configuration, code, machine), what they logged,
-and the weights after them. None can be changed, removed or moved without a change of all behind it. `checkpoints/chain.jsonl` gets a
-checkpoint's entry before it is committed. With the log lines after a checkpoint that a run resumes from, entries are removed.
+An entry covers the updates since the previous one: their data, configuration, code and machine, their log lines, and the weights
+after them. An entry cannot be changed, removed or moved without changing all later ones. It is appended to
+`checkpoints/chain.jsonl` before its checkpoint is committed. When a run resumes, later entries are removed like later log lines.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, step_of
 
 FILE = "chain.jsonl"
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
-# what updates follow from besides data and configuration, and all of a checkpoint's state that is in its entry
+# fields of a checkpoint's state that updates depend on, besides data and configuration; and all fields in an entry
 MACHINE = ("machine", "threads", "world_size", "backends", "versions", "source")
 CIRCUMSTANCES = ("dataset", "phase_datasets", "tokenizer", "teacher", "config_sha256", "revision", *MACHINE)
 
 
 def append(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Add the entry of a checkpoint in the `checkpoints` folder of a run, whose manifest this is, and remove those after it."""
+    """Append the entry of the checkpoint with this manifest, after removing entries of the same and later steps. `folder`: the run's
+    `checkpoints`."""
     state = manifest["state"]
     before = _until(folder, state["step"])
     last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
@@ -43,15 +44,15 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def cut(folder: Path, step: int) -> None:
-    """Remove the entries after a step."""
-    kept = _until(folder, step + 1)
-    if kept != _lines(folder):
-        write_whole(folder / FILE, b"".join(kept))
+    """Remove the entries after `step`."""
+    lines = _until(folder, step + 1)
+    if lines != _lines(folder):
+        write_whole(folder / FILE, b"".join(lines))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The entries of the `checkpoints` folder of a run, in their order. Raises ValueError naming the first that is not as written, or
-    does not follow the one before it."""
+    """The entries in the `checkpoints` folder of a run. Raises ValueError naming the first that was changed or does not follow the
+    previous one."""
     entries: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(folder), 1):
         place, before = f"{folder / FILE}, line {number}", entries[-1] if entries else {SEAL: "", "step": -1}
@@ -61,31 +62,29 @@ def read(folder: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             as_written = False
         if not as_written:
-            raise ValueError(f"{place}: is not as it was written (its SHA-256 is another)")
+            raise ValueError(f"{place}: was changed (its SHA-256 does not match)")
         if entry["previous"] != before[SEAL]:
             raise ValueError(f"{place}: does not follow the line before it; an entry was removed, added or moved")
         entries.append(entry)
     if not entries:
-        raise ValueError(f"{folder / FILE}: is missing or empty, so nothing says what this run is of")
+        raise ValueError(f"{folder / FILE}: is missing or empty, so the run's data, config and code cannot be checked")
     return entries
 
 
 def check_logs(run: Path, entries: list[dict[str, Any]]) -> int:
-    """How many lines of a run's logs follow its newest entry, which are in no entry. Raises ValueError naming the file and the steps
-    whose lines are not those that were logged."""
+    """The number of log lines after the newest entry, which no entry covers. Raises ValueError naming the file and the steps whose
+    lines were changed."""
     uncovered = 0
     for name in LOGS:
         data, begin, step = (run / name).read_bytes() if (run / name).exists() else b"", 0, 0
         for entry in entries:
             end, sha256 = entry["logs"][name]
             if hashlib.sha256(data[begin:end]).hexdigest() != sha256 or end > len(data):
-                raise ValueError(
-                    f"{run / name}: the lines of steps {step} to {entry['step']} are not those that were logged"
-                )
+                raise ValueError(f"{run / name}: the lines of steps {step} to {entry['step']} were changed")
             begin, step = end, entry["step"]
         rest = data[begin:].splitlines()
         if name in (METRICS, SAMPLES) and any(step_of(line) <= step for line in rest):
-            raise ValueError(f"{run / name}: has lines of step {step} or before that were not logged")
+            raise ValueError(f"{run / name}: lines of step {step} or earlier were added")
         uncovered += len(rest)
     return uncovered
 
@@ -96,12 +95,12 @@ def _lines(folder: Path) -> list[bytes]:
 
 
 def _until(folder: Path, step: int) -> list[bytes]:
-    """The lines of the entries before a step."""
+    """The lines of the entries before `step`."""
     return [line for line in _lines(folder) if step_of(line) < step]
 
 
 def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
-    """Where the lines of a log up to a step end, and the SHA-256 of those from the byte `begin` on."""
+    """Byte offset of the end of a log's lines up to `step`, and the SHA-256 of the lines from byte `begin` to there."""
     data = b""
     if path.exists():
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
-"""Copies of the training state in memory: every rank's slices in its keeper's folder and in that of a keeper on another host.
+"""Copies of the training state in memory: each rank's slices in its keeper's folder and in that of a keeper on another host.
 
-A copy is written while training continues, and the next one begins when all ranks' copies have arrived at their peers: of any two
-neighbouring copies one is whole, whichever host is lost. Ranks that were started again in place continue from the newest copy that the
-folders of all of them hold together, by any number of ranks, as they would from a checkpoint.
+A copy is written while training continues, and the next one starts once the copies of all ranks have arrived at their peers: of
+two successive copies at least one is complete, whichever host is lost. Ranks restarted in place resume from the newest copy that
+their folders contain completely. As from a checkpoint, any number of ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megabert.distributed.ranks import World
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
 
-# Seconds between two looks at what the keeper has sent, and until it counts as not sent.
+# Seconds between checks whether the keeper has sent a copy, and the timeout.
 LOOK, SENT_WITHIN = 0.005, 120.0
 
 
 @dataclass(frozen=True)
 class NewestCopy:
-    """The newest whole copy: the state saved with it, the engine's counters, and its tensors."""
+    """The newest complete copy: the state saved with it, the engine's counters, and its tensors."""
 
     state: dict[str, Any]
     counters: dict[str, Any]
@@ -46,10 +46,11 @@ class NewestCopy:
 
 
 class Copies:
-    """The copies of one rank. All methods but `due` are collectives."""
+    """The copies of one rank. All methods except `due` are collectives."""
 
     def __init__(self, folder: Path, run_dir: Path, world: World, every: int) -> None:
-        """`folder`: the keeper's. The first ranks introduce their keepers to each other."""
+        """`folder`: the keeper's folder; `every`: updates between copies. The ranks of the first start exchange their keepers'
+        addresses."""
         self._folder, self._world, self._every = folder, world, every
         generation = Generation.read(folder)
         if generation is None:
@@ -57,7 +58,7 @@ class Copies:
             places = world.gather([host_name(), address, int(os.environ[keeper.PORT])])
             name = world.broadcast(secrets.token_hex(8))
             generation = Generation(name, tuple(Member(*place) for place in places))
-            if world.is_main:  # of an earlier job
+            if world.is_main:  # left by an earlier job
                 shutil.rmtree(run_dir / keeper.IN_PLACE, ignore_errors=True)
             (folder / keeper.RANK).write_text(str(world.rank))
             generation.write(folder)
@@ -70,8 +71,8 @@ class Copies:
         return step % self._every == 0
 
     def take(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Copy this moment's training state, once the copy before has arrived everywhere. Raises Failed where memory does not
-        hold it."""
+        """Start a copy of the training state, after the previous one has arrived everywhere. Raises Failed if it does not fit into
+        memory."""
         if self._last is not None:
             self._finish(self._last)
             self._world.barrier()
@@ -84,7 +85,7 @@ class Copies:
         self._last = name
 
     def _finish(self, name: CopyName) -> None:
-        """Wait until a copy is written and at this rank's peer."""
+        """Wait until a copy is written and this rank's peer has received it."""
         assert self._writing is not None
         self._writing.join()
         if self._writing.failure is not None:
@@ -95,12 +96,13 @@ class Copies:
         delivered, started = self._folder / keeper.DELIVERED, time.monotonic()
         while self._peer is not None and not (delivered.exists() and delivered.read_text() == str(name)):
             if time.monotonic() - started > SENT_WITHIN:
-                raise Failed(f"host {self._peer.host} did not take a copy of the training state in {SENT_WITHIN:.0f} s")
+                raise Failed(
+                    f"host {self._peer.host} did not receive a copy of the training state within {SENT_WITHIN:.0f} s"
+                )
             time.sleep(LOOK)
 
     def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any]) -> None:
-        slices = [*snapshot.weights, *snapshot.moments]
-        about = {
+        metadata = {
             "held": [(part.name, part.offset, part.length) for part in snapshot.weights],
             "single": sorted({part.name for part in snapshot.moments if len(part.values) == 1}),
             "shapes": snapshot.shapes,
@@ -108,32 +110,33 @@ class Copies:
             "state": state,
         }
         part = self._folder / f".{name}"
-        write_tensors(part, named(slices), {"copy": json.dumps(about)})
+        write_tensors(part, named([*snapshot.weights, *snapshot.moments]), {"copy": json.dumps(metadata)})
         os.replace(part, self._folder / str(name))
 
     def newest(self, after: int) -> NewestCopy | None:
-        """The newest copy of which the ranks hold every part together, of a place in the data behind `after`; None where there is
+        """The newest copy with a data cursor greater than `after` of which the ranks' folders have every file; None if there is
         none."""
-        held = self._world.gather([list(copy) for copy in keeper.copies_in(self._folder)])
+        copies_by_holder = self._world.gather([list(copy) for copy in keeper.copies_in(self._folder)])
+        # of each copy: the rank that wrote a file -> the rank that reads it
         holders: dict[tuple[int, str, int], dict[int, int]] = {}
-        for holder, copies in enumerate(held):
+        for holder, copies in enumerate(copies_by_holder):
             for cursor, rank, size, generation in copies:
                 holders.setdefault((cursor, generation, size), {}).setdefault(rank, holder)
-        whole = [key for key, ranks in holders.items() if len(ranks) == key[2] and key[0] > after]
-        if not whole:
-            if parts_of := max((key for key in holders if key[0] > after), default=None):
-                missing = sorted(set(range(parts_of[2])) - holders[parts_of].keys())
-                log.info(f"copies in memory: the parts of ranks {missing} are lost; the newest checkpoint is taken")
+        complete = [key for key, ranks in holders.items() if len(ranks) == key[2] and key[0] > after]
+        if not complete:
+            if incomplete := max((key for key in holders if key[0] > after), default=None):
+                missing = sorted(set(range(incomplete[2])) - holders[incomplete].keys())
+                log.info(f"copies in memory: the files of ranks {missing} are lost; the newest checkpoint is used")
             return None
-        cursor, generation, size = newest = max(whole)
-        own = [rank for rank, holder in holders[newest].items() if holder == self._world.rank]
-        files = {rank: open_file(self._folder, str(CopyName(cursor, rank, size, generation))) for rank in own}
-        about = {rank: json.loads(file.metadata()["copy"]) for rank, file in files.items()}
+        cursor, generation, size = newest = max(complete)
+        writers = [rank for rank, holder in holders[newest].items() if holder == self._world.rank]
+        files = {rank: open_file(self._folder, str(CopyName(cursor, rank, size, generation))) for rank in writers}
+        metadata = {rank: json.loads(file.metadata()["copy"]) for rank, file in files.items()}
         parts: dict[str, Any] = {}
-        for found in self._world.gather({str(rank): [one["held"], one["single"]] for rank, one in about.items()}):
-            parts |= found
-        # what is the same on every rank, as rank 0 wrote it
-        first = self._world.gather(about.get(0))[holders[newest][0]]
+        for local in self._world.gather({str(rank): [m["held"], m["single"]] for rank, m in metadata.items()}):
+            parts |= local
+        # shapes, state and counters are equal on all ranks: those that rank 0 wrote
+        first = self._world.gather(metadata.get(0))[holders[newest][0]]
         tensors = StoredTensors(
             index_slices(first["shapes"], [parts[str(rank)][0] for rank in range(size)]),
             {name for _, single in parts.values() for name in single},
@@ -144,6 +147,6 @@ class Copies:
 
 
 def copies_of_keeper(run_dir: Path, world: World, every: int) -> Copies | None:
-    """The copies of a rank that has a keeper. A collective."""
+    """The copies of a rank that has a keeper, otherwise None. A collective."""
     folder = os.environ.get(keeper.FOLDER)
     return Copies(Path(folder), run_dir, world, every) if folder else None

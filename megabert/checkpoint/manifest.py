@@ -1,10 +1,10 @@
-"""Manifest of a checkpoint: its files by size and SHA-256, and which rank's files hold which slice of each parameter.
+"""Manifest of a checkpoint: its files with sizes and SHA-256, and the slices of each parameter by rank.
 
-No file of a checkpoint is opened before its size and SHA-256 were compared. A manifest names plain files of its own folder
-and nothing else: a name with a slash, `..` or a link is damage.
+No file of a checkpoint is parsed before its size and SHA-256 are verified. A manifest only names regular files of its folder: a
+name with a slash, `..` or a link counts as damage.
 
-A parameter's slices follow each other from its first element to its last, so an entry `[rank, ranks, length]` stands for
-`length` elements on each of `ranks` ranks from `rank` on. A parameter that ZeRO cuts into 512 has one or two entries.
+The slices of a parameter are listed from its first element to its last. An entry `[rank, ranks, length]` stands for `length`
+elements on each of `ranks` ranks, starting at `rank`; a parameter that ZeRO partitions into 512 has one or two entries.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megabert.common.files import sealed
 
 SCHEMA = 3
 MANIFEST = "manifest.json"
-# The field that holds the digest of the others.
+# The field with the digest of the other fields.
 SEAL = "sha256"
-# What a rank saves, each in a file of its own.
+# Groups of tensors; a rank writes one file for each.
 WEIGHTS, MOMENTS = "weights", "moments"
 
 # (parameter, first element, number of elements)
@@ -33,7 +33,7 @@ Slice = tuple[str, int, int]
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what was committed."""
+    """A checkpoint differs from what was committed."""
 
 
 class SliceIndex:
@@ -60,7 +60,7 @@ class SliceIndex:
 
     @cached_property
     def by_rank(self) -> dict[int, list[Slice]]:
-        """The slices of each rank that holds any."""
+        """The slices of each rank that has any."""
         by_rank: dict[int, list[Slice]] = {}
         for name in self._parameters:
             for offset, length, rank in self.slices(name):
@@ -69,9 +69,9 @@ class SliceIndex:
 
 
 def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[Slice]]) -> dict[str, Any]:
-    """A manifest's "parameters", from the slices of every rank in rank order.
+    """The field "parameters" of a manifest, from the slices of every rank in rank order.
 
-    Raises ValueError where they do not cover each parameter exactly once.
+    Raises ValueError if they do not cover each parameter exactly once.
     """
     by_name: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
     for rank, held in enumerate(slices):
@@ -79,47 +79,47 @@ def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[
             by_name.setdefault(name, []).append((offset, length, rank))
     entries = {}
     for name, parts in by_name.items():
-        runs: list[list[int]] = []
+        pieces: list[list[int]] = []
         covered, size = 0, math.prod(shapes[name]) if name in shapes else 0
         for offset, length, rank in sorted(parts):
             if offset != covered or length < 1:
                 raise ValueError(f"rank {rank}'s slice of {name} at {offset} does not start at {covered}")
             covered += length
-            if runs and rank == runs[-1][0] + runs[-1][1] and length == runs[-1][2]:
-                runs[-1][1] += 1
+            if pieces and rank == pieces[-1][0] + pieces[-1][1] and length == pieces[-1][2]:
+                pieces[-1][1] += 1
             else:
-                runs.append([rank, 1, length])
+                pieces.append([rank, 1, length])
         if covered != size:
             raise ValueError(f"the ranks hold {covered} of the {size} elements of {name}")
-        entries[name] = {"shape": list(shapes[name]), "pieces": runs}
+        entries[name] = {"shape": list(shapes[name]), "pieces": pieces}
     return entries
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
-    """Of the file in which a rank saves its WEIGHTS or MOMENTS."""
+    """Name of the file of a rank's WEIGHTS or MOMENTS."""
     return f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def group_of(name: str) -> str:
-    """WEIGHTS or MOMENTS: what a file holds."""
+    """The group of a file, WEIGHTS or MOMENTS."""
     return name.partition("-")[0]
 
 
 def has_moments(engine: Mapping[str, Any]) -> bool:
-    """Whether there were moments: after an update, or taken over from another run."""
+    """Whether the optimizer had moments, from updates or from another run. `engine`: its counters."""
     return bool(engine["optimizer_steps"] or engine.get("primed"))
 
 
 def seal(fields: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest. `fields`: its "ranks", "files", "parameters" and "first_moment_only" (names of parameters without
-    a second moment: Muon's matrices); `engine`: the counters of `Engine.snapshot`."""
+    """The bytes of a manifest. `fields`: "ranks", "files", "parameters" and "first_moment_only" (names of parameters without a
+    second moment: Muon's matrices); `engine`: the counters of `Engine.snapshot`."""
     return sealed({"schema": SCHEMA, **fields, "state": state, "engine": engine}, SEAL)
 
 
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
-    """The manifest of a checkpoint folder; `weights_only`: the other files left out.
+    """The manifest of a checkpoint folder; `weights_only`: without the files of moments.
 
-    Raises DamagedCheckpoint unless it is byte for byte what was written, OSError where it cannot be read, again and again.
+    Raises DamagedCheckpoint unless its bytes are those that were written, OSError if reading fails repeatedly.
     """
     try:
         data = tried_again(lambda: _read_bytes(path / MANIFEST))
@@ -137,7 +137,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
-    """Why a manifest, whose bytes are `data`, is not one that `seal` gave; "" where it is."""
+    """Why a manifest, whose bytes are `data`, is not one that `seal` made; "" if it is."""
     if sealed(manifest, SEAL) != data:
         return "damaged: it does not match its own SHA-256"
     if manifest["schema"] != SCHEMA:
@@ -155,7 +155,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """The files, with their entries, that a rank of so many verifies and reads: equal numbers, by size."""
+    """The files that one of `ranks` ranks verifies and reads, with their entries. Files are dealt out in order of size."""
     return sorted(files.items(), key=lambda item: -item[1]["bytes"])[rank::ranks]
 
 

@@ -1,8 +1,8 @@
-"""Record of the learning rates that were read from the clock: an update that is repeated takes the rate it had.
+"""Record of learning rates that depend on the training time, so that a repeated update uses the same rate.
 
-`learning_rates.bin` in the run's folder has one record an update: its step and its number in the data (after a rollback a
-step has other data), the seconds trained before it, its rate, and a CRC-32 of these and of the settings that rates follow
-from. Rank 0 writes it as the update starts. Torn records and those of other settings count as absent.
+`learning_rates.bin` in the run folder has a record per update: its step and its data cursor (after a rollback a step has other
+data), the training time before it in seconds, its rate, and a CRC-32 of these and of the settings that determine the rates. Rank
+0 appends it before the update. Incomplete records and records of other settings are ignored.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megabert.config import Config
 from megabert.distributed.ranks import World
 
 FILE = "learning_rates.bin"
-# step, number in the data, seconds, rate, CRC-32 of the rest
+# step, data cursor, seconds, rate, CRC-32 of the other fields
 RECORD = struct.Struct("<qqddI")
 
 
 class RateRecord:
-    """Seconds and rates of a run's updates from step `first` on. Opening it is a collective."""
+    """Training times and rates of a run's updates from step `first` on. The constructor is a collective."""
 
     def __init__(self, run_dir: Path, config: Config, world: World, first: int, fresh: bool = False) -> None:
-        """`fresh`: the run has no checkpoint, so it has no rates either."""
+        """`fresh`: the run has no checkpoint, so existing records are removed."""
         self._path, self._writes = run_dir / FILE, world.is_main
         settings = {"schedule": config.schedule.model_dump(), "lr": config.optimizer.lr, "phases": config.phases}
         self._settings = zlib.crc32(canonical(settings))
@@ -42,11 +42,11 @@ class RateRecord:
         return zlib.crc32(RECORD.pack(*values, 0)[: RECORD.size - 4], self._settings)
 
     def known(self, step: int, cursor: int) -> tuple[float, float] | None:
-        """Seconds trained before an update, and its rate, where it was done before."""
+        """Training time before an update in seconds, and its rate; None if the update was not done before."""
         return self._known.get((step, cursor))
 
     def add(self, step: int, cursor: int, seconds: float, rate: float) -> None:
-        """An update that starts."""
+        """Append the record of an update. On rank 0 only."""
         if self._writes:
             values = (step, cursor, seconds, rate)
             with open(self._path, "ab") as file:

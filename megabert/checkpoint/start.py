@@ -1,4 +1,4 @@
-"""Start of a run from a checkpoint: whether its own may continue it, and weights and moments taken from another run's."""
+"""Start of a run from a checkpoint: compatibility with its own, and weights and moments of another run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megabert.optim.schedule import finished, share_used
 if TYPE_CHECKING:
     from megabert.engine import Engine
 
-# Fields of the config that decide what the weights and moments mean, and which rows an update holds.
+# Config fields that must not change during a run: the meaning of weights and moments and the rows of an update depend on them.
 FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
-# Of a phase that a run has been in.
+# Fields of phases that have started.
 FIXED_IN_PHASE = ("batch.global_size", "model.rope_theta", "model.local_rope_theta")
-# Of the model section, which is fixed otherwise: they do not change what the weights compute.
+# Fields of the model section that may change; all others are fixed.
 FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "frequency_bias")
-# May change during a run, but a causal model is another kind of model.
+# May change during a run, except to or from "causal".
 STRATEGY = "data.masking.strategy"
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to continue a run on other data or as another model.
+    """Refuse to resume a run with other data or another model.
 
-    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises
-    ValueError naming the field and both values.
+    `saved` and `current` have "dataset", "tokenizer" (SHA-256) and "config", for a student also "teacher" (SHA-256 of its weights).
+    Raises ValueError naming the field and both values.
     """
     _check_equal("dataset fingerprint", saved["dataset"], current["dataset"])
     _check_equal("tokenizer SHA-256", saved["tokenizer"], current["tokenizer"])
@@ -52,20 +52,20 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
 
 
 def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Of the phases that the run has been in, the data and the batch must be the same, and it must not be back in one of them."""
-    before, now = (Config.model_validate(of["config"]) for of in (saved, current))
+    """Data and batch of phases that have started must not change, and the run must not return to an earlier phase."""
+    saved_config, config = (Config.model_validate(state["config"]) for state in (saved, current))
     starts = saved.get("phase_starts", [0])
     if len(starts) > 1:
-        used = share_used(now.schedule, saved["step"], saved["seconds"] / 60, saved["tokens"])
-        number = phase_at(phases_of(now), used) + 1
+        used = share_used(config.schedule, saved["step"], saved["seconds"] / 60, saved["tokens"])
+        number = phase_at(phases_of(config), used) + 1
         if number < len(starts):
             raise ValueError(
                 f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be back in "
-                f"phase {number}; give a budget or shares by which phase {len(starts) - 1} is over"
+                f"phase {number}; set a budget or shares by which phase {len(starts) - 1} is over"
             )
-    phases = list(zip(phases_of(before), phases_of(now), strict=False))[: len(starts)]
+    phases = list(zip(phases_of(saved_config), phases_of(config), strict=False))[: len(starts)]
     for number, (old, new) in enumerate(phases):
-        datasets = [of["phase_datasets"][number] for of in (saved, current)]
+        datasets = [state["phase_datasets"][number] for state in (saved, current)]
         _check_equal(f"phases.{number + 1}: dataset fingerprint", *datasets)
         for name in FIXED_IN_PHASE:
             values = (_field(phase.config.model_dump(), name) for phase in (old, new))
@@ -73,20 +73,20 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
-    """Log each setting that is not the one of the checkpoint's state. Raises ValueError where its run is finished and another
-    schedule would begin it again, unless it may `extend` the run."""
-    before, now = _settings(saved["config"]), _settings(config.model_dump())
-    for name in before | now:
-        if before.get(name) != now.get(name):
-            log.info(f"{name} was {before.get(name)!r} and is {now.get(name)!r} from here on")
+    """Log each setting that differs from the checkpoint's. Raises ValueError if the run was finished and would continue by the
+    new schedule, unless `extend`."""
+    old, new = _settings(saved["config"]), _settings(config.model_dump())
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            log.info(f"{name} was {old.get(name)!r} and is {new.get(name)!r} from here on")
     used = saved["step"], saved["seconds"] / 60, saved["tokens"]
-    over = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
-    if over and not finished(config.schedule, *used) and not extend:
-        raise ValueError("this run is finished, and the schedule given would train it on; with --extend it does")
+    was_finished = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
+    if was_finished and not finished(config.schedule, *used) and not extend:
+        raise ValueError("this run is finished, and the schedule given would train it further; with --extend it does")
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`section.key` -> value, and `phases.N.section.key` -> value of what phases change."""
+    """Values by `section.key`, and those that phases change by `phases.N.section.key`."""
     settings = flat(tree)
     phases = settings.pop("phases", [])
     return settings | flat({f"phases.{number}": phase for number, phase in enumerate(phases, 1)})
@@ -110,7 +110,7 @@ def _check_equal(field: str, saved: Any, current: Any) -> None:
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    Each process reads for itself, and these files alone. Raises ValueError naming `source` when it holds no whole checkpoint.
+    Not a collective; the files of moments are not read. Raises ValueError naming `source` if it has no complete checkpoint.
     """
     checkpoints = Checkpoints(source, _lone_rank())
     path = _newest_of(checkpoints, weights_only=True)
@@ -120,10 +120,10 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def start_engine(engine: Engine, source: str | Path, world: World, moments: bool) -> dict[str, Any]:
-    """Start `engine` with the weights, and the `moments` too, of a run folder's newest whole checkpoint, or of one checkpoint
-    folder; the state saved with them. A collective. The bias correction of moments, which counts updates, restarts at zero.
+    """Load the weights, with `moments` also the moments, of a run folder's newest complete checkpoint or of one checkpoint folder
+    into `engine`; returns the saved state. A collective. The update count for the moments' bias correction restarts at zero.
 
-    Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments or with another optimizer's.
+    Raises ValueError naming `source` if it has no complete checkpoint, or one without moments or with those of another optimizer.
     """
     checkpoints = Checkpoints(source, world)
     try:
@@ -149,8 +149,8 @@ def _check_moments(manifest: Mapping[str, Any], source: str | Path, current: str
 
 
 def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """The manifest of each checkpoint of a run, the newest first, all its files compared. Raises ValueError naming the file that is
-    not as it was saved."""
+    """The manifest of each checkpoint of a run, newest first, after verifying its files. Raises ValueError naming a file that was
+    changed."""
     checkpoints = Checkpoints(run_dir, _lone_rank())
     for step in checkpoints.steps():
         if problem := checkpoints.problem(checkpoints.folder / f"step-{step:08d}"):
@@ -159,14 +159,14 @@ def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_step(run_dir: str | Path) -> int | None:
-    """The step of the newest committed checkpoint of a run folder, which may be one that is being written to; or None."""
+    """The step of the newest committed checkpoint of a run folder, or None. The run may be training."""
     return committed_step(Path(run_dir) / "checkpoints")
 
 
 def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Make whole fp32 `weights` the checkpoint of step 0 of a run folder that no other process writes; its folder.
+    """Write fp32 `weights` as the checkpoint of step 0 of a run folder, without moments; returns its folder.
 
-    It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
+    No other process may write to the run folder. `state` as in `Checkpoints.save`, without "step".
     """
     checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
     folder = checkpoints.folder / f"{SAVING}{0:08d}"
@@ -190,7 +190,7 @@ def _lone_rank() -> World:
 
 
 def _newest_of(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
-    """The run's newest whole checkpoint, or the one whose own folder was named instead of a run's. A collective. Raises
+    """The newest complete checkpoint of a run folder, or the checkpoint whose folder was given instead. A collective. Raises
     ValueError."""
     path = checkpoints.run_dir
     if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):

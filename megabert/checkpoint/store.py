@@ -1,4 +1,4 @@
-"""Checkpoints of a run: taken at one instant, written while training continues, committed by all ranks or not at all."""
+"""Checkpoints of a run: snapshots that are written while training continues, and committed by all ranks or not at all."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 STEP = re.compile(r"step-(\d{8,})")
 POINTER = "pointer.json"
-# Prefix of folders that were never committed, or are being removed.
+# Prefix of folders that are not committed yet, or are being removed.
 SAVING = ".saving-"
-# Prefix of a checkpoint whose step is being saved again.
+# Prefix of a checkpoint that is being replaced by another of the same step.
 REPLACED = ".replaced-"
-# Prefix of checkpoints that were not whole when their names were needed.
+# Prefix of damaged checkpoints that were renamed to free their names.
 DAMAGED = "damaged-"
-# Of threads that write, so that training has the cores first.
+# Niceness of threads that write, so that training has priority.
 NICENESS = 10
-# A rank's status of the save in flight; the greatest of all ranks counts.
+# A rank's status of the save in flight; the maximum over the ranks decides.
 COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
 
 
 class BackgroundTask(threading.Thread):
-    """A function running in a thread; `failure` holds what it raised once the thread has ended."""
+    """A thread that runs a function; `failure` is its exception, once the thread has ended."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
-        # No daemon: the interpreter's end would leave a file half written that could have been whole.
+        # Not a daemon: the interpreter waits until its file is written.
         super().__init__(name=name)
         self.failure: Exception | None = None
         self._function: Callable[[], None] | None = function
@@ -67,13 +67,12 @@ class BackgroundTask(threading.Thread):
 
     def run(self) -> None:
         assert self._function is not None
-        os.nice(NICENESS)  # on Linux of this thread alone
+        os.nice(NICENESS)  # on Linux this affects only the thread
         try:
             self._function()
         except Exception as error:  # raised on all ranks by `Checkpoints.advance`
             self.failure = error
-        # Frees the copies in host memory, which the function holds.
-        self._function = None
+        self._function = None  # frees the snapshot in host memory
 
     @property
     def problem(self) -> str:
@@ -87,50 +86,50 @@ class BackgroundTask(threading.Thread):
 
 @dataclass
 class SaveInFlight:
-    """A save that is not yet committed. Every rank writes; when all have written, rank 0 commits."""
+    """A save that is not committed yet. Every rank writes; when all have written, rank 0 commits."""
 
     folder: Path
     state: dict[str, Any]
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     writing: BackgroundTask
-    # By every rank, as all of them know.
+    # All ranks have written; the same on every rank.
     written: bool = False
-    # On rank 0.
+    # On rank 0 only.
     committing: BackgroundTask | None = None
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. All methods but `pending` and `status` are called by all ranks alike."""
+    """The checkpoints of one run folder. All ranks must call the same methods, except `pending` and `status`."""
 
     def __init__(self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None) -> None:
-        """`settings` None opens the folder for reading only. Otherwise what dead saves left is removed, so the run's lock
-        must be held (`run_lock.take`)."""
+        """`settings` None opens the folder for reading only. Otherwise the run lock must be held (`run_lock.take`), since leftovers
+        of interrupted saves are removed."""
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings = world, settings
         self._in_flight: SaveInFlight | None = None
-        # steps whose checkpoints are not what was saved, as far as rank 0 has looked
+        # steps of damaged checkpoints, as far as known on rank 0
         self._damaged: set[int] = set()
-        # called while a save that is waited for advances
+        # called while waiting for a save that makes progress
         self.progress: Callable[[], None] = lambda: None
-        # of the checkpoint that `problem` looked at last
+        # manifest of the checkpoint that `problem` verified last
         self.manifest: dict[str, Any] = {}
         if settings is not None:
             if world.is_main:
                 self._clean()
-            # in names of folders: a rank of a job that lost the run writes to none of the next one's
+            # part of folder names, so that a job that lost the lock does not write to folders of the next job
             self._token = world.broadcast(secrets.token_hex(4))
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, engine: Engine, state: Mapping[str, Any]) -> Path | None:
-        """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"): its folder where it is committed at once.
-        A collective where one is in flight.
+        """Save a checkpoint of `engine` and `state` (JSON; needs "step", "config"). A collective if a save is in flight, which is
+        finished first. Raises as `advance`.
 
-        When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot`), and
-        threads write and commit it: the ranks reduce their `status` now and then and pass the maximum to `advance`, or wait
-        in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as `advance` does.
+        If `settings.asynchronous`, this returns None once this rank's part is copied to host memory (`Engine.snapshot`). Threads
+        write and commit it: the ranks reduce their `status` from time to time and pass the maximum to `advance`, or wait in
+        `finish`. Otherwise it commits and returns the checkpoint's folder.
         """
         assert self.settings is not None, "opened for reading only"
         self.finish()
@@ -142,28 +141,27 @@ class Checkpoints:
 
     @property
     def pending(self) -> bool:
-        """A save is in flight; the same on every rank."""
+        """Whether a save is in flight; the same on every rank."""
         return self._in_flight is not None
 
     @property
     def status(self) -> int:
-        """This rank's status of the save in flight, for `advance`; 0 where there is none."""
+        """This rank's status of the save in flight, for `advance`; 0 if there is none."""
         save = self._in_flight
         if save is None:
             return COMMITTED
         if not save.written:
             return save.writing.status(running=WRITING, failed=NOT_WRITTEN, done=WRITTEN)
-        if save.committing is None:  # another rank does it
+        if save.committing is None:  # rank 0 commits
             return COMMITTED
         return save.committing.status(running=COMMITTING, failed=NOT_COMMITTED, done=COMMITTED)
 
     def advance(self, status: int) -> Path | None:
-        """The save in flight, one stage further where `status` allows it: the maximum over all ranks at one moment, which
-        may be some updates old, but was reduced after `save`. The checkpoint's folder once it is committed. The same on
-        every rank; a collective only where something failed.
+        """Move the save in flight to its next stage if `status` allows it; returns the checkpoint's folder once it is committed.
 
-        When any rank could not write, the earlier checkpoints are untouched, and every rank raises Failed naming that rank
-        and its reason.
+        `status`: the maximum of all ranks' status; it may be some updates old, but was reduced after `save`. The result is the same
+        on every rank; a collective only after a failure. If any rank could not write, earlier checkpoints are unchanged, and every
+        rank raises Failed naming that rank and its reason.
         """
         save = self._in_flight
         if save is None:
@@ -183,8 +181,8 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the save in flight and commit it; its folder. None when there is none. A collective. Raises as `advance`
-        does."""
+        """Wait until the save in flight is committed; returns its folder, or None if there is none. A collective. Raises as
+        `advance`."""
         path = None
         while (save := self._in_flight) is not None:
             if not save.written:
@@ -195,7 +193,7 @@ class Checkpoints:
         return path
 
     def _wait(self, writing: BackgroundTask, folder: Path) -> None:
-        """Until this rank's files are written; one that grows is progress."""
+        """Wait until this rank's files are written; growing files are reported as progress."""
         files, size = [folder / file_name(g, self.world.rank, self.world.size) for g in (WEIGHTS, MOMENTS)], -1
         while writing.is_alive():
             writing.join(1.0)
@@ -204,48 +202,48 @@ class Checkpoints:
                 self.progress()
 
     def commit(self, temporary: Path, step: int, manifest: bytes) -> None:
-        """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old: in the background when
+        """Commit the complete folder `temporary` as the checkpoint of `step`, then remove old checkpoints, in the background if
         `settings.asynchronous`. Rank 0 only."""
         assert self.settings is not None
         with run_lock.naming_next_owner(self.run_dir):
-            doomed = self._replace(temporary, step, manifest)
+            obsolete = self._replace(temporary, step, manifest)
         if self.settings.asynchronous:
-            BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))
+            BackgroundTask(f"remove-before-{step}", partial(_remove, obsolete))
         else:
-            _remove(doomed)
+            _remove(obsolete)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
-        """The folders that the new checkpoint makes superfluous, by their names until they are removed."""
+        """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
         assert self.settings is not None
-        write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
-        final, doomed, tree = self.folder / f"step-{step:08d}", [], json.loads(manifest)
+        write_whole(temporary / MANIFEST, manifest)  # also syncs the folder with the other files' entries
+        final, obsolete, tree = self.folder / f"step-{step:08d}", [], json.loads(manifest)
         run_lock.check(self.run_dir)
         chain.append(self.folder, tree)
-        if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
-            doomed += self._free(step, f"{REPLACED}{final.name}")
+        if final.exists():  # damaged, or saved before a rollback
+            obsolete += self._free(step, f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync(self.folder)
-        sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
+        sync(self.run_dir)  # `checkpoints` is a new entry at the first save
         write_whole(self.folder / POINTER, canonical({"step": step}))
         steps, every, best = self.steps(), self.settings.keep_every, tree["state"].get("best_step")
         if best in steps:
             self._link(best)
-        abandoned = [other for other in steps if other > step]  # damaged, or of before a rollback
+        later = [other for other in steps if other > step]  # damaged, or saved before a rollback
         older = [other for other in steps if other <= step][self.settings.keep :]
-        for dead in abandoned + [other for other in older if other != best and (not every or other % every)]:
-            doomed += self._free(dead, f"{SAVING}old-{dead:08d}-{time.time_ns()}")
-        return doomed
+        for old in later + [other for other in older if other != best and (not every or other % every)]:
+            obsolete += self._free(old, f"{SAVING}old-{old:08d}-{time.time_ns()}")
+        return obsolete
 
     def _link(self, step: int) -> None:
-        """Let `best` in the run folder be the checkpoint of `step`; a reader finds it at any moment."""
+        """Atomically make the link `best` in the run folder point to the checkpoint of `step`."""
         new = self.run_dir / f".{BEST}"
         new.unlink(missing_ok=True)
         new.symlink_to(Path(self.folder.name, f"step-{step:08d}"))
         os.replace(new, self.run_dir / BEST)
 
     def _free(self, step: int, name: str) -> list[Path]:
-        """Rename a checkpoint to `name`, to be removed: the folder. A damaged one stays, as `damaged-…`, for who may need what
-        is left of it."""
+        """Rename a checkpoint to `name`, to be removed; returns its folder. A damaged one is kept as `damaged-…`, since parts of it
+        may still be usable."""
         run_lock.check(self.run_dir)
         remove = step not in self._damaged
         self._damaged.discard(step)
@@ -254,9 +252,9 @@ class Checkpoints:
         return [renamed] if remove else []
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write this rank's files and, for the commit, a note of what they are. In the save's own thread: no collective."""
+        """Write this rank's files, and a note for the commit that describes them. In a background thread, so no collectives."""
         rank, ranks = self.world.rank, self.world.size
-        folder.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
+        folder.mkdir(parents=True, exist_ok=True)  # by the first rank
         files = {}
         for group, slices in ((WEIGHTS, snapshot.weights), (MOMENTS, snapshot.moments)):
             if slices:
@@ -268,7 +266,7 @@ class Checkpoints:
         (folder / _note(rank)).write_bytes(compact([files, held, single]))
 
     def _commit(self, save: SaveInFlight) -> None:
-        """Seal what all ranks noted, and make the folder a checkpoint. In a thread of rank 0."""
+        """Write the manifest from the notes of all ranks, and commit the checkpoint. In a thread of rank 0."""
         notes = [save.folder / _note(rank) for rank in range(self.world.size)]
         files: dict[str, Any] = {}
         held, single = [], set[str]()
@@ -289,7 +287,7 @@ class Checkpoints:
         self.commit(save.folder, int(save.state["step"]), manifest)
 
     def _give_up(self, save: SaveInFlight) -> NoReturn:
-        """Remove what a failed save wrote, and raise. A collective."""
+        """Remove the folder of a failed save, and raise its error. A collective."""
         self._in_flight = None
         failed = save.committing or save.writing
         problems = self.world.gather(failed.problem)
@@ -306,14 +304,14 @@ class Checkpoints:
         )
 
     def _clean(self) -> None:
-        """Remove what saves that died left, or finish the replacement that one of them was in."""
+        """Remove the leftovers of interrupted saves, or complete an interrupted replacement."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
         for leftover in (
             path for name in (SAVING, f".{POINTER}.", f".{chain.FILE}.") for path in self.folder.glob(f"{name}*")
         ):
-            # a thread of an earlier `Checkpoints` of this process may be removing it
+            # a thread of an earlier `Checkpoints` in this process may be removing it
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         chain.cut(self.folder, max(self.steps(), default=-1))
@@ -321,10 +319,10 @@ class Checkpoints:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def latest(self, limit: int | None = None, weights_only: bool = False) -> Path | None:
-        """The newest checkpoint that verifies, of step `limit` at most; None when there is none. `weights_only`: whatever its
-        moments are. A collective.
+        """The newest checkpoint, of step `limit` at most, that is not damaged; None if there are no checkpoints. A collective.
+        `weights_only`: its moments are not verified.
 
-        Falls back to an older one with a warning. Raises ValueError when there are checkpoints but none is whole.
+        Falls back to an older one with a warning. Raises ValueError if there are checkpoints but all are damaged.
         """
         steps, pointer = self.world.broadcast(
             [self.steps(), committed_step(self.folder)] if self.world.is_main else None
@@ -351,19 +349,19 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Of the checkpoint that `latest` gave; -1 where there is none."""
+        """Step of the checkpoint that `latest` returned; -1 if there is none."""
         return int(self.state["step"]) if self.manifest else -1
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state saved with the checkpoint that `latest` gave."""
+        """State saved with the checkpoint that `latest` returned."""
         return self.manifest["state"]
 
     def load(self, engine: Engine, path: Path) -> dict[str, Any]:
-        """Continue `engine` from a checkpoint that `latest` gave, whatever ranks and ZeRO stage wrote it; gives its state. A
+        """Restore `engine` from a checkpoint that `latest` returned, of any number of ranks and any ZeRO stage; returns its state. A
         collective."""
         assert not self.pending, "finish the save in flight first"
-        assert path.name == f"step-{self.state['step']:08d}", "not the one that was verified last"
+        assert path.name == f"step-{self.state['step']:08d}", "not the checkpoint that was verified last"
         engine.restore(StoredTensors.of_checkpoint(path, self.manifest, self.world), self.manifest["engine"])
         if self.settings is not None and self.world.is_main:
             chain.cut(self.folder, self.state["step"])
@@ -371,8 +369,8 @@ class Checkpoints:
         return self.state
 
     def problem(self, path: Path, weights_only: bool = False) -> str:
-        """Why a checkpoint (or its weights alone) is not what was saved, "" when it is; rank 0 reads the manifest, and each rank
-        hashes its share of the files. A collective. Raises RankRefused where a rank cannot read it: it may be whole."""
+        """The damage of a checkpoint, or of its weights only; "" if there is none. Rank 0 reads the manifest, and each rank hashes its
+        share of the files. A collective. Raises RankRefused if a rank cannot read a file, which need not be damaged."""
         world = self.world
         self.manifest = {}
 
@@ -389,11 +387,11 @@ class Checkpoints:
         self.manifest = world.broadcast(self.manifest)
         return self._damage(verify)
 
-    def _damage(self, look: Callable[[], None]) -> str:
-        """The damage that `look` found on the first rank that found any, "" where none did. A collective. Raises RankRefused."""
+    def _damage(self, check: Callable[[], None]) -> str:
+        """The damage that `check` raises on the first rank where it raises any, otherwise "". A collective. Raises RankRefused."""
         problem, unread = "", ("", OK)
         try:
-            look()
+            check()
         except DamagedCheckpoint as error:
             problem = str(error)
         except OSError as error:
@@ -405,7 +403,7 @@ class Checkpoints:
         return next((text for text in self.world.gather(problem) if text), "")
 
     def steps(self) -> list[int]:
-        """Committed steps, newest first. Raises OSError where the folder is there and cannot be listed: that is not "none"."""
+        """Committed steps, newest first. Raises OSError if the folder exists but cannot be listed."""
         try:
             names = tried_again(lambda: os.listdir(self.folder))
         except FileNotFoundError:
@@ -414,23 +412,23 @@ class Checkpoints:
 
 
 def _note(rank: int) -> str:
-    """Name of the file in which a rank notes, for the commit, what it wrote."""
+    """Name of the file that describes a rank's files for the commit."""
     return f"note-{rank:05d}.json"
 
 
-def _remove(doomed: list[Path]) -> None:
-    """Remove folders that were renamed; one that cannot be removed is left to the next start."""
-    for path in doomed:
+def _remove(folders: list[Path]) -> None:
+    """Remove renamed folders; the next start of the run tries again to remove those that this cannot."""
+    for path in folders:
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            continue  # a run that is finished removes its whole folder
+            continue  # the run folder itself may have been removed
         except OSError as error:
             log.warning(f"{path}: could not be removed ({error})")
 
 
 def committed_step(folder: Path) -> int | None:
-    """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide. Raises OSError."""
+    """The step in pointer.json; None if the file is missing or damaged. Raises OSError."""
     try:
         return int(json.loads(tried_again((folder / POINTER).read_bytes))["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):

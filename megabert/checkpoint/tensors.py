@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: each rank's files, and whole parameters read from the files of all ranks.
+"""Tensors of a checkpoint: each rank's files, and full parameters read from the files of all ranks.
 
 A tensor in a file is a flat slice of a parameter, `<kind>:<parameter>:<first element>` with kind `weight`, `exp_avg` or
 `exp_avg_sq`.
@@ -25,36 +25,33 @@ from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 from megabert.optim.guarded import MOMENTS
 
 GROUPS = {WEIGHT: manifests.WEIGHTS} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
-# Elements exchanged at once, about.
+# Approximate number of elements in one all-reduce.
 BUCKET = 25_000_000
 
 
 def write_slices(path: Path, slices: Iterable[ParameterSlice]) -> dict[str, Any]:
-    """Write one rank's weights or moments durably; gives the file's entry in the manifest.
-
-    Raises OSError when the disk does not take it.
-    """
+    """Write and fsync one rank's weights or moments; returns the file's entry in the manifest. Raises OSError."""
     return write_tensors(path, named(slices), {"format": "pt"})
 
 
 def named(slices: Iterable[ParameterSlice]) -> dict[str, Tensor]:
-    """The tensors of a file by their names in it."""
+    """The tensors of slices by their names in a file."""
     return {_key(kind, part.name, part.offset): values for part in slices for kind, values in part.values.items()}
 
 
 class StoredTensors:
-    """Tensors in files that several ranks saved. Each rank opens some of the files, and the ranks exchange what they read."""
+    """Tensors in files that several ranks wrote. Each rank reads some of the files, and the ranks exchange the tensors."""
 
     def __init__(
         self, parameters: Mapping[str, Any], single: set[str], files: Mapping[tuple[str, int], Any], world: World
     ) -> None:
-        """`parameters`: of a manifest; `single`: those without a second moment; `files`: what this rank has opened, by group and the
-        rank that saved it, each on one rank alone."""
+        """`parameters`: as in a manifest; `single`: parameters without a second moment; `files`: files that this rank has opened, by
+        group and the rank that wrote them. Each file is opened on one rank only."""
         self._index, self._single, self._files, self._world = SliceIndex(parameters), single, files, world
 
     @classmethod
     def of_checkpoint(cls, path: Path, manifest: Mapping[str, Any], world: World) -> StoredTensors:
-        """Of a checkpoint whose files were verified: each rank opens its share of them (`manifest.share`)."""
+        """Tensors of a verified checkpoint; each rank opens its share of the files (`manifest.share`)."""
         parameters, ranks = manifest["parameters"], manifest["ranks"]
         places = {
             file_name(group, rank, ranks): (group, rank)
@@ -66,14 +63,13 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of every parameter."""
+        """Shapes of all parameters by name."""
         return self._index.shapes
 
     def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, parameter and all its elements (flat, fp32), of every parameter that has it, the same on every rank. A
-        collective.
+        """Kind, name and all elements (flat, fp32) of every parameter that has this kind; the same on every rank. A collective.
 
-        Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
+        The all-reduce sums the bits as integers, which is exact: as floats, -0.0 + 0.0 would be 0.0.
         """
         device = self._world.device if self._world.size > 1 else torch.device("cpu")
         for kind in kinds:
@@ -84,14 +80,14 @@ class StoredTensors:
                 flat = torch.zeros(sum(sizes[:count]), device=device)
                 tensors = dict(zip(names[:count], flat.split(sizes[:count]), strict=True))
                 for name, tensor in tensors.items():
-                    self._read_own(kind, name, tensor)
+                    self._read_slices(kind, name, tensor)
                 if self._world.size > 1:
                     torch.distributed.all_reduce(flat.view(torch.int32))
                 yield from ((kind, name, tensor) for name, tensor in tensors.items())
                 names = names[count:]
 
-    def _read_own(self, kind: str, name: str, into: Tensor) -> None:
-        """Fill in the slices that lie in this rank's files."""
+    def _read_slices(self, kind: str, name: str, into: Tensor) -> None:
+        """Fill in the slices that are in files of this rank."""
         for offset, length, rank in self._index.slices(name):
             file = self._files.get((GROUPS[kind], rank))
             if file is not None:
@@ -99,7 +95,7 @@ class StoredTensors:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises DamagedCheckpoint unless each of the files holds in fp32 what the manifest lists."""
+    """Raises DamagedCheckpoint unless each file has the fp32 slices that the manifest lists."""
     index, ranks = SliceIndex(manifest["parameters"]), manifest["ranks"]
     rank_of = {file_name(group, rank, ranks): rank for group in set(GROUPS.values()) for rank in index.by_rank}
     single = set(manifest["first_moment_only"])
@@ -115,7 +111,7 @@ def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
 
 
 def _headers(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of every tensor in a safetensors file, from its header."""
+    """Type and shape of every tensor in a safetensors file."""
     with open_file(path, name) as file:
         tensors = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {key: (tensor.get_dtype(), list(tensor.get_shape())) for key, tensor in tensors.items()}
@@ -127,7 +123,7 @@ def _key(kind: str, name: str, offset: int) -> str:
 
 
 def open_file(path: Path, name: str) -> Any:
-    """Raises DamagedCheckpoint where it is no safetensors file."""
+    """Open a safetensors file. Raises DamagedCheckpoint if it is not one."""
     try:
         return safe_open(path / name, "pt")
     except SafetensorError as error:

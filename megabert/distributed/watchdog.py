@@ -305,9 +305,9 @@ class Watchdog:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
         if any(p.idle < self._limit for p in watched):
             return None  # this rank waits for one that makes progress
-        this = self._peers[self.world.rank]
-        this.update(self._heartbeat())
-        blocking = find_failed_ranks(sorted([this, *watched], key=lambda peer: peer.rank))
+        this_rank = self._peers[self.world.rank]
+        this_rank.update(self._heartbeat())
+        blocking = find_failed_ranks(sorted([this_rank, *watched], key=lambda peer: peer.rank))
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
         return self._verdict_on({rank: text + reason for rank, reason in blocking.items()}, hang=True, force=False)
 
