@@ -1,4 +1,4 @@
-"""Pre-training and distillation: how a run is opened, in six steps, and its workload: shards in, held-out figures out."""
+"""Pre-training and distillation: opening a run in six steps, and its workload, the updates of datasets and held-out evaluation."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ from megabert.trainer import Trainer
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run folder holds to start from."""
+    """The state that a run folder has to resume from."""
 
     run_dir: Path
     checkpoints: Checkpoints
-    # the checkpoint to resume from; None where there is none
+    # the newest checkpoint; None without one
     path: Path | None
-    # the ranks' copies in memory, of a run in place, and the newest one, where that is newer than the checkpoint
+    # with --in-place: the copies in memory, and the newest copy if it is newer than the checkpoint
     copies: Copies | None
     copy: NewestCopy | None
-    # its state; {} for a new run
+    # state of the copy or the checkpoint; {} for a new run
     state: Mapping[str, Any]
 
 
@@ -84,10 +84,10 @@ def open_run(
     deepspeed_extra: Mapping[str, Any] | None = None,
     profile: tuple[int, int] = (0, 0),
 ) -> Trainer:
-    """Opens data, model and engine, and resumes from the newest whole checkpoint of the run folder.
+    """Open data, model and engine, and resume from the newest complete checkpoint of the run folder. A collective.
 
-    `extend`: a finished run may continue under another schedule. `profile`: the first and the last update to profile on this
-    rank. A collective. Raises ValueError naming what does not fit.
+    `extend`: a finished run may continue by another schedule. `profile`: the first and the last update to profile on this rank.
+    Raises ValueError naming the setting, file or folder that does not fit.
     """
     datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
@@ -121,8 +121,8 @@ def open_run(
 
 
 def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer]:
-    """The dataset, or the mixture, of each phase of the run, the same object where it is the same data, and the tokenizer that
-    they were built with. A collective. Raises ValueError naming a dataset with another one."""
+    """The dataset or mixture of each phase, one object for equal data, and the tokenizer that they were built with. A collective.
+    Raises ValueError naming a dataset with another tokenizer."""
     opened: dict[str, AnyDataset] = {}
     datasets = []
     for phase in phases_of(config):
@@ -135,14 +135,15 @@ def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer
     for dataset in datasets:
         if dataset.manifest.tokenizer["sha256"] != first.manifest.tokenizer["sha256"]:
             raise ValueError(
-                f"{dataset.folder}: its tokenizer is not that of {first.folder}; build it with --tokenizer"
+                f"{dataset.folder}: its tokenizer is not that of {first.folder}; build it with that one, by --tokenizer"
             )
     return datasets, on_every_rank(world, lambda: Tokenizer.load(first.tokenizer_path))
 
 
 def open_dataset(data: DataConfig, world: World) -> AnyDataset:
-    """The first rank of each node reads the manifests and checks that its node has all shards; rank 0 broadcasts them to the
-    others. A collective. Raises RankRefused where a rank cannot open the dataset, or opens another one."""
+    """Open a dataset or mixture. The first rank of each node reads the manifests and checks that all shards are there; rank 0
+    broadcasts the manifests to the other ranks. A collective. Raises RankRefused if a rank cannot open the dataset or finds another
+    one."""
     dataset: AnyDataset | None = None
     problem, code = "", errors.OK
     if world.local_rank == 0:
@@ -154,12 +155,12 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     if world.size == 1:
         assert dataset is not None
         return dataset
-    sent = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
-    of_rank_0 = mixture.from_json(sent, data.mix)
-    if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
+    content = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
+    rank_0_dataset = mixture.from_json(content, data.mix)
+    if dataset is not None and dataset.manifest.fingerprint != rank_0_dataset.manifest.fingerprint:
         problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse_together(world, problem, code)
-    return dataset or of_rank_0
+    return dataset or rank_0_dataset
 
 
 # -- 2. config -------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
 def complete_config(
     config: Config, datasets: Sequence[AnyDataset], run_dir: Path, world: World
 ) -> tuple[Config, Origin]:
-    """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
+    """The config with the values that depend on data and device, and the state in the run folder, which is locked. A collective."""
     for phase, dataset in zip(phases_of(config), datasets, strict=True):
         fitted_to(phase.config, dataset.manifest)
     config = with_vocabulary_size(config, datasets[0].manifest.vocab_size)
@@ -199,7 +200,7 @@ def build_engine(
     deepspeed_extra: Mapping[str, Any] | None,
     progress: Callable[[], None],
 ) -> Engine:
-    """The engine on a new model, its weights drawn from the seed or taken from a teacher. Backends are measured on the longest
+    """The engine with a new model, initialised from the seed or from a teacher. Backends are chosen by their speed on the longest
     phase. A collective."""
     phase, dataset = max(zip(phases_of(config), datasets, strict=True), key=lambda pair: pair[0].end - pair[0].begin)
     measured = config.model_copy(update={"batch": phase.config.batch})
@@ -218,7 +219,7 @@ def build_engine(
 
 
 def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:
-    """BERT with fp32 weights; where `counts` of the vocabulary's ids are given, the output's bias predicts by them."""
+    """BERT with fp32 weights. With `counts` of the vocabulary's ids, the decoder's bias is initialised from their frequencies."""
     dtype = precision.DTYPES[config.precision]
     model = BertForPreTraining(config.model, config.ops, world.device.type, dtype, config.causal_updates)
     if counts is not None:
@@ -227,7 +228,7 @@ def new_model(config: Config, world: World, counts: list[int] | None) -> BertFor
 
 
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
-    """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
+    """Number of occurrences of each id that the run predicts, counted by rank 0. A collective. Raises ValueError if rows cannot be
     read."""
     counts: list[int] = []
 
@@ -253,9 +254,9 @@ def resume(
     world: World,
     extend: bool,
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
-    """The head of the run's checkpoints, the state that engine and data have been set to (None: a run's start), and at which
-    update of the data a run starts. A collective. Raises ValueError naming the field in which the checkpoint is of another
-    run."""
+    """Restore the engine from the run's newest state, or from `init_from`. Returns the provenance, the restored state (None for a new
+    run), and the update of the data at which a new run starts. A collective. Raises ValueError naming the field in which the
+    checkpoint differs from the run."""
     state = origin.state
     provenance = describe(config, datasets, tokenizer, engine)
     if state:
@@ -271,33 +272,33 @@ def resume(
         return provenance, dict(state), 0
     if not config.init_from:
         return provenance, None, 0
-    first = start_engine(engine, config.init_from, world, config.init_moments)
-    if first["tokenizer"] != tokenizer.sha256:
+    source = start_engine(engine, config.init_from, world, config.init_moments)
+    if source["tokenizer"] != tokenizer.sha256:
         raise ValueError(
             f"init_from={config.init_from} was trained with another tokenizer than {datasets[0].folder} has; build the data with "
-            f"its own, or `megabert convert --model {config.init_from} --vocab {datasets[0].folder} --run START`"
+            f"that tokenizer, or `megabert convert --model {config.init_from} --vocab {datasets[0].folder} --run START`"
         )
-    taken = "weights and moments" if config.init_moments else "the weights"
-    log.info(f"starting from {taken} of {config.init_from} at step {first['step']}")
-    return provenance, None, cursor_after(first, config, datasets[0])
+    parts = "weights and moments" if config.init_moments else "the weights"
+    log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
+    return provenance, None, cursor_after(source, config, datasets[0])
 
 
-def cursor_after(first: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
-    """At which update of the data a run starts that continues another run, of state `first`: after all rows of that run, where
-    both have the same dataset and seed, and so the same order and masks; otherwise, and where that one had phases, at 0."""
-    same = all(first.get(name) == value for name, value in dataset.identity.items())
-    if not same or first["config"]["seed"] != config.seed or first["config"]["phases"]:
+def cursor_after(source: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
+    """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
+    run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
+    same = all(source.get(name) == value for name, value in dataset.identity.items())
+    if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
         return 0
     size = phases_of(config)[0].config.batch.global_size
-    cursor = -(-first.get("cursor", 0) * first["config"]["batch"]["global_size"] // size)
+    cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
     if cursor:
         log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
     return cursor
 
 
 def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
-    """Config and its hash, data and tokenizer fingerprints, the backends that run, machine, versions, revision, command: the
-    head of each checkpoint. A collective."""
+    """The provenance that every checkpoint has: config and its hash, fingerprints of data and tokenizer, backends, machine,
+    versions, revision, command. A collective."""
     module: Any = engine.module
     program: dict[str, Any] = {}
     if engine.world.is_main:  # of a thousand ranks one asks git and reads the package's files
@@ -329,8 +330,8 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
 def record(
     origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, saved: Mapping[str, Any] | None, world: World
 ) -> None:
-    """Write into the run folder what makes it complete without its dataset (config, tokenizer), and a line of `starts.jsonl`:
-    at which step the run starts or resumes, when, and on what. Rank 0 alone writes."""
+    """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with step,
+    time and hardware of this start. Rank 0 only."""
     if not world.is_main:
         return
     write_whole(origin.run_dir / CONFIG, canonical(provenance))
@@ -349,12 +350,12 @@ def record(
         file.write(json.dumps(start) + "\n")
 
 
-# -- 6. what the Trainer trains --------------------------------------------------------------------------------------
+# -- 6. workload -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A dataset's held-out split. `config` has the batch of the phase that the dataset is in; `bytes_a_token` is 0 for a run's only
+    """The held-out split of a dataset. `config` has the batch of the dataset's phase; `bytes_a_token` is 0 if the run has only one
     dataset."""
 
     name: str
@@ -364,7 +365,7 @@ class HeldOut:
 
 
 class Pretraining:
-    """Rows of the phases' datasets in their order, metered in tokens and FLOPs, and their held-out splits."""
+    """Workload of pre-training: the rows of each phase's dataset, and evaluation on the held-out splits."""
 
     def __init__(
         self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
@@ -397,14 +398,13 @@ class Pretraining:
 
     @cached_property
     def held_out(self) -> list[HeldOut]:
-        """The held-out splits of the run's datasets, which stay open, the first one's first; [] where that has none. A collective.
-        Raises ValueError where rows cannot be read."""
+        """The held-out splits of the run's datasets, in order of first use; [] if the first one has none. A collective. Raises
+        ValueError if rows cannot be read."""
         phases = zip(self.datasets, self.phases, strict=True)
         parts = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
+        names = names_of([part.folder for part, _ in parts.values()])
         splits: list[HeldOut] = []
-        for name, (part, batch) in zip(
-            names_of([part.folder for part, _ in parts.values()]), parts.values(), strict=True
-        ):
+        for name, (part, batch) in zip(names, parts.values(), strict=True):
             if part.held_out_path is None:
                 log.info(f"{part.folder} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
                 if not splits:
@@ -416,10 +416,10 @@ class Pretraining:
         return splits
 
     def bytes_a_token(self, dataset: Dataset) -> float:
-        """As of `evaluation`, by rank 0. A collective. Raises ValueError where rows cannot be read."""
-        sizes: list[float] = []
-        on_main(self.world, lambda: sizes.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
-        return self.world.broadcast(sizes)[0]
+        """`evaluation.bytes_a_token`, computed on rank 0. A collective. Raises ValueError if rows cannot be read."""
+        values: list[float] = []
+        on_main(self.world, lambda: values.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
+        return self.world.broadcast(values)[0]
 
     @cached_property
     def pairs(self) -> PairsWhileTraining | None:
@@ -430,25 +430,25 @@ class Pretraining:
         return PairsWhileTraining(read_pairs(self.config.eval.pairs, self.config.eval.pairs_each), scorer, self.world)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
-        """Held-out figures of the first dataset, and loss and bits a byte of each where there are several."""
+        """Held-out metrics of the first dataset, and with several datasets also loss and bits per byte of each."""
         figures: dict[str, float] = {}
         for split in self.held_out:
-            of_split = self.evaluate_on(split, progress)
-            figures = figures or of_split
+            summary = self.evaluate_on(split, progress)
+            figures = figures or summary
             if split.bytes_a_token:
-                figures |= evaluation.of_dataset(split.name, of_split, split.bytes_a_token)
+                figures |= evaluation.of_dataset(split.name, summary, split.bytes_a_token)
         if not figures:
             return {}
         if self.pairs is not None:
             figures |= self.pairs.figures(progress)
-        unshown = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
-        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if v < 1e4 and not k.startswith(unshown)}
+        hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
+        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if v < 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
         self.shown = Shown(self.samples(self.held_out[0].dataset))
         return figures
 
     def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
-        """`evaluation.summary` of a held-out split."""
+        """`evaluation.summary` of a held-out split. A collective. Raises RankRefused if rows cannot be read."""
         batches = evaluation.fixed_batches(
             split.dataset, self.tokenizer, split.config, rank=self.world.rank, world=self.world.size
         )
@@ -460,7 +460,7 @@ class Pretraining:
         return evaluation.summary(sums, sources)
 
     def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
-        """The model's words for a few held-out masks: rank 0 computes them, and where weights are split all ranks with it."""
+        """The model's predictions for a few masked held-out rows. Rank 0 computes them; with ZeRO stage 3 all ranks take part."""
         if not self.world.is_main and self.config.zero.stage < 3:
             return []
         if self._samples is None:
@@ -479,11 +479,11 @@ class Pretraining:
         return {}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Everything is a function of the update's number."""
+        """Nothing to restore: everything is a function of the update's number."""
 
 
 def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:
-    """`batches` until one cannot be had, which is kept for later: the other ranks are in the middle of a collective."""
+    """`batches` up to one that cannot be read. Its error goes to `problems`, to be raised later: other ranks are in a collective."""
     try:
         for batch in batches:
             yield batch

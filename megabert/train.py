@@ -1,14 +1,14 @@
 """Pre-train BERT: batch, step, meter, log, evaluate, agree to stop, save.
 
     deepspeed megabert/train.py --config large_phase1 --data DIR --run DIR [section.key=value …]
-    megabert train …                      the same; also under srun and mpirun, which start it once a rank
+    megabert train …                      the same; also under srun and mpirun, which start one process per rank
 
 Exit codes:
     0   the run is finished, or reached --stop-after
     2   a mistake in the command, configuration or data, reported in one line
-    3   training went wrong: updates that could not be applied, or spikes, again and again
-    4   a rank died, stopped or hangs: it is named, and every other rank ended itself; or I/O failed
-    85  stopped by Ctrl-C, TERM, USR1, USR2 or for want of time, with everything saved: start the same command again
+    3   training failed: too many updates could not be applied, or too many loss spikes
+    4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed
+    85  stopped by Ctrl-C, TERM, USR1, USR2 or a time limit, with everything saved: run the same command again
     128 + n   a second signal n ended the process at once
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: the package's parent, not the package, belongs on the path
+if __package__ in (None, ""):  # run as a script: put the package's parent, not the package, on the path
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__":
     from megabert.__main__ import start
@@ -50,27 +50,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.train"), description=__doc__)
     add_config_options(parser)
     add = parser.add_argument
-    add("--run", default="", metavar="DIR", help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any")
-    add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; the schedule stays")
+    add(
+        "--run",
+        default="",
+        metavar="DIR",
+        help="run folder: checkpoints, metrics.jsonl, …; resumed if it has a checkpoint",
+    )
+    add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; does not change the schedule")
     add(
         "--max-time",
         default="",
         metavar="TIME",
-        help=f"save and exit 85 in time: {TIMES}; SLURM's own limit counts too",
+        help=f"save and exit 85 within this time: {TIMES}; SLURM's time limit also applies",
     )
     add(
         "--in-place",
         action="store_true",
-        help="start a rank that died again in this job, all of them from copies in memory of the newest update",
+        help="if a rank dies, restart all ranks within this job, from copies in memory of the newest update",
     )
-    add("--extend", action="store_true", help="train a finished run on under the schedule given")
+    add("--extend", action="store_true", help="continue a finished run by the schedule given")
     add(
         "--print-config",
         action="store_true",
-        help="print the configuration as TOML with the sources of its values, and exit",
+        help="print the configuration as TOML with the source of each value, and exit",
     )
     add("--explain", default="", metavar="NAME", help="describe a section or key, e.g. schedule, and exit")
-    add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
+    add("--profile", default="", metavar="START:STOP", help="profile these updates; trace and table go to RUN/profile")
     add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
     add("--debug", action="store_true", help="deterministic algorithms, anomaly detection, debug messages; slow")
     return parser.parse_intermixed_args(argv)
@@ -78,7 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    # imports are slow: a command line that is wrong, or needs no run, is answered before them; of several ranks by one of them
+    # Check the arguments before the slow imports; with several ranks `command` does it, so that only one rank prints an error.
     if args.print_config or args.explain or not launched():
         code = answer(args)
         if code != OK or args.print_config or args.explain:
@@ -96,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_all() -> None:
-    """Import what a rank needs, also what is otherwise imported where it is used first."""
+    """Import everything that a rank needs, including modules that are otherwise imported on first use."""
     from megabert import pretraining  # noqa: F401
     from megabert.distributed import ranks
     from megabert.engine import import_deepspeed
@@ -107,23 +112,23 @@ def load_all() -> None:
 
 @errors.command
 def answer(args: argparse.Namespace) -> int:
-    """Print what --explain or --print-config asks for; otherwise only check the arguments. Without torch."""
+    """Handle --explain and --print-config; otherwise check the arguments. Does not import torch."""
     from megabert import config as configuration
     from megabert.config import reference
 
     config = configuration.from_arguments(args)
-    found = configuration.value_sources(args.config, configuration.overrides_of(args))
+    sources = configuration.value_sources(args.config, configuration.overrides_of(args))
     if args.explain:
-        print(reference.explain(args.explain, config, found))
+        print(reference.explain(args.explain, config, sources))
     elif args.print_config:
-        print(reference.as_toml(config, found))
+        print(reference.as_toml(config, sources))
     else:
         check(args, config, ranks=1)
     return OK
 
 
 def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
-    """What the arguments ask for; the exit code. Raises ValueError, BadTraining and what the layers below raise."""
+    """Open the run and train; returns the exit code. Raises ValueError, BadTraining, Failed and RankRefused."""
     from megabert import config as configuration
     from megabert.common.environment import keep_freed_memory
     from megabert.distributed.signals import REQUEUE, end_of_time
@@ -163,7 +168,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
 
 
 def ending(trainer: Trainer, args: argparse.Namespace) -> str:
-    """What a run came to, where it is saved, and what can be done with it."""
+    """The last message of a run: its held-out loss, where it is saved, and commands that use it."""
     step, run = trainer.state.step, shlex.quote(args.run)
     saved = f"saved at step {step:,} in {args.run}"
     if not trainer.complete:
@@ -185,7 +190,7 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
 
 
 def make_debuggable() -> None:
-    """The same bits each time, an error at the operation that made a NaN, and debug messages; at the cost of speed."""
+    """Turn on deterministic algorithms, anomaly detection and debug messages."""
     import torch
 
     from megabert.engine.precision import repeat_bit_for_bit
@@ -196,8 +201,8 @@ def make_debuggable() -> None:
 
 
 def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, int]:
-    """The first and the last update to profile, 0 for none. Raises ValueError naming the argument that is missing, out of range,
-    or the folder that does not hold what it should."""
+    """Check the arguments; returns the first and the last update to profile, or (0, 0). Raises ValueError naming an argument that is
+    missing or invalid, or a folder without a dataset or checkpoint."""
     from megabert.common.run_files import holds_checkpoint
     from megabert.config import phases_of, read_deepspeed
     from megabert.data.shards import MANIFEST
@@ -209,13 +214,13 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     for phase in phases_of(config):
         path, build = phase.config.data.path, "megabert prep build" + " --nsp" * config.model.nsp
         if not Path(path, MANIFEST).is_file():
-            named = "--data" if path == config.data.path else "data.path of a phase:"
-            raise ValueError(f"{named} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
+            option = "--data" if path == config.data.path else "data.path of a phase:"
+            raise ValueError(f"{option} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
     if Path(args.run).is_file():
         raise ValueError(f"--run {args.run}: is a file; name a folder")
-    start = config.init_from
-    if start and not (holds_checkpoint(Path(start)) or holds_checkpoint(Path(args.run))):
-        raise ValueError(f"init_from={start}: no checkpoint in it; name a run folder or one of its checkpoints")
+    source = config.init_from
+    if source and not (holds_checkpoint(Path(source)) or holds_checkpoint(Path(args.run))):
+        raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
     if not 0 <= args.profile_rank < ranks:

@@ -1,8 +1,7 @@
 """The training loop: batch, step, meter, log, evaluate, agree to stop, save.
 
-Pre-training, distillation and fine-tuning run through the one `Trainer`; what differs between them is a `Workload`. All
-ranks make the same calls in the same order and come to the same decisions: what they decide by is in a `Sync`, which was
-reduced over them.
+Pre-training, distillation and fine-tuning use the same `Trainer` with different `Workload`s. All ranks make the same calls in the
+same order and the same decisions, which depend only on a `Sync` that was reduced over them.
 """
 
 from __future__ import annotations
@@ -30,54 +29,54 @@ from megabert.metrics import Meter, Shown, Sinks, as_json, figures
 from megabert.optim.schedule import finished, phase_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
-# updates that the host may be ahead of what it has read of the device
+# maximum number of updates whose results the host has not read from the device
 MOST_UNREAD = 64
 
-# -- what is trained -------------------------------------------------------------------------------------------------
+# -- the workload ----------------------------------------------------------------------------------------------------
 
 
 class Workload(Protocol):
-    """What is trained on and judged by. All methods are called on every rank at the same moment.
+    """Data and evaluation of a run. All methods are called on every rank in the same order.
 
-    An update has `step` (its number in the data, from 0), `epoch`, `batches` for the engine, `row_ids` and `epochs` (int64
-    [n]) of the rows they hold, `tokens` (real ones of this rank), `objective`, and `problem` with its `problem_code`, as
-    `megabert.data.batch.Update` says.
+    An update has `step` (its number in the data, from 0), `epoch`, `batches` for the engine, `row_ids` and `epochs` (int64 [n]) of
+    their rows, `tokens` (of this rank, without padding), `objective`, and `problem` with `problem_code`: see
+    `megabert.data.batch.Update`.
     """
 
     shown: Shown
 
     @property
     def meter(self) -> Meter:
-        """Figures of the updates between two log lines."""
+        """Metrics of the updates between two log lines."""
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[Any]:
-        """This rank's updates from number `first` of the data on, without end; `close` ends its workers. `phase_starts`: the
-        number of the first update of each phase so far; the updates are those of the last one."""
+        """Endless iterator over this rank's updates from number `first` of the data on; `close` ends its workers. `phase_starts`: the
+        number of the first update of each phase so far; the updates are of the last of these phases."""
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""
+        """Whether to evaluate after `step` updates (0: before the first). At the end of the schedule the Trainer always does."""
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after `step` updates, the end aside."""
+        """Whether to save after `step` updates. At the end of the run the Trainer always does."""
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
-        """Figures of the model after `step` updates, logged and given; {} where there is nothing to evaluate on. What was
-        looked at besides is left in `shown`. `progress` is called now and then, for the watchdog."""
+        """Evaluate the model after `step` updates, log the metrics and return them; {} without evaluation data. Samples go to
+        `shown`. Calls `progress` from time to time, for the watchdog."""
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         """One line for the terminal from the values of a log line."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the workload, as JSON."""
+        """JSON state of the workload, for a checkpoint."""
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state."""
 
 
-# -- what ranks agree on ---------------------------------------------------------------------------------------------
+# -- reduction over ranks --------------------------------------------------------------------------------------------
 
 
-# How a field of `Sync` is reduced from the ranks' values, in rank order; a dict is reduced value by value.
+# Reductions of a field of `Sync` over the ranks, in rank order; a dict is reduced per key.
 Max = Annotated[int, max]
 Sum = Annotated[int, sum]
 Sums = Annotated[dict[str, int], sum]
@@ -86,66 +85,68 @@ ByRank = Annotated[dict[str, Any], list]
 
 @dataclass(frozen=True)
 class Sync:
-    """What a rank reports after an update and, reduced over the ranks field by field, what all of them know then."""
+    """A rank's report on an update and, reduced over the ranks field by field, the report of all ranks."""
 
-    # of the update, on the slowest rank
+    # time of the update, on the slowest rank
     nanoseconds: Max
-    # asked to stop
+    # 1 if a rank was asked to stop
     stop: Max
     # `Checkpoints.status` of the save in flight
     saving: Max
-    # the data could not be had: an exit code
+    # exit code of a problem with the data; 0 without one
     problem: Max
-    # of the update, without padding
+    # tokens of the update, without padding
     tokens: Sum
-    # of all updates of this process: `RowDigest.counts`
+    # `RowDigest.counts` of all updates of this process
     rows: Sums
-    # since the last log line: `Meter.counts` and `RankFigures.counts`
+    # `Meter.counts` and `RankFigures.counts` since the last log line
     counts: Sums
     ranks: ByRank
 
     def values(self) -> list[int]:
-        """All numbers, in the order of the fields and of the names in them."""
-        found: list[int] = []
+        """All numbers, in the order of the fields, a dict's in the order of its keys."""
+        numbers: list[int] = []
         for name in REDUCTIONS:
             value = getattr(self, name)
-            found += [value[key] for key in sorted(value)] if isinstance(value, dict) else [int(value)]
-        return found
+            numbers += [value[key] for key in sorted(value)] if isinstance(value, dict) else [int(value)]
+        return numbers
 
     def reduce(self, rows: list[list[int]]) -> Sync:
-        """The record of all ranks from the `values` of each."""
+        """The report of all ranks, from the `values` of each."""
         columns = zip(*rows, strict=True)
-        found: dict[str, Any] = {}
-        for name, by in REDUCTIONS.items():
+        reduced: dict[str, Any] = {}
+        for name, reduction in REDUCTIONS.items():
             value = getattr(self, name)
-            of_all = {key: by(next(columns)) for key in sorted(value)} if isinstance(value, dict) else by(next(columns))
-            found[name] = of_all
-        return Sync(**found)
+            if isinstance(value, dict):
+                reduced[name] = {key: reduction(next(columns)) for key in sorted(value)}
+            else:
+                reduced[name] = reduction(next(columns))
+        return Sync(**reduced)
 
 
 REDUCTIONS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sync, include_extras=True).items()}
 
 
 class Agreement:
-    """The ranks' reports on the newest update: one collective an update, on its way while the next one is trained."""
+    """All-gather of the ranks' reports on the newest update, asynchronous during the next update."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent: tuple[Sync, str, Callable[[], list[list[int]]]] | None = None
 
-    def start(self, own: Sync, problem: str) -> None:
-        """Send this rank's report on an update, and the text of its problem."""
-        assert self._sent is None, "finish the report before"
-        self._sent = own, problem, self._world.start_gather(own.values())
+    def start(self, report: Sync, problem: str) -> None:
+        """Send this rank's report on an update. `problem`: the text for `report.problem`."""
+        assert self._sent is None, "finish the previous report first"
+        self._sent = report, problem, self._world.start_gather(report.values())
 
     def finish(self) -> Sync | None:
-        """What all ranks reported; None where nothing was sent since. Waits. Raises RankRefused where a rank has a problem."""
+        """Wait for the reports of all ranks; None if no report was sent. Raises RankRefused if a rank has a problem."""
         if self._sent is None:
             return None
-        (own, problem, gathered), self._sent = self._sent, None
-        sync = own.reduce(gathered())
+        (report, problem, gathered), self._sent = self._sent, None
+        sync = report.reduce(gathered())
         if sync.problem:
-            refuse_together(self._world, problem, own.problem)
+            refuse_together(self._world, problem, report.problem)
         return sync
 
 
@@ -154,38 +155,38 @@ class Agreement:
 
 @dataclass
 class TrainState:
-    """How far a run is; all of it is in a checkpoint."""
+    """Progress of a run; saved in every checkpoint."""
 
     # updates done
     step: int = 0
-    # updates of the data consumed, those left out after a spike included
+    # updates of the data consumed, including those skipped after a spike
     cursor: int = 0
-    # of training; evaluations and saves are not counted
+    # training time, without evaluations and saves
     seconds: float = 0.0
-    # updates in a row that were not applied
+    # consecutive updates that were not applied
     bad: int = 0
     # updates not applied, and spikes
     skipped: int = 0
     spiked: int = 0
-    # real ones of all ranks
+    # tokens of all ranks, without padding
     tokens: int = 0
-    # the cursor at the beginning of each phase so far
+    # the cursor at the start of each phase so far
     phase_starts: list[int] = field(default_factory=lambda: [0])
-    # with `eval.patience`: the step with the lowest held-out loss (-1: none yet), that loss, and evaluations since
+    # with `eval.patience`: the step with the lowest held-out loss (-1: none yet), that loss, and evaluations since then
     best_step: int = -1
     best_loss: float = 0.0
     since_best: int = 0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
-        """That of a checkpoint; a field that it does not have is as at the start."""
-        return cls(**{one.name: saved[one.name] for one in fields(cls) if one.name in saved})
+        """The state in a checkpoint; missing fields have their initial values."""
+        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
 
 
 @dataclass(frozen=True)
 class Unjudged:
-    """An update that was done and not looked at: its step, its place and rows in the data (not its batches, whose memory
-    the loader uses again), its objective and its result."""
+    """An update whose result was not checked yet: step, cursor and rows (not the batches, whose memory the loader reuses),
+    objective and result."""
 
     step: int
     cursor: int
@@ -196,43 +197,43 @@ class Unjudged:
 
 
 class Saves:
-    """The saves of one Trainer. All methods are called by all ranks alike; `stop` and `watchdog` are notified of each save."""
+    """The saves of one Trainer, reported to `stop` and `watchdog`. All ranks must call the same methods."""
 
     def __init__(self, checkpoints: Checkpoints, stop: Stop, watchdog: Watchdog) -> None:
-        # of the newest checkpoint; -1 where there is none
+        # step of the newest checkpoint; -1 without one
         self.step = -1
         self._checkpoints, self._stop, self._watchdog = checkpoints, stop, watchdog
         self._started, self._saving = 0.0, -1
 
     def start(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Start a checkpoint of this moment; it is committed by `finish`, or at once where saving is not asynchronous."""
+        """Start saving the current state; it is committed at once if saving is not asynchronous."""
         self.finish()
         self._started, self._saving = time.perf_counter(), step
         self._checkpoints.save(engine, state())
-        self._note()
+        self._update()
         self._watchdog.progress()
 
     def synced(self, status: int) -> None:
-        """`status` is what all ranks reported of the save in flight, if there is one."""
+        """Advance the save in flight, if any, by the maximum `status` of all ranks."""
         if self._checkpoints.pending:
             self._checkpoints.advance(status)
-            self._note()
+            self._update()
 
     def finish(self) -> None:
-        """Commit the checkpoint that is being written, if there is one; waits for it."""
+        """Wait until the save in flight, if any, is committed."""
         if self._checkpoints.pending:
             self._checkpoints.finish()
-            self._note()
+            self._update()
 
     def complete(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Commit a checkpoint of this moment, unless it is committed."""
+        """Save the current state unless its checkpoint exists, and wait until it is committed."""
         self.finish()
         if self.step != step:
             self.start(engine, step, state)
             self.finish()
 
-    def _note(self) -> None:
-        """Take down a save's step and how long it took, once it is committed."""
+    def _update(self) -> None:
+        """Record the step and the duration of a save once it is committed."""
         if not self._checkpoints.pending:
             self.step = self._saving
             self._stop.saved(time.perf_counter() - self._started)
@@ -243,7 +244,7 @@ class Saves:
 
 
 class Trainer:
-    """Trains `engine` on `workload`, from the state `saved` on (None: from the start)."""
+    """Trains `engine` on `workload`, starting from the state `saved` (None: from scratch)."""
 
     def __init__(
         self,
@@ -263,8 +264,9 @@ class Trainer:
         stop_after: int | None = None,
         profile: tuple[int, int] = (0, 0),
     ) -> None:
-        """`provenance` goes into every checkpoint. `cursor`: the update of the data to start at where nothing was `saved`.
-        `copies`: of the training state in memory, where ranks restart in place. `stop_after`: the step to end at, within the schedule. `profile`: the first and the last update to profile."""
+        """`provenance` is saved in every checkpoint. `cursor`: the first update of the data if nothing was `saved`. `copies`: copies of
+        the training state in memory, if ranks restart in place. `stop_after`: step at which to end before the schedule does.
+        `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.phases = phases_of(config)
         self.checkpoints, self.copies, self.stop, self.watchdog = checkpoints, copies, stop, watchdog
@@ -274,16 +276,16 @@ class Trainer:
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
         self.agreement = Agreement(world)
-        # what the ranks agreed on last, and whether any of them has been asked to stop
+        # the newest report of all ranks, and whether any rank was asked to stop
         self.known: Sync | None = None
         self.stopping = False
-        # whether a checkpoint and a log line are due after the newest update, and the training time of the newest ones
+        # whether a checkpoint and a log line are due after the newest update, and the training times of the last ones
         self.save_due = self.line_due = False
         self.saved_seconds = self.logged_seconds = 0.0
         self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
         self.newest: Unjudged | None = None
-        # the update to roll back to before
+        # the update that requires a rollback
         self.spike: Unjudged | None = None
         self.rows = RowDigest()
         self.ranks = RankFigures(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
@@ -300,8 +302,8 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Trains until the schedule ends or `stop_after` is reached; false when the ranks were asked to stop before. Either
-        way everything is saved; raises Failed where it cannot be."""
+        """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false after a request. Raises
+        Failed if the save fails."""
         if self.world.agree_any(self.stop.requested):
             log.info("stopped: nothing was trained since the start; the same command resumes")
             return False
@@ -318,10 +320,9 @@ class Trainer:
             if self.complete or self.line_due:
                 self.log(lr)
             elif self.state.step == 1:
-                took, lines = time.perf_counter() - started, f"a line every {self.config.log.interval} updates"
-                log.info(
-                    f"step       1  {update.objective} loss {float(result.host_loss):.4f}  in {took:.1f} s; {lines}"
-                )
+                seconds, interval = time.perf_counter() - started, self.config.log.interval
+                loss = f"{update.objective} loss {float(result.host_loss):.4f}"
+                log.info(f"step       1  {loss}  in {seconds:.1f} s; a line every {interval} updates")
             if self.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate()
             self.stop.updated(time.perf_counter() - started)
@@ -336,8 +337,8 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """No update of the schedule is left, or the held-out loss improves no more; an update that was done before is left,
-        whatever the clock says now."""
+        """Whether the schedule has ended, or the held-out loss has stopped improving. An update with a recorded rate is repeated even
+        if the time budget is used up."""
         state, patience = self.state, self.config.eval.patience
         if patience and state.since_best >= patience:
             return True
@@ -347,11 +348,11 @@ class Trainer:
 
     @property
     def over(self) -> bool:
-        """No update is left for this process."""
+        """Whether this process has no further update to do."""
         return self.complete or (self.stop_after is not None and self.state.step >= self.stop_after)
 
     def start(self) -> None:
-        """What comes before the first update of a run."""
+        """Evaluate and save before the first update of a run, where this is due."""
         if self.saves.step >= 0:
             return
         if not self.state.step and self.workload.evaluation_due(0):
@@ -361,21 +362,22 @@ class Trainer:
             self.save()
 
     def train_update(self) -> tuple[Any, float, UpdateResult]:
-        """Train on the next update of the data: it, its learning rate, and its result. A collective."""
+        """Train on the next update of the data; returns it, its learning rate and its result. A collective."""
         self.profiler.update(self.state.step + 1)
         lr = self.rate()
         update = self.ranks.take(self.updates)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto(update.objective))
 
     def rate(self) -> float:
-        """The next update's learning rate, in its phase; where both follow the clock, as the first time the update was done."""
+        """Enter the phase of the next update; returns its learning rate. With a time budget, a repeated update has the same phase and
+        rate as before."""
         state = self.state
-        known = self.rates.known(state.step, state.cursor) if self.rates is not None else None
-        if known:
-            state.seconds = known[0]
+        recorded = self.rates.known(state.step, state.cursor) if self.rates is not None else None
+        if recorded:
+            state.seconds = recorded[0]
         self.enter_phase(phase_at(self.phases, share_used(self.config.schedule, *self.used)))
-        if known:
-            return known[1]
+        if recorded:
+            return recorded[1]
         lr = phase_rate(self.phase, self.config.schedule, *self.used)
         if self.rates is not None:
             self.rates.add(state.step, state.cursor, state.seconds, lr)
@@ -388,13 +390,13 @@ class Trainer:
 
     @property
     def phase(self) -> Phase:
-        """That of the newest update."""
+        """The phase of the newest update."""
         return self.phases[len(self.state.phase_starts) - 1]
 
     def enter_phase(self, number: int) -> None:
-        """Take updates from phase `number` (from 0) on; losses are not compared with those before it."""
-        state, later = self.state, number + 1 - len(self.state.phase_starts)
-        if later <= 0:
+        """Switch to the updates of phase `number` (from 0), unless it is the current one. The spike policy forgets earlier losses."""
+        state, entered = self.state, number + 1 - len(self.state.phase_starts)
+        if entered <= 0:
             return
         self.agree()
         self.judge()
@@ -402,7 +404,7 @@ class Trainer:
             # a rollback follows
             return
         self.spike_policy.resume({}, state.bad)
-        state.phase_starts = [*state.phase_starts, *[state.cursor] * later]
+        state.phase_starts = [*state.phase_starts, *[state.cursor] * entered]
         log.info(f"step {state.step + 1}: phase {number + 1} of {len(self.phases)}: {self.phase.changes}")
         self.updates.close()
         self.updates = self.workload.updates(state.cursor, state.phase_starts)
@@ -413,12 +415,12 @@ class Trainer:
     # -- after an update ---------------------------------------------------------------------------------------------
 
     def account(self, update: Any, result: UpdateResult, started: float) -> bool:
-        """Meter an update and report it to the other ranks; whether results are read back now, and all reports are known."""
+        """Meter an update and report it to the other ranks; whether results are read from the device now."""
         self.save_due = self.checkpoint_due(self.state.step + 1)
         self.line_due = self.log_due(self.state.step + 1)
         reading = self.save_due or self.reading_due(self.state.step + 1)
         if reading:
-            # here, where it is training time
+            # before the time is taken, so that it counts as training time
             result.wait()
         seconds = time.perf_counter() - started
         self.state.step += 1
@@ -438,8 +440,8 @@ class Trainer:
         return reading
 
     def reading_due(self, step: int) -> bool:
-        """Whether something is read back from the device after update `step`. Between two such updates the host only gives
-        it work, of MOST_UNREAD updates at most; a policy that acts on the very update reads each."""
+        """Whether results are read from the device after update `step`. In between the host only queues work, of at most MOST_UNREAD
+        updates. A spike policy that acts immediately reads every update."""
         if step == 1 or self.spike_policy.immediate or self.log_due(step) or len(self.unjudged) + 1 >= MOST_UNREAD:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
@@ -447,21 +449,21 @@ class Trainer:
         return last or copied or self.workload.evaluation_due(step)
 
     def log_due(self, step: int) -> bool:
-        """Whether to log update `step`, the end aside; known to all ranks alike before the update."""
-        least, passed = self.config.log.seconds, self.state.seconds - self.logged_seconds
-        return step % self.config.log.interval == 0 and (not least or passed >= least)
+        """Whether to log update `step` if it is not the last. All ranks decide the same, before the update."""
+        minimum, elapsed = self.config.log.seconds, self.state.seconds - self.logged_seconds
+        return step % self.config.log.interval == 0 and (not minimum or elapsed >= minimum)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after update `step`, the end aside; known to all ranks alike before the update."""
+        """Whether to save after update `step` if it is not the last. All ranks decide the same, before the update."""
         minutes = self.config.checkpoint.minutes
         return self.workload.checkpoint_due(step) or bool(
             minutes and self.state.seconds - self.saved_seconds >= 60 * minutes
         )
 
     def report(self, update: Any, seconds: float) -> None:
-        """Send the other ranks this one's report of an update, and take in those of the update before."""
+        """Process the reports of the previous update, and send this rank's report of `update`."""
         self.agree()
-        own = Sync(
+        report = Sync(
             nanoseconds=round(seconds * 1e9),
             stop=self.stop.requested,
             saving=self.checkpoints.status,
@@ -471,10 +473,10 @@ class Trainer:
             counts=self.workload.meter.counts,
             ranks=self.ranks.counts,
         )
-        self.agreement.start(own, update.problem)
+        self.agreement.start(report, update.problem)
 
     def agree(self) -> None:
-        """Take in what all ranks reported, if a report was sent. Waits. Raises RankRefused where a rank has no data."""
+        """Wait for the reports of all ranks, if one was sent, and process them. Raises RankRefused if a rank has no data."""
         sync = self.agreement.finish()
         if sync is None:
             return
@@ -486,7 +488,7 @@ class Trainer:
         self.stopping |= bool(sync.stop)
 
     def log(self, lr: float) -> None:
-        """An object for the sinks and a line for the terminal, from the ranks' reports of this update."""
+        """Write an object to the sinks and a line to the terminal, from the reports of all ranks on this update."""
         assert self.known is not None
         state = self.state
         seconds, self.logged_seconds = state.seconds - self.logged_seconds, state.seconds
@@ -505,32 +507,32 @@ class Trainer:
 
     @property
     def row_digest(self) -> int:
-        """Of the rows of all ranks, after the newest update that was agreed on."""
+        """Digest of the rows of all ranks, up to the newest update with reports of all ranks."""
         return self.rows.total({} if self.known is None else self.known.rows)
 
     @property
     def eta_seconds(self) -> float:
-        """Seconds of training left at the mean speed so far."""
+        """Remaining training time in seconds at the average speed."""
         schedule, state = self.config.schedule, self.state
-        left = (schedule.total_steps - state.step) * state.seconds / state.step
+        seconds = (schedule.total_steps - state.step) * state.seconds / state.step
         if schedule.unit == "minutes":
-            left = min(left, schedule.budget_minutes * 60 - state.seconds)
+            seconds = min(seconds, schedule.budget_minutes * 60 - state.seconds)
         elif schedule.unit == "tokens":
-            left = min(left, (schedule.budget_tokens / max(state.tokens, 1) - 1) * state.seconds)
-        return max(left, 0.0)
+            seconds = min(seconds, (schedule.budget_tokens / max(state.tokens, 1) - 1) * state.seconds)
+        return max(seconds, 0.0)
 
     def evaluate(self) -> None:
-        """The workload's figures, for the sinks. A collective."""
-        if found := self.workload.evaluate(self.state.step, self.watchdog.progress):
-            self.last_eval = found
+        """Evaluate, and write the metrics to the sinks. A collective."""
+        if metrics := self.workload.evaluate(self.state.step, self.watchdog.progress):
+            self.last_eval = metrics
             place = {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)}
-            self.sinks.write(place | found)
+            self.sinks.write(place | metrics)
             self.sinks.show(self.state.step, self.workload.shown)
             if self.config.eval.patience and len(self.state.phase_starts) == len(self.phases):
-                self.compare(self.world.broadcast(found["eval/mlm_loss"]))
+                self.compare(self.world.broadcast(metrics["eval/mlm_loss"]))
 
     def compare(self, loss: float) -> None:
-        """Count evaluations without a lower held-out loss; one with the lowest is saved. All ranks have the same `loss`."""
+        """Save if the held-out loss is the lowest, otherwise count the evaluation. `loss` is the same on all ranks."""
         state = self.state
         if state.best_step < 0 or loss < state.best_loss:
             state.best_step, state.best_loss, state.since_best = state.step, loss, 0
@@ -543,18 +545,18 @@ class Trainer:
                 f"{self.run_dir / BEST} is step {state.best_step:,}, with {state.best_loss:.4f}"
             )
 
-    # -- trouble -----------------------------------------------------------------------------------------------------
+    # -- spikes and failed updates -----------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Look at the updates since the last call and act on them, up to the first `spike` to roll back from. Raises BadTraining
-        where the run ends."""
+        """Check the results of the updates since the last call, up to the first `spike` that requires a rollback. Raises BadTraining
+        if the run must end."""
         while self.unjudged and self.spike is None:
             done = self.unjudged.pop(0)
             if self.judge_one(done) is Decision.ROLLBACK:
                 self.spike = done
 
     def judge_one(self, done: Unjudged) -> Decision:
-        """Look at one update's loss and whether it was applied, act on it; the decision."""
+        """Check whether an update was applied and its loss is normal, and record it if not; returns the decision."""
         result = done.result
         self.state.skipped += result.skipped
         flags = {"skipped": result.skipped, "vetoed": result.vetoed}
@@ -569,7 +571,7 @@ class Trainer:
         return judgement.decision
 
     def record(self, done: Unjudged, trouble: Trouble) -> None:
-        """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
+        """Append step, data and figures of an update to `trouble.jsonl`. A collective."""
         rows_by_rank = self.world.gather([row for row in done.row_ids if row >= 0])
         if self.world.is_main:
             entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
@@ -580,9 +582,8 @@ class Trainer:
                 file.write(as_json(entry) + "\n")
 
     def roll_back(self, spike: Unjudged) -> None:
-        """Return to the newest checkpoint before `spike`, leaving out the data from there through it (PaLM's recipe,
-        Chowdhery et al. 2022, section 5.1). Where it is seen updates later, they are forgotten. Raises BadTraining when there
-        is no such checkpoint."""
+        """Resume from the newest checkpoint before `spike`, skipping the data up to and including it (PaLM, Chowdhery et al. 2022,
+        section 5.1). Updates done after the spike are discarded. Raises BadTraining if there is no such checkpoint."""
         self.agree()
         self.saves.finish()
         path = self.checkpoints.latest(spike.step - 1)
@@ -596,19 +597,24 @@ class Trainer:
         self.state.cursor = spike.cursor + 1
         self.sinks = self.open_sinks()
         self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
-        log.info(f"rolled back to step {self.state.step}; the data up to the spike is left out")
+        log.info(f"rolled back to step {self.state.step}; the data up to the spike is skipped")
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the engine's own tensors."""
-        assert not self.unjudged, "its losses belong to the state"
-        own = asdict(self.state) | {"row_digest": self.row_digest, "losses_by_objective": self.spike_policy.state()}
-        own |= {"meter": self.workload.meter.state()}
-        return dict(self.provenance) | own | self.workload.state()
+        """State of a checkpoint besides the engine's tensors."""
+        assert not self.unjudged, "judge all updates first: their losses are part of the state"
+        return {
+            **self.provenance,
+            **asdict(self.state),
+            "row_digest": self.row_digest,
+            "losses_by_objective": self.spike_policy.state(),
+            "meter": self.workload.meter.state(),
+            **self.workload.state(),
+        }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Take over the state of a checkpoint."""
+        """Continue from the state of a checkpoint."""
         self.state = TrainState.of(saved)
         self.saves.step = self.checkpoints.step
         self.saved_seconds = self.logged_seconds = self.state.seconds
@@ -618,18 +624,18 @@ class Trainer:
         self.workload.resume(saved)
 
     def save(self) -> None:
-        """Start a checkpoint of this moment."""
+        """Start saving a checkpoint of the current state."""
         self.saved_seconds = self.state.seconds
         self.saves.start(self.engine, self.state.step, self.checkpoint_state)
 
     def open_sinks(self) -> Sinks:
-        """The run's sinks on rank 0, with what was logged after the state that training continues from cut off."""
+        """The run's sinks, which write on rank 0 only. Log lines after the current step are removed."""
         resumed = self.state.step > 0 or self.saves.step >= 0
         folder = self.run_dir if self.world.is_main else None
         return Sinks(folder, self.config, self.state.step, self.state.step if resumed else -1)
 
     def close(self) -> None:
-        """End the loader's workers, close the sinks, write what was profiled; each also where another one fails."""
-        with ExitStack() as last_first:
+        """End the loader's workers, close the sinks and write the profile, each even if another fails."""
+        with ExitStack() as stack:
             for close in (self.profiler.close, self.sinks.close, self.updates.close):
-                last_first.callback(close)
+                stack.callback(close)

@@ -75,7 +75,7 @@ def test_a_host_and_the_host_with_its_copies_are_lost(dataset, tmp_path: Path, u
     assert job.codes() == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], job.log.read_text()
     text = job.log.read_text()
     assert re.search(r"the files of ranks \[0(, 1)?\] are lost; the newest checkpoint is used", text)
-    assert "2 of 4 ranks start again" in text and re.search(r"resuming from \S*/step-\d{7}0 at step", text)
+    assert "2 of 4 ranks restart" in text and re.search(r"resuming from \S*/step-\d{7}0 at step", text)
     whole = undisturbed("zero.stage=1")
     assert {step: rows for step, (_, _, rows) in job.curve().items()} == {s: rows for s, (_, _, rows) in whole.items()}
 
