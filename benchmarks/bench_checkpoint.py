@@ -1,10 +1,10 @@
-"""Seconds for which a save blocks training: ours and torch.distributed.checkpoint's, from as many gloo processes.
+"""Seconds for which a save blocks training: ours and torch.distributed.checkpoint's, with the same number of gloo processes.
 
     python benchmarks/bench_checkpoint.py [--ranks 8] [--stage 1] [--rounds 3] [--json FILE]
 
-Both sides save the same model in turn; which one is first changes every round. `blocked` is what the slowest rank spends in
-calls that belong to a save (snapshot, commit, removal of what is too old), `committed` the time until the checkpoint could be
-resumed from; medians over all saves but each round's first.
+Both sides save the same model alternately, starting with another one each round. `blocked` is the time of the slowest rank in calls
+of a save (snapshot, commit, removal of old checkpoints), `committed` the time until the checkpoint can be resumed from; medians over all
+saves except the first of each round.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 
 OURS, DCP = "ours", "torch.distributed.checkpoint"
-# seconds of an update, which is a pause here; after it the ranks agree on one number, as a run's do
+# seconds of a simulated update; after it the ranks reduce a number, as in a run
 UPDATE = 0.05
 
 
 def engine_of(asked: dict[str, Any], world: World) -> tuple[Engine, dict[str, Any]]:
-    """An engine whose optimizer has taken an update, and a run's state."""
+    """An engine after one update of its optimizer, and a run's state."""
     tree: dict[str, Any] = {
         "model": asked["model"],
         "precision": "fp32",
@@ -58,7 +58,7 @@ def engine_of(asked: dict[str, Any], world: World) -> tuple[Engine, dict[str, An
 
 
 class OurSaves:
-    """This project's checkpoints, committed in the background as the Trainer does it."""
+    """This project's checkpoints, committed in the background as in the Trainer."""
 
     def __init__(self, asked: dict[str, Any], world: World) -> None:
         self.engine, self.state = engine_of(asked, world)
@@ -71,13 +71,13 @@ class OurSaves:
         return self.checkpoints.status
 
     def finish(self, greatest: int) -> bool:
-        """Takes the greatest status over ranks; whether the save is committed."""
+        """Set the largest status over ranks; returns whether the save is committed."""
         self.checkpoints.advance(greatest)
         return not self.checkpoints.pending
 
 
 class DcpSaves:
-    """torch.distributed.checkpoint's asynchronous save of the same tensors: what this rank holds, each under its own name."""
+    """torch.distributed.checkpoint's asynchronous save of the same tensors: those of this rank, under different names."""
 
     def __init__(self, asked: dict[str, Any], world: World) -> None:
         engine, _ = engine_of(asked, world)
@@ -105,7 +105,7 @@ class DcpSaves:
 
 
 def run_rank(asked: dict[str, Any]) -> None:
-    """One rank that saves again and again; rank 0 prints the seconds of the slowest rank for each save."""
+    """Repeated saves of one rank; rank 0 prints the seconds of the slowest rank for each save."""
     world = ranks.init(ranks.discover())
     side: Any = (DcpSaves if asked["side"] == DCP else OurSaves)(asked, world)
     saves = []

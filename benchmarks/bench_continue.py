@@ -4,14 +4,14 @@
 
 A small model is trained on Wikipedia, down to a tenth of its peak learning rate, and continues on novels, with the same vocabulary:
 
-    plain               at the rate that it ended at
+    plain               at the last rate of that training
     re-warm             warmed up to the peak rate again, then down to the same end
     replay              plain, a quarter of the rows from Wikipedia
     replay, re-warm     both
     detour, re-warm     re-warm, its first half causal
 
-All start from the weights alone. One document in twenty of either text is held out before anything is built. Budgets are tokens, so
-the machine's speed changes nothing; each finished run is in the file, and the same command again adds what is missing.
+All start from the weights without moments. One document in twenty of either text is held out before the build. Budgets are in tokens, so
+results do not depend on the machine's speed; each finished run is in the file, and the same command adds missing ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASE = bench_vocabulary.BASE | {"optimizer.lr": PEAK, "schedule.final_ratio": EN
 PLAIN = bench_vocabulary.KEYS | {"optimizer.lr": PEAK * END, "schedule.name": "constant", "warmup": 0.0}
 REWARM = bench_vocabulary.KEYS | {"optimizer.lr": PEAK, "schedule.final_ratio": END, "warmup": 0.1}
 DETOUR = {"objective.causal_share": 0.5}
-# keys of each, and the share of old text
+# keys of each variant, and the share of old text
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": (PLAIN, 0.0),
     "re-warm": (REWARM, 0.0),
@@ -45,14 +45,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "replay, re-warm": (REWARM, 0.25),
     "detour, re-warm": (REWARM | DETOUR, 0.0),
 }
-# of each text, bytes: all novels
+# bytes of each text: all novels
 TEXT = 24 << 20
 
 
 def trained(
     recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, scorers: dict[str, Scorer]
 ) -> dict[str, Any]:
-    """Tokens of a run, which resumes where it was killed, and its figures on each held-out text."""
+    """Train a run, resuming it after a kill; returns its tokens and its figures on each held-out text."""
     track = track_of(f"{tokens / 1000:g}k-tokens", threads=1)
     finished = training.train_ours(recipe, track, data, run, seed)
     last = finished.points[-1]

@@ -1,13 +1,12 @@
-"""Rows a second on one core of our whole loader, of a collator alone, and of reading one row a sample.
+"""Rows a second on one core: our complete loader, a collator alone, and reading one row a sample.
 
     python benchmarks/bench_data.py [--json FILE] [--rows N]
 
-Ours is everything: order, read, checksum, masking and batches ready for the model, in one process. The peers do less and
-are given the better start: Hugging Face's collator gets its rows in memory as the lists that a `datasets` loader hands
-it, with special-token masks made beforehand; webdataset reads and decodes one `.npy` a row and masks nothing. All run in
-one process, in turn, for several rounds; p20, p50 and p80 over the rounds are shown and ratios are of p50. Ours and the
-collator are measured with the same numbers of rows a batch, and compared at equal ones only: a cost a batch weighs more on
-small ones. `ratio` is the least favourable of single-token masking over the collator.
+Ours does everything: order, read, checksum, masking and batches ready for the model, in one process. The peers do less: Hugging Face's
+collator gets rows in memory as lists of a `datasets` loader, with precomputed special-token masks; webdataset reads and decodes one
+`.npy` a row without masking. All run alternately in one process for several rounds; p20, p50 and p80 over the rounds are shown, and
+ratios are of p50. Ours and the collator are compared only at equal batch sizes, since the cost of a batch weighs more on small ones.
+`ratio` is the lowest of single-token masking relative to the collator.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ COLLATOR, READER = ("HF DataCollatorForLanguageModeling, collating only", "webda
 
 
 def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVocabulary]:
-    """Rows of one pair (60%) or two (40%), full but for a token, in four shards; 70% of the tokens start a word."""
+    """Rows of one pair (60%) or two (40%), full except for a token, in four shards; 70% of the tokens start a word."""
     rng = np.random.default_rng(0)
     row = np.arange(rows)
     ids = rng.integers(len(SPECIAL), VOCAB, (rows, seq_len)).astype(np.uint16)
@@ -89,7 +88,7 @@ def ours(dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int) -> 
 
 
 def hugging_face(dataset: Dataset, rows: int, size: int) -> Callable[[], int]:
-    """`DataCollatorForLanguageModeling` on batches of `size` rows that are in memory already."""
+    """`DataCollatorForLanguageModeling` on batches of `size` rows in memory."""
     from benchmarks.peers.hf_plain_loop import collator
 
     collate = collator(dataset.manifest.vocab_size)
@@ -152,7 +151,7 @@ def rows_per_second(step: Callable[[], int]) -> float:
 def measure(
     dataset: Dataset, vocabulary: MaskingVocabulary, rows: int, sizes: list[int], scratch: Path
 ) -> dict[str, Any]:
-    """Every side at every size of a batch, in turn; comparisons are between equal sizes."""
+    """All sides at all batch sizes, alternately; comparisons are between equal sizes."""
     cases: dict[str, Callable[[], int]] = {}
     # (ours, peer)
     equal: list[tuple[str, str]] = []
@@ -172,7 +171,7 @@ def measure(
     ratios = {(mine, peer): shown[mine]["p50"] / shown[peer]["p50"] for mine, peer in equal}
     return {
         "seq_len": dataset.manifest.seq_len,
-        # the least of single-token masking, which is what the collator does, over the collator
+        # the lowest of single-token masking, which the collator does, over the collator
         "ratio": min(r for (mine, peer), r in ratios.items() if mine.startswith("ours") and COLLATOR in peer),
         "rows_per_sec": shown,
         "comparisons": [{"ours": mine, "peer": peer, "ratio": r} for (mine, peer), r in ratios.items()],
@@ -199,7 +198,7 @@ def main() -> int:
     hardware.refuse_dirty(parser, args)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    keep_freed_memory()  # as train.py and its loader processes do
+    keep_freed_memory()  # as in train.py and its loader processes
     scratch = Path(tempfile.mkdtemp(prefix="bench_data_"))
     results = []
     try:

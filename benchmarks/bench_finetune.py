@@ -2,10 +2,10 @@
 
     python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 --json FILE
 
-Every start is fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's
-shape. The best weights are chosen on every 10th row, sentence or article of the training file, the figures are of other items.
-`gains`: how far the first model is above each other start, with the middle 95% of a paired bootstrap over items and seeds. The
-file is written after each row and a repeated command resumes.
+All starts are fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's shape.
+The best weights are chosen on every 10th row, sentence or article of the training file; figures are of other items. `gains`: difference of
+the first model to each other start, with the central 95% of a paired bootstrap over items and seeds. The file is written after each row,
+and the same command resumes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ import numpy as np
 from benchmarks.common import hardware
 
 RANDOM = "random weights"
-# one of so many members of a training file chooses the best weights
+# one in this many members of a training file is used to choose the best weights
 EVERY = 10
-# rows of a table: all 67,349 phrases of SST-2 take five minutes a run on two cores
+# most training rows of a table: all 67,349 phrases of SST-2 take five minutes a run on two cores
 TRAIN_ROWS = 20_000
-# questions to learn from, to choose on and to report on: all 87,599 take hours
+# questions to train on, to choose on and to report: all 87,599 take hours
 SQUAD = {"train": 4_000, "chosen-on": 400, "reported": 800}
 DRAWS, MIDDLE = 10_000, 0.95
-# between a run's own score and that of its predictions, counted here
+# largest difference between a run's score and that computed here from its predictions
 NEAR = 1e-6
-# what one item adds above and below the line of a metric that is a ratio of sums
+# terms of an item in numerator and denominator of a metric that is a ratio of sums
 Tally = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """What is learnt from, what the best weights are chosen on, and what the figures are of."""
+    """Files to train on, to choose the best weights on, and to report."""
 
     train: Path
     chosen_on: Path
@@ -55,7 +55,7 @@ class TaskFiles:
 @dataclass(frozen=True)
 class TaskCase:
     """A task: its options of `megabert finetune`, the metric to compare, `files(tasks folder, scratch folder)`, and
-    `tally(reported file, predictions file)`, the metric's sums of each item."""
+    `tally(reported file, predictions file)`, the terms of each item in the metric."""
 
     name: str
     options: str
@@ -75,7 +75,7 @@ def write_lines(path: Path, lines: Sequence[str]) -> Path:
 
 
 def phrases(tasks: Path, scratch: Path) -> TaskFiles:
-    """SST-2's tables; of the longer training file so many rows as are learnt from, drawn once."""
+    """SST-2's tables; a longer training file is sampled once."""
     head, *rows = (tasks / "sst2/train.tsv").read_text(encoding="utf-8").splitlines()
     train, chosen_on = hold_out(rows)
     if len(train) > TRAIN_ROWS:
@@ -100,7 +100,7 @@ def sentences(tasks: Path, scratch: Path) -> TaskFiles:
 
 
 def questions(tasks: Path, scratch: Path) -> TaskFiles:
-    """SQuAD 1.1's training articles, cut to so many questions: the first paragraphs of each article."""
+    """SQuAD 1.1's training articles, limited to a number of questions: the first paragraphs of each article."""
     with gzip.open(tasks / "squad1.1/train-v1.1.json.gz", "rt") as file:
         rest, reported = hold_out(json.load(file)["data"])
     train, chosen_on = hold_out(rest)
@@ -115,19 +115,19 @@ def questions(tasks: Path, scratch: Path) -> TaskFiles:
 
 
 def label_tallies(reported: Path, predictions: Path) -> list[Tally]:
-    """Of a table with a column `label`: whether each row is correct."""
+    """Tallies of a table with a column `label`: whether each row is correct."""
     both = zip(column(reported, "label"), column(predictions, "prediction"), strict=True)
     return [(float(truth == predicted), 1.0) for truth, predicted in both]
 
 
 def column(path: Path, name: str) -> list[str]:
-    """Of a table with tabs between its fields and no quoting."""
+    """A column of a table separated by tabs, without quoting."""
     with path.open(encoding="utf-8", newline="") as file:
         return [row[name] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
 
 
 def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
-    """Of sentences whose lines are word, true tag, predicted tag: F1's two sums, over entities."""
+    """Tallies of sentences with lines of word, true tag, predicted tag: the terms of F1 over entities."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     tallies = []
@@ -139,7 +139,7 @@ def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
 
 
 def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
-    """Of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
+    """Tallies of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
     from megabert.finetune.scores import overlap
 
     predicted = json.loads(predictions.read_text(encoding="utf-8"))
@@ -161,17 +161,17 @@ def ratio(tallies: Sequence[Tally]) -> float:
 
 
 def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]]) -> dict[str, float]:
-    """How far our mean over seeds is above theirs, and the middle 95% of it by a paired bootstrap: items are drawn again, the
-    same for both and for every seed, and seeds of either on their own (Efron and Tibshirani 1993, chapter 13).
+    """Difference of the means over seeds, and its central 95% by a paired bootstrap: items are resampled, the same for both and for
+    every seed, and seeds of each separately (Efron and Tibshirani 1993, chapter 13).
 
-    `ours[s][i]`: tally of item i with seed s; both name the same items in the same order.
+    `ours[s][i]`: tally of item i with seed s; both have the same items in the same order.
     """
     assert len({len(run) for run in (*ours, *theirs)}) == 1, "other items"
     generator, items = np.random.default_rng(0), len(ours[0])
     counts = generator.multinomial(items, np.full(items, 1 / items), size=DRAWS).astype(np.float64)
 
     def drawn(runs: Sequence[Sequence[Tally]]) -> tuple[np.ndarray, float]:
-        """Mean over seeds drawn again of items drawn again [DRAWS], and as it is."""
+        """Mean over resampled seeds and items [DRAWS], and without resampling."""
         above, below = np.moveaxis(np.array(runs), -1, 0)  # [seeds, items] each
         with np.errstate(invalid="ignore"):
             scores = np.nan_to_num((counts @ above.T) / (counts @ below.T))  # [DRAWS, seeds]
@@ -186,9 +186,9 @@ def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]])
 def finetune(
     case: TaskCase, name: str, start: Path, files: TaskFiles, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[list[Tally]]]:
-    """A row: command, mean and deviation, every seed's scores; and each seed's tallies.
+    """A row (command, mean and deviation, scores by seed), and the tallies by seed.
 
-    Raises CalledProcessError when a run fails, ValueError where predictions do not give the runs' scores.
+    Raises CalledProcessError if a run fails, ValueError if the predictions do not yield the runs' scores.
     """
     output = args.work / f"{case.name}-{name}".replace(" ", "-").lower()
     command = [sys.executable, "-m", "megabert", "finetune", "--model", str(start), "--lr", args.lr]
@@ -210,7 +210,7 @@ def finetune(
 
 
 def described(model: Path) -> dict[str, Any]:
-    """How the model was pre-trained, and what that run measured of it."""
+    """Pre-training of a model, and the final figures of that run."""
     from megabert import hf as pretrained
     from megabert.hf import model_card
 
@@ -219,7 +219,7 @@ def described(model: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a task a line, starts across, each with how far the first model is above it."""
+    """A Markdown table: tasks by starts, each with the difference of the first model to it."""
     starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
     lines = [f"| task | metric | {' | '.join(starts)} |", "|---|---|" + "---|" * len(starts)]
     for task, result in results.items():

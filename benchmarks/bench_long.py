@@ -2,16 +2,16 @@
 
     python benchmarks/bench_long.py [--quick] [--lengths 512 … 8192] [--precision fp32 bf16] [--json FILE]
 
-A step is forward and backward of --tokens tokens on the CPU, in full rows of one sequence, of which 15% are predicted. So seconds per
-token compare across lengths: those of local layers stay, those of global layers grow. Ours has the modern architecture with
-windows of 128 tokens and every third layer global, by native kernels; "all local" and "all global" are the same weights with
-windows in every layer and in none. The peer is `ModernBertForMaskedLM` with these weights, exported by `megabert.hf`, once with
-sdpa and once with eager attention; it computes logits of predicted positions alone, as ours does. Weights are in the type of
-computation on both sides. Losses and gradients' norms of both are asserted to be equal.
+A step is forward and backward of --tokens tokens on the CPU, in full rows of one sequence, of which 15% are predicted, so seconds are
+comparable between lengths: they are constant for local layers and grow for global ones. Ours has the modern architecture with windows
+of 128 tokens and every third layer global, by native kernels; "all local" and "all global" have the same weights with windows in every
+layer and in none. The peer is `ModernBertForMaskedLM` with these weights, exported by `megabert.hf`, once with
+sdpa and once with eager attention; it computes logits only at predicted positions, like ours. Weights are in the type of
+computation on both sides. Losses and gradient norms of both are asserted to be equal.
 
-Every measurement has a process of its own. Memory is its growth by the model and its steps, at most. Ours keeps freed memory as
-`megabert train` does; the peer has glibc's defaults, as its users have. What takes more memory than --memory-share of what is free
-is shown as "does not fit". Ratios are the peer's over ours, of p50 seconds and of memory, against the faster peer at that length.
+Every measurement runs in a separate process. Memory is its peak growth by the model and its steps. Ours keeps freed memory like
+`megabert train`; the peer has glibc's defaults, like its users. A case that needs more than --memory-share of the free memory is shown
+as "does not fit". Ratios are the peer's over ours, of p50 seconds and of memory, for the faster peer at that length.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WINDOW = 128
 OURS, LOCAL, GLOBAL = "ours", "ours, all local", "ours, all global"
 PEERS = {"hf sdpa": "sdpa", "hf eager": "eager"}
 SIDES = (OURS, LOCAL, GLOBAL, *PEERS)
-# relative, of loss and of the norm of all gradients
+# relative tolerances of loss and gradient norm
 EQUAL = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}
 MASK = 4
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     length: int
     tokens: int
     threads: int
-    # least number of steps, and seconds that they fill
+    # smallest number of steps, and smallest total seconds
     repeats: int
     seconds: float
     memory_share: float
@@ -79,7 +79,7 @@ def make_config(length: int, rows: int) -> Config:
 
 
 def full_rows(cfg: Config) -> dict[str, torch.Tensor]:
-    """The model's inputs: random ids, of which as many as a row has room for are masked."""
+    """The model's inputs: random ids, with a mask in every prediction slot."""
     rows, length = cfg.batch.micro_size, cfg.model.max_positions
     slots = cfg.data.masking.capacity(length)
     draw = torch.Generator().manual_seed(1)
@@ -97,7 +97,7 @@ def full_rows(cfg: Config) -> dict[str, torch.Tensor]:
 
 
 def peer_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same rows as transformers takes them."""
+    """The same rows as inputs of transformers."""
     ids = inputs["input_ids"].long()
     labels = torch.full((ids.numel(),), -100)
     labels[inputs["mlm_positions"].flatten().long()] = inputs["mlm_labels"].flatten()
@@ -105,7 +105,7 @@ def peer_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Seconds, memory, loss and norm of the gradients. Run in a process that has computed nothing yet."""
+    """Seconds, memory, loss and gradient norm, in a process that has computed nothing before."""
     torch.set_num_threads(case.threads)
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -159,13 +159,13 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def in_child(case: Case) -> dict[str, Any]:
-    """`measure` in a process forked from this one, which must not have computed anything on several threads."""
+    """`measure` in a process forked from this one, which must not have used several threads before."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(measure, case).result()
 
 
 def check_equal(kind: str, by_side: dict[str, dict[str, Any]]) -> None:
-    """Asserts that a step of the peers is the step of ours."""
+    """Assert that loss and gradient norm of the peers equal ours."""
     for name, tolerance in zip(("loss", "gradient_norm"), EQUAL[kind], strict=True):
         for peer in PEERS:
             if by_side[peer]["seconds"]:

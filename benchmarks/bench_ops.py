@@ -1,14 +1,14 @@
-"""Speed of the fused operations against what torch users write, forward and backward, on the CPU or a GPU.
+"""Speed of the fused operations against the usual torch code, forward and backward, on the CPU or a GPU.
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only attention …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, a linear layer each. Sides run in turn in one
-process and medians are compared (on a GPU in CUDA graphs, whose replays are timed by events; the peers run first, and where a
-side cannot be captured the process starts again without it). `mlm_loss` stands beside its three matrix products alone; `attention` is that of packed rows, beside
-scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` stand beside
-eager and compiled torch; `optimizer` is one step of Muon beside AdamW's, LAMB's, and torch.optim.Muon with AdamW. Extra memory
-is the growth at the peak of one call. Bytes (each tensor that must be read or written, once) are given as a share of the
-measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
+BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, for each linear layer. Sides run alternately in one
+process and medians are compared (on a GPU in CUDA graphs, whose replays are timed by events; the peers run first, and if a side cannot be
+captured the process restarts without it). `mlm_loss` is compared with its three matrix products; `attention` of packed rows with
+scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` with eager and
+compiled torch; `optimizer`, a step of Muon, with AdamW, LAMB, and torch.optim.Muon with AdamW. Extra memory is the growth at the peak of
+a call. Bytes (each tensor that has to be read or written, once) are given as a share of the measured copy bandwidth. ratio is the peer's
+time over ours; above 1 is better.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices
 
 Call = Callable[[], object]
-# (rows, tokens of a row) of attention: the published figure's on the CPU, 16,384 tokens on a GPU
+# (rows, tokens of a row) of attention: those of the published figure on the CPU, 16,384 tokens on a GPU
 ATTENTION = {"cpu": [(8, 512)], "cuda": [(128, 128), (32, 512)]}
 
 
 @dataclass
 class OpCase:
-    """One operation at one size: what runs, and which sides are compared."""
+    """One operation at one size: its sides, and the compared pairs."""
 
     name: str
     size: str
     sides: dict[str, Call]
     # (ours, peer)
     comparisons: list[tuple[str, str]]
-    # that a side has to move, each tensor once
+    # bytes that a side has to move, each tensor once
     bytes: dict[str, int] = field(default_factory=dict)
     # of each side
     flops: float = 0.0
@@ -63,7 +63,7 @@ class OpCase:
 
 
 class Maker:
-    """Random tensors on the device, and forward + backward of a function as one call."""
+    """Random tensors on the device, and forward and backward of a function as one call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -148,7 +148,7 @@ def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
 
 
 def packed_bounds(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """key_start, key_end int32 [B, T] and lengths int32 [B, 2] of rows that hold two sequences each."""
+    """key_start, key_end int32 [B, T] and lengths int32 [B, 2] of rows with two sequences each."""
     cut = width * 2 // 3
     start = torch.zeros(rows, width, dtype=torch.int32)
     start[:, cut:] = cut
@@ -276,7 +276,7 @@ def optimizer(make: Maker, small: bool) -> list[OpCase]:
         model, gradients, begin = build()
         update = build_optimizer(OptimizerConfig(name=name), model, dtype=torch.bfloat16)
         for group in update.param_groups:
-            # torch refuses to capture it otherwise; the same kernel runs
+            # otherwise torch refuses to capture it; the kernel is the same
             group |= {"capturable": True} if "capturable" in group else {}
         update.attach()
 
@@ -315,7 +315,7 @@ CASES = {case.__name__: case for case in (products, mlm_loss, softmax_mask, atte
 
 
 def extra_memory(call: Call, device: torch.device) -> int:
-    """Bytes by which the peak of one call is above what was allocated before it."""
+    """Peak bytes of a call above those allocated before it."""
     memory = Memory(device)
     call()
     before = memory.now()

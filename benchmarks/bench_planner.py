@@ -3,8 +3,8 @@
     python benchmarks/bench_planner.py --fit
     python benchmarks/bench_planner.py --json FILE --plot FILE
 
-The first finds the constants and reads the calibrating rows alone; the second predicts every row with the committed ones.
-Nothing is run: they take a minute and a second anywhere.
+The first fits the constants to the calibrating rows; the second predicts all rows with the committed constants. Both only compute:
+they take a minute and a second on any machine.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megabert.commands.plan.quality import SUBMISSIONS, target_samples
 from megabert.commands.plan.step_time import DEVICES
 
 Result = dict[str, Any]
-# of the constants that are fitted: those that are shares, and may not be above 1
+# fitted constants that are shares, at most 1
 SHARES = ("link", "network", "power")
-# an error of this size or less is as good as none
+# errors up to this size count as none
 ENOUGH = 0.03
 
 
@@ -38,14 +38,14 @@ ENOUGH = 0.03
 
 
 def loss(fit: Fit) -> float:
-    """Mean error of the calibrating rows: a row that is off by half counts once, not squared."""
+    """Mean absolute error of the calibrating rows, which weighs outliers less than squares."""
     return statistics.fmean(
         math.hypot(ENOUGH, math.log1p(error(run, fit))) for run in calibration() if run.submitter != OWN_SOFTWARE
     )
 
 
 def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
-    """For each constant the function that multiplies it by a factor."""
+    """A function for each constant that multiplies it by a factor."""
 
     def achieved(name: str) -> Callable[[Fit, float], Fit]:
         return lambda fit, factor: replace(fit, achieved={**fit.achieved, name: min(1.0, fit.achieved[name] * factor)})
@@ -67,7 +67,7 @@ def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
 
 
 def fitted(fit: Fit) -> Fit:
-    """The least loss along one constant at a time, in steps from a third down to a thousandth."""
+    """The minimum of the loss by coordinate search, in steps from a third down to a thousandth."""
     least, step, changes = loss(fit), 1 / 3, moves(fit)
     while step > 1e-3:
         before = least
@@ -82,7 +82,7 @@ def fitted(fit: Fit) -> Fit:
 
 
 def submissions() -> dict[int, float]:
-    """Samples that the calibrating rows of a year took, over the reference's of the same batch: the median."""
+    """Median over the calibrating rows of a year of samples relative to the reference's at the same batch."""
     ratios = defaultdict(list)
     for run in calibration():
         if run.samples:
@@ -92,7 +92,7 @@ def submissions() -> dict[int, float]:
 
 
 def report_fit() -> str:
-    """The constants that were found, rounded, as lines for the sources."""
+    """The fitted constants, rounded, as lines for the sources."""
     fit = fitted(FROZEN)
     shared = {name: float(f"{getattr(fit.constants, name):.4g}") for name in (*SHARES, "straggling")}
     parts: dict[str, Mapping[Any, float]] = {
@@ -109,7 +109,7 @@ def report_fit() -> str:
 
 
 def summary(sizes: Iterable[float]) -> Result:
-    """Of errors' sizes; the 90th percentile is the least size that nine tenths of them do not exceed."""
+    """Statistics of absolute errors; the 90th percentile is the smallest value that nine tenths of them do not exceed."""
     sizes = sorted(map(abs, sizes))
     nine_tenths = sizes[math.ceil(0.9 * len(sizes)) - 1]
     figures = {"rows": len(sizes), "median": statistics.median(sizes), "p90": nine_tenths, "worst": sizes[-1]}
@@ -117,7 +117,7 @@ def summary(sizes: Iterable[float]) -> Result:
 
 
 def row(run: PublishedRun, side: str) -> Result:
-    """Measured and predicted; `samples_error` and `minutes_error` where the log says how many samples it took."""
+    """Measured and predicted figures of a run; `samples_error` and `minutes_error` if the log has the number of samples."""
     samples = target_samples(run.batch, run.year)
     wrong = error(run, FROZEN)
     figures: Result = {"run": run.name, "side": side, "gpu": run.gpu, "gpus": run.gpus, "nodes": run.nodes}
@@ -156,7 +156,7 @@ def score() -> Result:
 
 
 def table(result: Result) -> str:
-    """The blind rows' errors by kind of GPU, as Markdown."""
+    """Errors of the blind rows by kind of GPU, as Markdown."""
     lines = ["| blind rows | rows | median error | 90th percentile | worst |", "|---|---|---|---|---|"]
     for name, group in result["blind"].items():
         cells = (f"{group[size]:.1%}" for size in ("median", "p90", "worst"))
@@ -165,7 +165,7 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Predicted against measured samples a second of every row: full marks are blind, hollow ones calibrate."""
+    """Plot of predicted against measured samples a second of all rows: filled marks are blind, hollow ones calibrate."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,11 +3,11 @@
     python benchmarks/bench_predict.py --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
 
 The same weights, tokenizer, texts and precision on both sides: fp32 against fp32, bf16 against bf16. Texts have 16 tokens each,
-512 each, or mixed lengths (log-normal, 8 to 512, in any order), of the vocabulary's words drawn at random. Every side is first tried with several batch sizes on a part of
-the texts, then both are timed in turn, each at its best. In fp32 vectors and probabilities must equal the peers' to 1e-4, and
-all labels, else the command fails; `error` is how far a side is from the peer in fp32. Models are loaded before the clock starts;
-ours reads a file of texts and writes the labels to one. Both sides keep freed memory (glibc's mallopt), which the peers do not
-by themselves. ratio is ours over the peer, above 1 is better.
+512 each, or mixed lengths (log-normal, 8 to 512, in random order), of random words of the vocabulary. Every side is first tried with
+several batch sizes on a part of the texts, then both are timed alternately, each with its best. In fp32 vectors and probabilities must
+equal the peers' to 1e-4, and all labels, otherwise the command fails; `error` is the largest difference to the peer in fp32. Models are
+loaded before timing; ours reads a file of texts and writes the labels to one. Both sides keep freed memory (glibc's mallopt), which the
+peers do not by default. ratio is ours over the peer, above 1 is better.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "true"  # ours would turn it off for all sides
+os.environ["TOKENIZERS_PARALLELISM"] = "true"  # ours would disable it for all sides
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import numpy as np
@@ -42,11 +42,11 @@ from megabert.finetune.save import Described
 TOLERANCE = 1e-4
 # layers, hidden, heads
 SHAPES = {"mini": (4, 256, 4), "base": (12, 768, 12)}
-# of the texts of one kind: some seconds on two cores
+# tokens of the texts of one kind: some seconds on two cores
 TOKENS = {"mini": 49_152, "base": 4_096}
-# texts, of the peers
+# batch sizes of the peers in texts
 BATCHES = (1, 8, 32, 128)
-# of ours
+# batch sizes of ours in tokens
 BATCH_TOKENS = (512, 1024, 4096)
 LABELS = ("no", "yes")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Side:
-    """`run(texts, batch)` gives a result that can be compared."""
+    """`run(texts, batch)` returns a comparable result."""
 
     run: Callable[[Sequence[str], int], Any]
     # batch sizes to try: texts of the peers, tokens of ours
@@ -63,14 +63,14 @@ class Side:
 
 
 def texts_of_tokens(vocab: Path, lengths: Sequence[int]) -> list[str]:
-    """A text of each length in tokens, [CLS] and [SEP] among them: random words of the vocabulary, each a token."""
+    """A text for each length in tokens, including [CLS] and [SEP]: random words of the vocabulary of one token each."""
     words = [line for line in vocab.read_text(encoding="utf-8").splitlines() if line.isascii() and line.isalpha()]
     draw = np.random.default_rng(1)
     return [" ".join(words[i] for i in draw.integers(len(words), size=length - 2)) for length in lengths]
 
 
 def lengths_of(kind: str, tokens: int) -> list[int]:
-    """Of as many texts as have about `tokens` tokens."""
+    """Lengths of as many texts as have about `tokens` tokens."""
     if kind != "mixed":
         length = {"short": 16, "long": 512}[kind]
         return [length] * (tokens // length)
@@ -82,7 +82,7 @@ def lengths_of(kind: str, tokens: int) -> list[int]:
 
 
 def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path]:
-    """Folders of the same random weights: an encoder of Hugging Face's, its classifier on it, and ours."""
+    """Folders with the same random weights: Hugging Face's encoder and classifier, and ours."""
     layers, hidden, count = SHAPES[shape]
     size = ModelConfig(
         layers=layers, hidden=hidden, heads=count, vocab_size=len(vocab.read_text().splitlines()), dropout=0
@@ -109,7 +109,7 @@ def our_vectors(encoder: Path, precision: str) -> Side:
 
 
 def our_labels(model: Path, precision: str, work: Path) -> Side:
-    """The command's own way: a file in, a file out; (labels, probability of each)."""
+    """Prediction from file to file, as in the command; (labels, probability of each)."""
     ready, world = prediction.ready(model, CPU, precision), discover({})
 
     def run(texts: Sequence[str], batch: int) -> list[str]:
@@ -123,7 +123,7 @@ def our_labels(model: Path, precision: str, work: Path) -> Side:
 
 
 def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: Path) -> np.ndarray:
-    """float64 [n], of the label that is likelier."""
+    """float64 [n]: probability of the likelier label."""
     ready = prediction.ready(model, CPU, precision)
     (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
     examples = datasets.read(ready.described.task, work / "texts.tsv", labelled=False)
@@ -139,7 +139,7 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
     for name, side in sides.items():
         seconds = {}
         for batch in side.batches:
-            side.run(texts[: len(texts) // 4 + 1], batch)  # shapes are seen, memory is there
+            side.run(texts[: len(texts) // 4 + 1], batch)  # warm-up of shapes and memory
             start = time.perf_counter()
             side.run(texts, batch)
             seconds[batch] = time.perf_counter() - start
@@ -148,13 +148,13 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
 
 
 def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], Any, Any]:
-    """Figures of both sides, with our ratio; what the peer gave, and what ours did."""
+    """Figures of both sides, with our ratio, the peer's result and ours."""
     sides = {"peer": peer, "ours": ours}
     batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     results: dict[str, Any] = {}
     for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # none is always first
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
             start = time.perf_counter()
             results[name] = sides[name].run(texts, batches[name])
             seconds[name].append(time.perf_counter() - start)
@@ -171,7 +171,7 @@ def ratio(seconds: Mapping[str, list[float]]) -> float:
 
 
 def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, rounds: int) -> dict[str, Any]:
-    """Vectors and labels of `texts` in each precision. Raises ValueError where ours in fp32 are not the peers'."""
+    """Vectors and labels of `texts` in each precision. Raises ValueError if ours in fp32 differ from the peers'."""
     encoder, classifier, ours = folders
     report: dict[str, Any] = {"texts": len(texts)}
     exact: dict[str, np.ndarray] = {}
@@ -198,7 +198,7 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
 
 
 def table(shapes: Mapping[str, Any]) -> str:
-    """Markdown: a model, a kind of texts and a precision a line."""
+    """A Markdown table with a line for each model, kind of texts and precision."""
     lines = ["| model | texts | precision | encode/s | ours | pipeline/s | ours |", "|---|---|---|---|---|---|---|"]
     for shape, kinds in shapes.items():
         for kind, result in kinds.items():
