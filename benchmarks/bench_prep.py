@@ -1,11 +1,11 @@
-"""Megabytes of text a second and core from raw files to verified shards, with a tokenizer that exists.
+"""Megabytes of text a second and core from raw files to verified shards, with a given tokenizer.
 
     python benchmarks/bench_prep.py [--json FILE] [--input PATH…] [--megabytes N] [--tokenizer FILE] [--workers N]
 
-Runs the real command: one worker, one with near-duplicate removal, one with BERT's vocabulary beside its peer, and `--workers` of
-them (default: the cores), in turn, `--repeats` times; the median counts. A megabyte is 10^6 bytes of document
-text, unpacked. Compressed input is unpacked beforehand, so that the time is from text to shards.
-Stage times are the workers' own and add up to a little less than the run.
+Runs the command with one worker, one worker with near-duplicate removal, one with BERT's vocabulary like its peer, and `--workers`
+workers (default: the cores), alternately, `--repeats` times; the median is reported. A megabyte is 10^6 bytes of unpacked document text.
+Compressed input is unpacked beforehand, so that the time is from text to shards. Stage times are measured in the workers and add up to a
+little less than the run.
 
 `ratio` is ours over Hugging Face's fast tokenizer with packing in Python (`benchmarks/peers/hf_prep.py`), both measured in
 the run, on one core, with the same WordPiece vocabulary (`--vocab`) and the same text.
@@ -38,7 +38,7 @@ OURS, PEER = "wordpiece", "hugging face"
 
 
 def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
-    """Files of the inputs in order until they hold `megabytes`, unpacked into `folder`."""
+    """Files of the inputs in order up to `megabytes`, unpacked into `folder`."""
     folder.mkdir()
     paths: list[str] = []
     left = megabytes * 1e6
@@ -79,7 +79,7 @@ def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Summaries of the runs of each kind of build, and of the peer where there is a vocabulary for both."""
+    """Summaries of the runs of each kind of build, and of the peer if there is a vocabulary for both."""
     tokenizer = args.tokenizer
     if tokenizer is None:
         build(files, folder / "trained")
@@ -153,7 +153,7 @@ def main() -> None:
     add("--workers", type=int, default=hardware.cores())
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    # English Wikipedia where it is at hand, else Python's documentation
+    # English Wikipedia if available, else Python's documentation
     inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else PYDOC]
     with tempfile.TemporaryDirectory() as folder:
         result = speed(args, inputs, Path(folder))

@@ -1,9 +1,9 @@
-"""Rows a second of `mini_modern` beside other busy processes, by how long OpenMP's threads turn before they sleep.
+"""Rows a second of `mini_modern` beside other busy processes, by the number of spins of OpenMP's threads before they sleep.
 
     python benchmarks/bench_shared.py --data DIR [--busy 0 1 2] [--ranks 1 2] [--rounds 2] [--json FILE]
 
-`megabert` sets 1,000 turns (GOMP_SPINCOUNT); libgomp's own default is 300,000. Each round trains 60 updates by both in turn and
-counts the last 40. A run that finds its cores shared says so; whether it did is in the table.
+`megabert` sets 1,000 spins (GOMP_SPINCOUNT); libgomp's default is 300,000. Each round trains 60 updates with both alternately and
+measures the last 40. The table also shows whether the run warned about shared cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def measure(turns: dict[str, str], data: str, ranks: int, busy: int, scratch: Path) -> dict[str, Any]:
-    """Rows a second over all ranks, and whether the run said that its cores are shared. Raises RuntimeError with its output."""
+    """Rows a second over all ranks, and whether the run warned about shared cores. Raises RuntimeError with its output."""
     run = scratch / "run"
     command = [
         sys.executable,

@@ -2,15 +2,14 @@
 
     python benchmarks/bench_step.py --vs hf [--model base] [--seq-len 128] [--dropout 0.1 0.0] [--data DIR] [--json FILE]
 
-Ours is the project's own step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping).
-The peer is `BertForPreTraining` as its users run it: sdpa, autocast over fp32 weights, fused AdamW, clipping, one sequence a
-row, padded. Both compute in `--precision`, by default the fastest one of the device, and take the same sequences, masks and
-labels in as many micro-steps, so that real tokens, predictions and losses are equal (the losses are shown). Batches are made
-before the clock starts. On a GPU a time is that of several updates in a row, for which the host does not wait. Ours keeps freed
-memory as `megabert train` does; the peer has the pool too, and for blocks from 32 MiB on glibc's mappings, as it would without
-us. MFU is against the best matrix product measured in the same run, and against the datasheet's peak where the device is known;
-"real" counts what the real tokens need, "executed" what is computed. Memory is the growth of the process by weights and
-optimizer plus the peak of a step. Ratio is the median of the ratios of neighbouring times.
+Ours is the project's step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping). The peer is
+`BertForPreTraining` in a usual loop: sdpa, autocast over fp32 weights, fused AdamW, clipping, one padded sequence a row. Both compute in
+`--precision`, by default the fastest of the device, with the same sequences, masks and labels in as many micro-steps, so that real tokens,
+predictions and losses are equal (the losses are shown). Batches are made before timing. On a GPU a time is that of several consecutive
+updates, without waits of the host. Ours keeps freed memory like `megabert train`; the peer has the same pool, and glibc's mappings for
+blocks from 32 MiB on, as without this package. MFU is relative to the best matrix product measured in the same run, and to the
+datasheet's peak if the device is known; "real" counts FLOPs of real tokens, "executed" all computed ones. Memory is the growth of the
+process by weights and optimizer plus the peak of a step. Ratio is the median of the ratios of adjacent times.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ SIZES = {
 }
 # malloc.h of glibc
 M_MMAP_THRESHOLD = -3
-# vocabulary of the dataset without --data (the documentation of few installations gives the published number), and the
-# entries of the model then
+# vocabulary of the dataset without --data (the documentation of few installations is large enough for the published size), and the
+# size of the model's vocabulary then
 VOCABULARY, PUBLISHED = 8_000, 30_522
-# times before those that count: one to allocate, one to read memory
+# untimed rounds: one to allocate, one to read memory
 WARM_UP = 2
-# updates of one time
+# updates in one time
 IN_A_ROW = {"cpu": 1, "cuda": 8}
-# small: the losses of both stay comparable
+# small, so that the losses of both stay comparable
 LR = 1e-5
 HF = "hf BertForPreTraining"
 
@@ -97,7 +96,7 @@ class OurStep:
         return self.engine.train_update(update, LR).losses.sum()
 
     def executed_flops(self, update: Update) -> float:
-        """All rows with their pads; the last layer after attention, and the heads, only where something is read."""
+        """FLOPs of all rows with pads; of the last layer after attention, and the heads, only at read positions."""
         tokens = sum(b.input_ids.numel() for b in update.batches)
         slots = sum(b.mlm_positions.numel() for b in update.batches)
         sequences = sum(b.cls_positions.numel() for b in update.batches)
@@ -108,7 +107,7 @@ class OurStep:
 
 
 def map_large_blocks() -> None:
-    """As glibc does by itself after the first of them was freed: blocks from 32 MiB on are mapped and returned."""
+    """Map and return blocks from 32 MiB on, as glibc does by default after the first of them was freed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 65536)
@@ -147,7 +146,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         inputs: dict[str, Any] = {"ours": updates}
         if HF in sides:
             inputs[HF] = [padded(update, args.seq_len) for update in updates]
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # neither is always first
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
             (keep_freed_memory if name == "ours" else map_large_blocks)()
             before = memory.now() if number < WARM_UP else 0
             memory.restart()
@@ -158,7 +157,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
             seconds = time.perf_counter() - start
             if number == 0:  # optimizer state is allocated, kernels are chosen
                 static[name] += max(0, memory.now() - before)
-            elif number < WARM_UP:  # memory is read in a pass of its own: reading it empties the pool
+            elif number < WARM_UP:  # memory is read in a separate pass, since reading empties the pool
                 peak[name] = memory.peak() - before
             else:
                 work = sum(sides[name].executed_flops(given) for given in inputs[name])
@@ -199,7 +198,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
 
 
 def needed_flops(cfg: Config, update: Update) -> float:
-    """Of the real tokens."""
+    """FLOPs of the real tokens."""
     squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
     return training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
 

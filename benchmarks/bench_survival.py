@@ -1,12 +1,12 @@
 """Survival of training runs: kills at random instants, and a long run with many restarts.
 
-    python benchmarks/bench_survival.py --kills 200 --json FILE         every run ends as the one that was never killed
-    python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     nothing grows
-    python benchmarks/bench_survival.py --in-place 200 --json FILE      ranks that restart in place: seconds, and what differs
+    python benchmarks/bench_survival.py --kills 200 --json FILE         killed runs end like the one without kills
+    python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     growth of memory, files and descriptors
+    python benchmarks/bench_survival.py --in-place 200 --json FILE      restarts in place: seconds, and differences
 
-Every case is one model of one layer on the CPU, with 1 or 2 ranks, its optimizer partitioned in another way; updates
-take 10-50 ms and checkpoints follow each other closely, so that a kill has all the chances a long run gives it in weeks.
-All figures are counts of what happened. A case that fails stays in the result with its reason, and the exit code is 1.
+Each case is a model of one layer on the CPU with 1 or 2 ranks and another partitioning of the optimizer. Updates take 10-50 ms and
+checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures are counts. A failed case is in the
+result with its reason, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MUON = (
     *("zero.stage=1", "optimizer.name=muon", "objective.causal_share=0.4"),
     *("model.kind=modern", "model.norm=pre", "model.nsp=false"),
 )
-# the last number is each one's share of the kills
+# the last number is the case's share of the kills
 CASES = (
     (Case("1 rank, saving in the background", 1, 200, 5), 20),
     (Case("1 rank, fp32, saving at once", 1, 200, 5, (FP32, SYNCHRONOUS)), 20),
@@ -48,7 +48,7 @@ CASES = (
 
 
 def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> dict[str, Any]:
-    """`number` kills over the cases with `only` in their names; gives the results by case."""
+    """`number` kills over the cases with `only` in their names; returns the results by case."""
     server, by_case = Server(), {}
     chosen = [(index, case, share) for index, (case, share) in enumerate(CASES) if only in case.name]
     try:

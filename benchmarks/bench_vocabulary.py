@@ -1,15 +1,15 @@
-"""Transplanted vocabularies: bits a byte on new text against tokens trained, by how the new tokens' vectors were initialised.
+"""Replaced vocabularies: bits a byte on new text by trained tokens and by initialisation of the new tokens' vectors.
 
     python benchmarks/bench_vocabulary.py --json benchmarks/results/vocabulary.json
 
-A small model with an uncased WordPiece vocabulary is trained on Wikipedia, gets another vocabulary, and continues on other text:
+A small model with an uncased WordPiece vocabulary is trained on Wikipedia, then with another vocabulary on other text:
 
     novels   cased WordPiece of the novels
     russian  SentencePiece of Debian's manual pages in Russian
     bytes    byte-level BPE of Debian's manual pages in English
 
-Debian's packages are downloaded by apt-get. One document in twenty is held out before anything is built. Budgets are tokens, so the
-machine's speed changes nothing; each finished run is in the file, and the same command again adds what is missing.
+Debian's packages are downloaded by apt-get. One document in twenty is held out before the build. Budgets are in tokens, so results
+do not depend on the machine's speed; each finished run is in the file, and the same command adds missing ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megabert.hf.mapping import PADDED
 from megabert.model import truncated_normal
 
 VOCABULARY = 8_000
-# of each text, bytes
+# bytes of each text
 TEXT = 12 << 20
 KEYS = {
     **{"model.kind": "modern", "model.norm": "pre", "model.nsp": False, "model.hidden": 128, "model.heads": 2},
@@ -60,9 +60,9 @@ OPTIONS = {
     "russian": ["--model-type", "unigram"],
 }
 INITS = ("random", "mean", "nearest")
-# of the checkpoints of a run, ten
+# indices among the ten checkpoints of a run
 POINTS = (0, 1, 3, 6, -1)
-# of manual pages: requests whose words are text, and escapes by what they print
+# roff in manual pages: requests with text, and escapes with their output
 SHOWN = re.compile(r"^[.'](?:[BIR]{1,2}|S[MBHS])\b ?")
 ESCAPES = (
     (r"\\f(?:\[\w*\]|\(..|.)|\\[&|^/,:%]|\\s[-+]?\d", ""),
@@ -72,7 +72,7 @@ ESCAPES = (
 
 
 def manual_pages(packages: tuple[str, ...], work: Path) -> Iterator[str]:
-    """The pages' running text, without requests and escapes of roff."""
+    """The text of the pages, without requests and escapes of roff."""
     tree = work / "-".join(packages)
     if not tree.is_dir():
         (work / "deb").mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def documents(name: str, args: argparse.Namespace) -> Iterator[str]:
 
 
 def prepare(name: str, args: argparse.Namespace, tokenizer: str = "") -> RaceData:
-    """The shards of a text and of its held-out documents, with a vocabulary of its own or that of the file `tokenizer`."""
+    """The shards of a text and of its held-out documents, with a vocabulary trained on it or that of the file `tokenizer`."""
     folder, left = args.run / name, args.bytes
     if not (folder / "text").is_dir():
         with (
@@ -120,7 +120,7 @@ def prepare(name: str, args: argparse.Namespace, tokenizer: str = "") -> RaceDat
 
 
 def byte_level(folder: Path) -> Path:
-    """A byte-level BPE, trained on a text by the tokenizers library."""
+    """A byte-level BPE, trained on a text with the tokenizers library."""
     made = tokenizers.ByteLevelBPETokenizer()
     texts = (json.loads(line)["text"] for line in (folder / "text/train.jsonl").open())
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -132,7 +132,7 @@ def byte_level(folder: Path) -> Path:
 def started(init: str, seed: int, base: Path, data: RaceData, run: Path) -> Path:
     """A run folder with the base model and the vocabulary of `data`."""
     shutil.rmtree(run, ignore_errors=True)
-    # without the text there are no similar tokens
+    # without text there are no similar tokens
     vocab = data.train / data.manifest.tokenizer["file"] if init == "mean" else data.train
     model = convert(base, run, vocab=vocab)
     if init == "random":
@@ -150,7 +150,7 @@ def started(init: str, seed: int, base: Path, data: RaceData, run: Path) -> Path
 
 
 def curve(recipe: RaceRecipe, tokens: int, data: RaceData, run: Path, seed: int, rows: int) -> list[dict[str, Any]]:
-    """Bits a byte on the held-out text along a run, which resumes where it was killed."""
+    """Bits a byte on the held-out text along a run, which resumes after a kill."""
     finished = training.train_ours(recipe, track_of(f"{tokens / 1000:g}k-tokens", threads=1), data, run, seed)
     scorer = Scorer(data.held_out, rows, 1)
     points = [finished.points[i] for i in POINTS]
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(curves: dict[str, list[dict[str, Any]]]) -> str:
-    """Bits a byte by vocabulary and initialisation, mean ± sample deviation over the seeds, against tokens trained."""
+    """Bits a byte by vocabulary, initialisation and trained tokens, mean ± sample deviation over the seeds."""
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for key, points in curves.items():
         if key != "base":

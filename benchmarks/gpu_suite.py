@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_suite.py --make-pack TEXT…          (with nvcc and network: wheels, native library, two datasets)
     python3 benchmarks/gpu_suite.py [--minutes 9.5] [--json FILE] [--only PART …]
-    python benchmarks/gpu_suite.py --device cpu --small       (shows that everything runs; measures nothing)
+    python benchmarks/gpu_suite.py --device cpu --small       (a test of all items; its figures mean nothing)
 
-The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark of its own in
-a child process: one that crashes, spoils the device or does not end is recorded and costs its own figure. The file is written
-after every item, with clocks, power and temperature beside it.
+The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark in a child process:
+one that crashes, makes the device unusable or does not end is recorded without affecting the others. The file is written after every
+item, with clocks, power and temperature.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.common import hardware
 from benchmarks.gpu import pack
 
 ROOT = hardware.ROOT
-# seconds after which an item is ended, and with less than which none is started
+# time limit of an item in seconds, and remaining seconds below which none is started
 LIMIT, LEAST = 180, 15
 OURS = "attention=native layer=native mlm_loss=native"
 TORCH = "attention=varlen layer=torch mlm_loss=torch"
@@ -57,7 +57,7 @@ KERNELS = ("products", "attention", "layer", "mlm_loss", "softmax_mask", "optimi
 
 @dataclass(frozen=True)
 class SuiteItem:
-    """A command that writes its figures into `--json FILE`, or pytest, of which the last lines count."""
+    """A command that writes figures to `--json FILE`, or pytest, whose last lines are recorded."""
 
     key: str
     command: tuple[str, ...]
@@ -68,7 +68,7 @@ class SuiteItem:
 
 
 def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
-    """All items: torch's step before anything of ours or in a graph can leave the device in another state, then kernels."""
+    """All items: torch's step first, before our code or a graph can change the state of the device, then kernels."""
     size, steps = ["--small"] if small else [], []
     kernels = [
         SuiteItem(f"kernels/{name}", ("benchmarks/bench_ops.py", "--device", device, "--only", name, *size))
@@ -94,7 +94,7 @@ def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
 
 
 class Telemetry:
-    """Clocks, power and temperature of the first GPU while an item runs, as nvidia-smi reports them; nothing is ever set."""
+    """Clocks, power and temperature of the first GPU while an item runs, read by nvidia-smi."""
 
     FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
 
@@ -107,7 +107,7 @@ class Telemetry:
                 self.process = subprocess.Popen([*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL)
 
     def stop(self) -> dict[str, list[float]]:
-        """Least, median and most of each field; {} without nvidia-smi."""
+        """Minimum, median and maximum of each field; {} without nvidia-smi."""
         if self.process is None:
             return {}
         self.process.terminate()
@@ -115,18 +115,18 @@ class Telemetry:
         samples: dict[str, list[float]] = {field: [] for field in self.FIELDS}
         for line in self.file.read_text().splitlines():
             for field, text in zip(self.FIELDS, line.split(","), strict=False):
-                if text.strip().replace(".", "", 1).isdigit():  # "[N/A]" where the device has no sensor
+                if text.strip().replace(".", "", 1).isdigit():  # "[N/A]" if the device has no sensor
                     samples[field].append(float(text))
         return {field: [min(v), statistics.median(v), max(v)] for field, v in samples.items() if v}
 
 
 def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, Any]:
-    """What an item came to: `state` done or failed, its figures or the reason."""
+    """The result of an item: `state` done or failed, and its figures or the reason."""
     with tempfile.TemporaryDirectory(prefix="gpu_suite_") as name:
         folder, start = Path(name), time.monotonic()
         target, log, pytest = folder / "result.json", folder / "log", item.part == "tests"
         command = [sys.executable, *item.command, *([] if pytest else ["--json", str(target)])]
-        # its own compiled code: what another item compiled half when it was ended would break this one
+        # a separate cache of compiled code: incomplete files of an ended item would break this one
         env = env | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
         telemetry = Telemetry(folder)
         with log.open("wb") as file:

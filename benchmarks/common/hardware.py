@@ -1,7 +1,7 @@
-"""Result files of benchmarks, the machine and revision that each of them names, and commands that benchmarks run.
+"""Result files of benchmarks with machine and revision, and commands that benchmarks run.
 
 `write_json(path, result)` adds command, revision, hardware and package versions under `"about"`. A file among the committed
-results is refused when the tree has uncommitted changes: such a figure belongs to no revision. Only the standard library.
+results is refused if the tree has uncommitted changes, since its figures would belong to no revision. Only the standard library.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a
 
 
 def carry(revision: str, changes: Sequence[str]) -> None:
-    """What a copy of the tree without git is a copy of; where git answers, git is believed."""
+    """Set the revision and changes of a copy of the tree; they are used if it has no git."""
     global _carried
     _carried = (revision.removesuffix("+changes"), tuple(changes))
 
 
 @functools.cache
 def changes() -> tuple[str, ...]:
-    """Lines of `git status` for what is not committed, results aside; as they were when this was called first."""
+    """Lines of `git status` for uncommitted files except results, at the time of the first call."""
     if _carried and environment.revision() == "unknown":
         return _carried[1]
     return tuple(environment.changes([RESULTS]))
@@ -65,7 +65,7 @@ def label() -> str:
 
 
 def about() -> dict[str, Any]:
-    """Description of this machine and this command, ready for JSON. Memory in GiB, date in UTC."""
+    """Description of this machine and this command for JSON. Memory in GiB, date in UTC."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": environment.command(),
@@ -90,18 +90,18 @@ def describe() -> str:
 
 
 def clone_environment(**more: str) -> dict[str, str]:
-    """The environment in which a command finds megabert, also in a clone that is not installed."""
+    """The environment for a command that imports megabert, also in a clone that is not installed."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path} | more
 
 
 def shown(command: list[str]) -> str:
-    """A command as one would type it in the clone's folder."""
+    """A command as typed in the clone's folder."""
     return shlex.join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
 
 
 def call(command: list[str], threads: int, log: Path) -> None:
-    """Runs a command to its end, its output in `log`. Raises ValueError when it fails."""
+    """Run a command with its output in `log`. Raises ValueError if it fails."""
     env = clone_environment(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -117,7 +117,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """A free port below those that the system gives to outgoing connections, which could take it first."""
+    """A free port below the range of outgoing connections, which could take it first."""
     while True:
         port = random.SystemRandom().randrange(12_000, 30_000)
         with socket.socket() as probe:
@@ -126,14 +126,14 @@ def free_port() -> int:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "write all figures there", **more: Any) -> None:
-    """The options that every benchmark writes its result by."""
+    """Add the options for the result file of a benchmark."""
     parser.add_argument("--json", type=Path, metavar="FILE", help=what, **more)
     text = f"write into {RESULTS} from a tree with uncommitted changes too; the file lists them"
     parser.add_argument("--allow-dirty", action="store_true", help=text)
 
 
 def refuse_dirty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the command, before it measures, where its result would lie among the committed ones and belong to no revision."""
+    """End the command before it measures if its result would be among the committed ones and belong to no revision."""
     if args.allow_dirty or not args.json or not changes():
         return
     if args.json.resolve().is_relative_to(ROOT / RESULTS):
@@ -144,7 +144,7 @@ def refuse_dirty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
-    """Write `result` with `about()` added; a reader never sees half of it."""
+    """Write `result` with `about()`, atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())

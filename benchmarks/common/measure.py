@@ -15,7 +15,7 @@ import torch
 
 
 class Memory:
-    """Bytes of this process (or of the device): now, and at most since `restart`."""
+    """Bytes of this process (or of the device): current, and peak since `restart`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,11 +54,11 @@ def quantiles(values: list[float]) -> dict[str, float]:
 def in_turn(
     sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each side, `rounds` times, in turn; each time is that of enough calls to fill `seconds`."""
+    """Seconds of a call of each side, `rounds` times, alternately; each time is over enough calls to take `seconds`."""
     calls: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for name, side in sides.items():
-        for _ in range(2):  # kernels are chosen, memory is there
+        for _ in range(2):  # warm-up of kernels and memory
             side()
         synchronise(device)
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def in_turn(
         synchronise(device)
         calls[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-6)))
     for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # neither is always first
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
             synchronise(device)
             start = time.perf_counter()
             for _ in range(calls[name]):
@@ -77,7 +77,7 @@ def in_turn(
 
 
 class CaptureFailed(RuntimeError):
-    """A side could not be captured or replayed. The device's context may be unusable then: the process has to be restarted."""
+    """A side could not be captured or replayed. The device's context may be unusable, so the process has to be restarted."""
 
     def __init__(self, side: str, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -87,11 +87,11 @@ class CaptureFailed(RuntimeError):
 def kernel_times(
     sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each side on the device, without the time Python takes to launch it.
+    """Seconds of a call of each side on the device, without the time of Python's launches.
 
-    On CUDA the calls lie in a CUDA graph, as many as take about a millisecond, and its replays are timed by events, so
-    that what is measured is the kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured
-    (one that waits for the device): its wall-clock time would rank Python, not kernels. On the CPU: `in_turn`.
+    On CUDA as many calls as take about a millisecond are in a CUDA graph, and its replays are timed by events, which measures the
+    kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured because it waits for the device; its
+    wall-clock time would measure Python. On the CPU: `in_turn`.
     """
     if device.type != "cuda":
         return in_turn(sides, device, rounds, seconds)
@@ -108,7 +108,7 @@ def kernel_times(
 
 
 def copy_bandwidth(device: torch.device, elements: int) -> float:
-    """Bytes a second of a copy of so many int32 elements, reads and writes counted."""
+    """Bytes a second of a copy of int32 elements, counting reads and writes."""
     source = torch.zeros(elements, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     times = kernel_times({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
@@ -119,7 +119,7 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
     """Seconds of one of `calls` calls in each of `replays` replays of their graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # kernels are chosen and libraries make their workspaces outside the graph
+    with torch.cuda.stream(side):  # warm-up: kernels and workspaces of libraries are set up outside the graph
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
@@ -133,13 +133,13 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
     for mark in marks[1:]:
         graph.replay()
         mark.record()
-    torch.rand(1, device="cuda")  # raises where the capture has left the generator unusable for what comes next
+    torch.rand(1, device="cuda")  # raises if the capture has made the generator unusable
     torch.cuda.synchronize()
     return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
 
 
 def costliest_kernels(call: Callable[[], object], device: torch.device, count: int = 40) -> list[dict[str, Any]]:
-    """Milliseconds, calls and name of the kernels (on the CPU: operations) that one call spends most in."""
+    """Milliseconds, calls and name of the costliest kernels (on the CPU: operations) of a call."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""MLPerf's published BERT-LARGE runs for the planner's blind test: which rows calibrate and which judge, and how they compute."""
+"""MLPerf's published BERT-LARGE runs for the planner's blind test: the split into calibrating and blind rows, and models of their software."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megabert.commands.plan.step_time import (
 
 
 def calibration() -> tuple[PublishedRun, ...]:
-    """At most a third of each generation's rows, chosen without a look at their figures.
+    """At most a third of each generation's rows, chosen independently of their figures.
 
-    Rows of one submitter and one kind of GPU are a group and stay together. A generation's groups are taken in the order of
-    SHA-256 of "submitter/gpu", each one that still fits into the third.
+    Rows of one submitter and one kind of GPU are a group. The groups of a generation are added in the order of SHA-256 of
+    "submitter/gpu" if they still fit into the third.
     """
     generations: dict[str, dict[str, list[PublishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in published_runs():
@@ -46,49 +46,49 @@ def calibration() -> tuple[PublishedRun, ...]:
 
 
 def blind() -> tuple[PublishedRun, ...]:
-    """The rows that no constant was fitted on."""
+    """The rows to which no constant was fitted."""
     calibrating = set(calibration())
     return tuple(run for run in published_runs() if not run.left_out and run not in calibrating)
 
 
 # samples of an evaluation
 EVALUATED = 10_000
-# samples a GPU up to which a submission computes shapes that never change: in 0.7, and later for CUDA graphs of whole iterations
+# samples a GPU up to which a submission uses static shapes: in 0.7, and later for CUDA graphs of whole iterations
 STATIC = {2020: 20}
 STATIC_LATER = 8
 # FusedLayerNorm and bias + GELU only: half way (assumed)
 PARTLY = (TORCH[0] + NATIVE[0]) / 2
 # seconds before the first update (assumed: MLPerf's clock starts when the model is initialised and warm)
 START = 1.0
-# 4.0 and 4.1 name the containers of 3.1 (23.09); of 5.0 one row that calibrates is of a generation that others have too
+# 4.0 and 4.1 name the containers of 3.1 (23.09); one calibrating row of 5.0 is of a generation with rows in other rounds
 SAME_SOFTWARE = {"4.0": "3.1", "4.1": "3.1", "5.0": "3.1"}
-# calibrating rows of another code than NVIDIA's (FusedAdam, lengths balanced over 8 GPUs): not fitted to
+# calibrating rows with other code than NVIDIA's (FusedAdam, lengths balanced over 8 GPUs), not used in the fit
 OWN_SOFTWARE = "Samsung"
 
 REAL_SAMPLE = MicroBatch(SAMPLE_TOKENS, SQUARES * SAMPLE_TOKENS**2, PREDICTED * SAMPLE_TOKENS, 1.0)
-# the vocabulary's product is of all positions
+# the vocabulary's product is computed for all positions
 PACKED_SAMPLE = replace(REAL_SAMPLE, predictions=SAMPLE_TOKENS)
 PADDED_SAMPLE = MicroBatch(512, 512**2, 512, 1.0)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the calibrating rows decide."""
+    """Fitted constants."""
 
-    # share of the peak that products reach, a generation
+    # share of the peak that products reach, by generation
     achieved: Mapping[str, float]
     constants: Constants
-    # speed of a round's software over that of 2.0
+    # speed of a round's software relative to 2.0
     rounds: Mapping[str, float]
 
 
 def submission(run: PublishedRun) -> tuple[Software, MicroBatch]:
-    """How a round's submissions compute, and what a sample is to them, by NVIDIA's configurations of the round
-    (mlcommons/training_results_v*, `config_*.sh`), which the other submitters on GPUs took.
+    """Software and samples of a round's submissions, by NVIDIA's configurations of the round (mlcommons/training_results_v*,
+    `config_*.sh`), which other submitters on GPUs used too.
 
-    Static shapes are padded to 512 in 0.7 and 1.x, packed since 2.0, and send gradients during the backward pass since 3.0; the
-    heads then are of all positions. Others leave padding out. 0.7 writes scores out; FP8 since Hopper, but not in static shapes
-    of a few samples.
+    Static shapes are padded to 512 in 0.7 and 1.x and packed since 2.0; since 3.0 their gradients are sent during the backward pass.
+    With static shapes heads compute all positions. Others have no padding. 0.7 writes scores to memory; FP8 since Hopper, but not in
+    static shapes of a few samples.
     """
     year = run.year
     static = run.batch <= STATIC.get(year, STATIC_LATER) * run.gpus
@@ -118,17 +118,17 @@ def terms(run: PublishedRun, fit: Fit) -> dict[str, float]:
 
 
 def run_seconds(run: PublishedRun, samples: float, fit: Fit) -> float:
-    """Predicted, of a whole run over so many samples."""
+    """Predicted seconds of a run over this many samples."""
     return samples / run.batch * math.fsum(terms(run, fit).values()) + START
 
 
 def error(run: PublishedRun, fit: Fit) -> float:
-    """Predicted over measured time of the run's own samples, less 1."""
+    """Predicted over measured time for the samples of the run, minus 1."""
     samples = run.samples or target_samples(run.batch, run.year)
     return run_seconds(run, samples, fit) * run.rate / samples - 1
 
 
-# what `python benchmarks/bench_planner.py --fit` found
+# result of `python benchmarks/bench_planner.py --fit`
 FROZEN = Fit(
     ACHIEVED,
     Constants(),

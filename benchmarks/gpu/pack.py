@@ -1,7 +1,7 @@
-"""Folder with what a bare GPU machine (torch and numpy, no network) lacks: wheels, native library, two datasets.
+"""Folder with the files that a bare GPU machine (torch and numpy, no network) lacks: wheels, native library, two datasets.
 
-The machine has this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11
-on). The revision travels too, for a copy of the tree that has no git.
+The machine needs this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11 on). The
+revision is included for a copy of the tree without git.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from benchmarks.common import hardware
 
 ROOT = hardware.ROOT
 FOLDER = ROOT / "build" / "gpu_pack"
-# written empty first, and whole at the end
+# written empty first, and with content at the end
 RECORD = "pack.json"
 LIBRARY, TREES_LIBRARY = "native/_native.abi3.so", ROOT / "megabert" / "_native.abi3.so"
 NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h", "csrc/**/*.inl", "setup.py")
 PACKAGES = ("deepspeed", "pydantic", "safetensors", "sentencepiece", "tqdm", "webdataset", "zstandard", "pytest")
-# the machine's own
+# packages of the machine
 THERE = {"torch", "numpy", "triton", "setuptools", "pip"}
-# of what torch's own wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
+# symbol versions that torch's wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
-# loads a library and runs one operation of it, gelu(2): a library may load and hold no code for the device
+# load a library and run an operation, gelu(2), since a library may load without code for the device
 PROBE = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
@@ -43,7 +43,7 @@ assert abs(y.float().mean().item() - 1.9545) < 0.01, y
 
 
 def run(command: list[str], timeout: float | None = None, **env: str) -> str:
-    """A command's output. Raises ValueError with its last lines when it fails."""
+    """A command's output. Raises ValueError with its last lines if it fails."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=hardware.clone_environment(**env), capture_output=True, text=True, timeout=timeout
@@ -57,7 +57,7 @@ def run(command: list[str], timeout: float | None = None, **env: str) -> str:
 
 
 def native_digest() -> str:
-    """SHA-256 over names and bytes of what this tree's library is made from."""
+    """SHA-256 over names and bytes of the sources of the native library."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in NATIVE_SOURCES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
@@ -66,13 +66,13 @@ def native_digest() -> str:
 
 
 def newer_symbols(library: Path) -> list[str]:
-    """NAME@VERSION of what a library needs and machines that torch runs on may lack."""
+    """NAME@VERSION of symbols of a library that machines with torch may lack."""
     needed = re.findall(r"\*UND\*.*\((GLIBC|GLIBCXX|CXXABI)_([\d.]+)\) +(\w+)", run(["objdump", "-T", str(library)]))
     return [f"{n}@{kind}_{v}" for kind, v, n in needed if tuple(map(int, v.split("."))) > NEWEST[kind]]
 
 
 def requirements(packages: Sequence[str]) -> list[str]:
-    """NAME==VERSION of packages and all that they need, as installed here, without what the machine has."""
+    """NAME==VERSION of packages and their dependencies, as installed here, without those of the machine."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -90,7 +90,7 @@ def requirements(packages: Sequence[str]) -> list[str]:
 def make(
     folder: Path, corpus: Sequence[str], vocabulary: int, library: Path | None = None, wheels: bool = True
 ) -> dict[str, Any]:
-    """Writes the pack; `library`: one that is built already from this tree. Raises ValueError."""
+    """Write the pack; `library`: a library already built from this tree. Raises ValueError."""
     if folder.exists() and not (folder / RECORD).is_file():
         raise ValueError(f"{folder}: is there and is no pack; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,15 +120,15 @@ def python_version() -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The record of a finished pack; {} where there is none."""
+    """The record of a finished pack; {} if there is none."""
     path = folder / RECORD
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def unpack_wheels(folder: Path, site: Path) -> str:
-    """Unpacks the wheels into `site`, to be put on PYTHONPATH; says what was done.
+    """Unpack the wheels into `site`, for PYTHONPATH; returns a line about it.
 
-    Installing one is no more than that but for its commands, which nothing here calls (PEP 427).
+    This equals an installation except for scripts, which are not used here (PEP 427).
     """
     wheels = sorted((folder / "wheels").glob("*.whl"))
     if wheels and (meant := read(folder)["python"]) != python_version():
@@ -140,7 +140,7 @@ def unpack_wheels(folder: Path, site: Path) -> str:
 
 
 def place_library(folder: Path, device: str) -> None:
-    """Puts the pack's library into the tree. Raises ValueError where it is of other sources or does not run on the device."""
+    """Copy the pack's library into the tree. Raises ValueError if it is from other sources or does not run on the device."""
     if read(folder)["native_sources"] != native_digest():
         raise ValueError(f"{folder}: its library was built from other native sources than this tree's; make it again")
     run([sys.executable, "-c", PROBE, str(folder / LIBRARY), device], timeout=90)

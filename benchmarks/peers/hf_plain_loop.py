@@ -1,11 +1,11 @@
-"""Hugging Face's `BertForMaskedLM` or `ModernBertForMaskedLM` pre-trained by the loop its users write: the peer of the race.
+"""Hugging Face's `BertForMaskedLM` or `ModernBertForMaskedLM` pre-trained in a plain loop: the peer of the race.
 
-The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
-longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the precision that the device is
-fastest in, torch's fused AdamW (decay not on biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning
-rate with linear warm-up and linear decay to zero over the budget, of time or of tokens. Time is the loop's own, data
-included. With `causal` it starts causal, as `BertLMHeadModel` would (the same weights under a causal mask), and
-masked LM after that. As a process it leaves the points of its curve in a folder, weights under our names.
+Text, tokenizer and size are ours. The rest is as usual with transformers: one sequence a row, shuffled, padded to the longest of the
+batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the device's fastest precision, torch's fused AdamW (no decay of
+biases and LayerNorm, as in the Trainer), clipped gradients, and a learning rate with linear warm-up and linear decay to zero over the
+budget of time or tokens. Time is that of the loop, including data. With `causal` a first part is causal, like `BertLMHeadModel` (the same
+weights under a causal mask), followed by masked LM. As a process it writes the points of its curve to a folder, with weights under our
+names.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
 from megabert.hf.mapping import from_huggingface, to_huggingface_config
 
-# ids 0 to 4 in every tokenizer of ours
+# ids 0 to 4 in all our tokenizers
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
 class PeerRecipe:
-    """What a Hugging Face user chooses. The budget is `tokens` where that is above 0, else `minutes`."""
+    """Settings of the loop. The budget is `tokens` if that is above 0, else `minutes`."""
 
     minutes: float
     batch: int
-    # real ones, padding not counted
+    # real tokens, without padding
     tokens: int = 0
     lr: float = 5e-4
     dropout: float = 0.1
     # share of the budget
     warmup: float = 0.06
-    # share of the budget that is trained causally, before the rest
+    # share of the budget trained causally at first
     causal: float = 0.0
-    # share of the tokens that is predicted
+    # share of predicted tokens
     masking: float = 0.15
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -73,7 +73,7 @@ class PeerRecipe:
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Every sequence of a dataset, unpacked, as the collator takes it: ids [n] and special_tokens_mask [n]."""
+    """All sequences of a dataset, unpacked, as inputs of the collator: ids [n] and special_tokens_mask [n]."""
 
     def __init__(self, dataset: Dataset) -> None:
         ids, starts, lengths = [], [], []
@@ -100,7 +100,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageModeling:
-    """Their collator over our ids: it asks a tokenizer for its size and its special ids only."""
+    """Hugging Face's collator for our ids; it needs only a tokenizer's size and special ids."""
     table = {name: i for i, name in enumerate(SPECIALS)}
     table |= {f"<{i}>": i for i in range(len(SPECIALS), vocab_size)}
     roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIALS, strict=True))
@@ -110,8 +110,8 @@ def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageM
 
 
 def model_of(size: ModelConfig, dropout: float) -> PreTrainedModel:
-    """Their class of this size, newly initialised; ModernBERT computes the logits of masked positions alone, as its authors'
-    training does."""
+    """Hugging Face's class of this size, newly initialised; ModernBERT computes logits only at masked positions, as in its authors'
+    training."""
     dropouts = {"dropout": dropout, "attention_dropout": dropout}
     tree = to_huggingface_config(size.model_copy(update=dropouts))
     sparse = {"sparse_prediction": True} if size.modern else {}
@@ -119,7 +119,7 @@ def model_of(size: ModelConfig, dropout: float) -> PreTrainedModel:
 
 
 def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.AdamW:
-    """The Trainer's groups: matrices decay, vectors (biases and LayerNorm) do not."""
+    """The Trainer's groups: weight decay for matrices, none for vectors (biases and LayerNorm)."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -128,7 +128,7 @@ def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.Adam
 
 
 def batches(data: Sequences, collate: Any, recipe: PeerRecipe) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch, each in another order."""
+    """Endless batches, in a new order each epoch."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         yield from DataLoader(
@@ -137,20 +137,20 @@ def batches(data: Sequences, collate: Any, recipe: PeerRecipe) -> Iterator[dict[
 
 
 def budget_used(recipe: PeerRecipe, seconds: float, tokens: int) -> float:
-    """Share of the budget after so much training, at most 1."""
+    """Used share of the budget, at most 1."""
     return min(tokens / recipe.tokens if recipe.tokens else seconds / (60 * recipe.minutes), 1.0)
 
 
 def rate(recipe: PeerRecipe, used: float) -> float:
-    """Learning rate at a share of the budget: linear up over `warmup` of it, then linear down to zero."""
+    """Learning rate at a share of the budget: linear warm-up over `warmup` of it, then linear decay to zero."""
     up = used / recipe.warmup if recipe.warmup else 1.0
     return recipe.lr * min(up, (1 - used) / (1 - recipe.warmup))
 
 
 def causal_batch(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch of the collator as the causal model takes it: nothing hidden, each token predicts the next.
+    """A batch of the collator as input of the causal model: without masks, each token predicts the next.
 
-    `original` [B, T]: the ids before masking. The padding is at the end, where no real token looks.
+    `original` [B, T]: the ids before masking. Padding is at the end, where no real token attends.
     """
     length = original.shape[1]
     labels = original.new_full(original.shape, -100)
@@ -161,7 +161,7 @@ def causal_batch(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict
 
 
 def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The ids [B, T] that the collator was given."""
+    """The ids [B, T] before masking."""
     return batch["labels"].where(batch["labels"] >= 0, batch["input_ids"])
 
 
@@ -173,10 +173,10 @@ def device() -> torch.device:
 def train(
     dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: PeerRecipe, every: float
 ) -> Iterator[tuple[dict[str, float], PreTrainedModel]]:
-    """Trains for the budget on the CPU or the first GPU.
+    """Train for the budget on the CPU or the first GPU.
 
-    Yields (seconds of training, step, real tokens so far; the model) before the first step, after every `every`, a share of
-    the budget, and at the end. What the caller does with the model then is not training time.
+    Yields (seconds of training, step, real tokens so far; the model) before the first step, after every share `every` of the
+    budget, and at the end. The caller's time is not counted.
     """
     torch.manual_seed(recipe.seed)
     where = device()
@@ -202,7 +202,7 @@ def train(
             batch = causal_batch(batch, unmasked(batch))
         batch = {name: value.to(where) for name, value in batch.items()}
         for group in optimizer.param_groups:
-            group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the first step is not wasted
+            group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the rate of the first step is above 0
         with torch.autocast(where.type, dtype, enabled=dtype != torch.float32):
             loss = model(**batch).loss
         loss.backward()
@@ -217,7 +217,7 @@ def train(
 
 
 def recipe_of(fields: dict[str, Any]) -> tuple[PeerRecipe, list[str]]:
-    """The loop's recipe, and `model.` keys as overrides of the preset. Raises ValueError for a field that neither has."""
+    """The loop's recipe, and `model.` keys as overrides of the preset. Raises ValueError for a field of neither."""
     sizes = {name: value for name, value in fields.items() if name.startswith("model.")}
     rest = {name: value for name, value in fields.items() if name not in sizes}
     try:

@@ -1,4 +1,4 @@
-"""The peers of `bench_predict.py`: sentence-transformers' `encode`, transformers' pipeline, and models that both load."""
+"""The peers of `bench_predict.py`: sentence-transformers' `encode`, transformers' pipeline, and their models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 512
 
 
 def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:
-    """Random weights, as an encoder's folder and a classifier's on it."""
+    """Folders of an encoder and of a classifier with random weights."""
     from transformers import BertForPreTraining, BertForSequenceClassification, BertTokenizerFast, logging
 
     logging.set_verbosity_error()  # that the pre-training heads are not the classifier's
@@ -44,7 +44,7 @@ def classifier_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def encoder(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], np.ndarray]:
-    """Mean-pooled vectors float32 [n, D] of texts, so many at once."""
+    """Mean-pooled vectors float32 [n, D] of texts, in batches."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
@@ -59,7 +59,7 @@ def encoder(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], 
 
 
 def classifier(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], list[dict[str, Any]]]:
-    """`{"label", "score"}` of texts, so many at once."""
+    """`{"label", "score"}` of texts, in batches."""
     from transformers import pipeline
 
     made: Any = pipeline("text-classification", model=str(folder), device="cpu", dtype=dtype)

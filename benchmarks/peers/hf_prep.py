@@ -2,10 +2,10 @@
 
     RAYON_NUM_THREADS=1 python benchmarks/peers/hf_prep.py VOCAB OUTPUT.npy FILE…      prints {"seconds", "instances"}
 
-What transformers' `run_mlm.py` does with a corpus: lines that are not empty are tokenized a thousand at a time by WordPiece
-(`[CLS] line [SEP]`; by `encode_batch_fast`, which leaves the offsets out), concatenated, and cut into instances of 128
-tokens. It does less than data_prep: no sentences, pairs, filters, duplicates, shuffle or checksums, and everything is held
-in memory. The time is from the first file opened to the instances on disk.
+Like transformers' `run_mlm.py`: non-empty lines are tokenized a thousand at a time by WordPiece (`[CLS] line [SEP]`; by
+`encode_batch_fast`, without offsets), concatenated, and cut into instances of 128 tokens. It does less than data_prep: no sentences,
+pairs, filters, duplicates, shuffle or checksums, and everything is in memory. The time is from opening the first file to the instances
+on disk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tokenizers import BertWordPieceTokenizer
 
 # tokens of an instance
 LENGTH = 128
-# of a batch, as `datasets.map` has it
+# lines of a batch, as in `datasets.map`
 LINES = 1000
 
 
 def lines(paths: Sequence[str]) -> Iterator[str]:
-    """Lines of text files that hold something; the tags around WikiExtractor's documents are passed over."""
+    """Non-empty lines of text files, without WikiExtractor's tags."""
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:

@@ -1,4 +1,4 @@
-"""Hugging Face's `BertForPreTraining` in the loop its users write: the peer of `bench_step.py`.
+"""Hugging Face's `BertForPreTraining` in a plain loop: the peer of `bench_step.py`.
 
 The same sequences as ours, one a row and padded, sdpa attention, autocast, torch's fused AdamW, gradients clipped.
 """
@@ -64,13 +64,13 @@ class HuggingFaceStep:
         return torch.stack(losses).sum()
 
     def executed_flops(self, batches: list[dict[str, torch.Tensor]]) -> float:
-        """Every position, pads included, through the encoder, full attention and the vocabulary product."""
+        """FLOPs of all positions, including pads, in the encoder, full attention and the vocabulary product."""
         rows, width = sum(len(b["input_ids"]) for b in batches), batches[0]["input_ids"].shape[1]
         return training_flops(self.model, rows * width, rows * width**2, rows * width, rows)
 
 
 def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
-    """The sequences of an update one a row, padded, in as many micro-batches, with the same masks and labels."""
+    """The sequences of an update, one padded sequence a row, in as many micro-batches, with the same masks and labels."""
     rows = []
     for b in update.batches:
         labels = torch.full((b.input_ids.numel(),), -100)
