@@ -2,9 +2,9 @@
 
     python benchmarks/recipe_search.py --json benchmarks/results/search_hf-modern.json
 
-Trial 0 is the recipe as it is, the others draw each key. A rung's budget is the floating-point operations of so many tokens of trial 0,
-so that a smaller model sees more of them, as it would in equal minutes, and the load of the machine changes nothing. The best of a rung
-enter the next. The file is written after each run; the same command again adds what is missing.
+Trial 0 is the unchanged recipe; the others draw each key at random. A rung's budget is given in floating-point operations, those of a
+number of tokens of trial 0, so that a smaller model trains on more tokens, as in equal minutes, and results do not depend on the load of
+the machine. The best of a rung enter the next. The file is written after each run; the same command adds missing ones.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SPACE: dict[str, Any] = {
     "warmup": [0.02, 0.06, 0.15],
     "masking": [0.15, 0.3],
 }
-# trials, and million tokens of trial 0
+# trials, and millions of tokens of trial 0
 TRIALS = 13
 RUNGS = ((TRIALS, 0.3), (4, 1.0))
 SEED, SEARCH_ROWS = 1_001, 1_024
 
 
 def drawn(trial: int) -> dict[str, Any]:
-    """Keys of a trial. Over all trials a key's values are equally frequent, and learning rates even in their logarithm."""
+    """Keys of a trial. Over all trials a key's values are equally frequent, and learning rates log-uniform."""
     if not trial:
         return {}
     keys: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def drawn(trial: int) -> dict[str, Any]:
 
 
 def flops(recipe: RaceRecipe) -> float:
-    """Of a training token."""
+    """FLOPs of a training token."""
     sizes = recipes.overrides_of({key: value for key, value in recipe.keys.items() if key.startswith("model.")})
     model = configuration.load(
         recipe.preset, [*sizes, "model.norm=pre", "model.nsp=false", "model.vocab_size=30000"]

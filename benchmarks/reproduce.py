@@ -1,12 +1,12 @@
-"""Train a record of the race again from its committed description alone, and say where among its seeds the result lies.
+"""Train a record of the race again from its committed description, and compare the result with those of its seeds.
 
     python benchmarks/reproduce.py 30min-2cores/modern-192                     exit code 0: inside the 95% band
-    python benchmarks/reproduce.py 30min-2cores/modern-192 --in-tokens         as many tokens, where the machine is another
-    python benchmarks/reproduce.py 30min-2cores/modern-192 --share 0.01        a trial of all but the comparison
+    python benchmarks/reproduce.py 30min-2cores/modern-192 --in-tokens         with the same tokens, on another machine
+    python benchmarks/reproduce.py 30min-2cores/modern-192 --share 0.01        a short trial without the comparison
 
-A band is where one more seed lies with that probability, by the mean and the deviation of the record's seeds (Student's t). The text
-must hold the record's held-out documents, by their digest. The code is that of this tree; the record's revisions are printed, and
-`git checkout` gives them.
+A band is the prediction interval of one more seed, by the mean and the deviation of the record's seeds (Student's t). The text must have
+the record's held-out documents, which is checked by their digest. The code is that of this tree; the record's revisions, for `git
+checkout`, are printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BANDS = (0.5, 0.95, 0.99)
 
 
 def budget(entry: Entry, in_tokens: bool, share: float) -> Track:
-    """The track of a record, or its tokens; `share`: of either."""
+    """The track of a record, or one of its tokens; `share`: share of it."""
     track = recipes.track_of(entry["track"])
     if track.minutes and not in_tokens:
         return track if share == 1 else recipes.track_of(f"{track.minutes * share:g}min-{track.cores}cores")
@@ -38,7 +38,7 @@ def budget(entry: Entry, in_tokens: bool, share: float) -> Track:
 
 
 def band(bits: list[float], result: float) -> float | None:
-    """The smallest of BANDS that a result lies in; None: in none. Raises ValueError where one seed has no band."""
+    """The smallest of BANDS that contains a result; None without one. Raises ValueError for a single seed, which has no band."""
     from scipy.stats import t
 
     if len(bits) < 2:

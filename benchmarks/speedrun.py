@@ -1,13 +1,13 @@
-"""Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
+"""Race to held-out quality: recipes with the same text and budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg --against hf-loop
     python benchmarks/speedrun.py --track 1.8min-2cores 30min-2cores 120min-2cores --show --against hf-tuned --plot FILE.svg
 
-A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging Face's plain
-loop. The score is the held-out masked-LM loss at 15% in bits a byte, so that vocabularies compare; loss and accuracy stand beside
-it. The records file is written after each seed, and the same command again trains what is missing; a killed run of ours resumes
-from its newest checkpoint. Tracks of minutes need a machine with nothing else to do; its load at the start of each run is in the
-file. Tracks of tokens do not. `--against` says what the others took to a peer's last loss, in time and in tokens.
+A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model. The
+score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown too. The
+records file is written after each seed, and the same command trains missing ones; a killed run of ours resumes from its newest
+checkpoint. Tracks of minutes need an otherwise idle machine, whose load at the start of each run is in the file; tracks of tokens do not.
+`--against` shows time and tokens of the others until a peer's last loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.race.recipes import RaceRecipe, Track
 from benchmarks.race.records import Records
 
 FIRST_SEED = 42
-# processes that ran on the average of the last minute
+# load average of the last minute
 BUSY = 0.5
 
 
@@ -59,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Records) -> None:
-    """Runs the seeds of a recipe that the records do not have. Raises ValueError."""
+    """Run the seeds of a recipe that the records lack. Raises ValueError."""
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
     entry = kept.entry(track, recipe, data.identity())
     for seed in range(FIRST_SEED, FIRST_SEED + args.seeds):
@@ -77,7 +77,7 @@ def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Reco
 
 
 def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path, seed: int) -> dict[str, object]:
-    """Trains one seed and scores it on the held-out documents: the figures of the end, and the curve."""
+    """Train one seed and score it on the held-out documents; returns the final figures and the curve."""
     from benchmarks.race import training
 
     train = training.train_peer if recipe.system == recipes.PEER else training.train_ours
@@ -96,7 +96,7 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
 
 
 def compare(args: argparse.Namespace, kept: Records) -> None:
-    """Prints and writes what every entry of the tracks took to the peer's last loss. Raises ValueError without that entry."""
+    """Print and write time and tokens of all entries of the tracks until the peer's last loss. Raises ValueError without that entry."""
     entries = [entry for name in args.track for entry in kept.of(name)]
     peers = [entry for entry in entries if entry["recipe"] == args.against]
     if not peers:
@@ -113,7 +113,7 @@ def compare(args: argparse.Namespace, kept: Records) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run that trains is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the training run is ended too
     try:
         track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
         chosen = [] if args.show else [recipes.load(name) for name in args.recipe]

@@ -2,12 +2,12 @@
 
     python benchmarks/ten_million_words.py --recipe words-10m gpt-bert --pairs ../shared/data/minimal_pairs --json FILE
 
-The words are cut from the race's text by a rule: every document that the race does not hold out, novels first, then Wikipedia in the
-order of the documents' BLAKE2b digests, until --words words (separated by white space) are there; the last document is cut. The
+The words are taken from the race's text by a rule: all documents that the race does not hold out, novels first, then Wikipedia in the
+order of the documents' BLAKE2b digests, up to --words words (separated by white space); the last document is cut. The
 SHA-256 of the text is in the result. A recipe is a TOML file of benchmarks/recipes, trained for at most --epochs passes over the
 words. `megabert pairs` scores BLiMP (folder `blimp`) and Zorro (`zorro`) as masked models; bits a byte are of the race's held-out
-documents. Finished runs are kept in RUN/runs for `bench_finetune.py`; the same command resumes and adds what is missing. Budgets are
-words, so the machine's speed changes nothing.
+documents. Finished runs are kept in RUN/runs for `bench_finetune.py`; the same command resumes and adds missing ones. Budgets are in
+words, so results do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.race.recipes import RaceRecipe, track_of
 from megabert.common.files import appearing
 
 WORDS, EPOCHS = 10_000_000, 10
-# the tags that WikiExtractor puts around a document
+# WikiExtractor's tags around a document
 TAGS = re.compile(r"</?doc\b[^>]*>\n?")
 JUDGES = ("blimp", "zorro")
 
 
 def documents(text: Path) -> Iterator[str]:
-    """Novels in the order of their names, then Wikipedia's documents in the order of their digests; none that is held out."""
+    """Novels in the order of their names, then Wikipedia's documents in the order of their digests, without held-out ones."""
     files = [path for _, path in dataset.files_of(text)]
     novels = [path for path in files if path.suffix == ".txt"]
     wiki = (raw for path in files if path not in novels for raw in dataset.documents_of(path))
@@ -47,7 +47,7 @@ def documents(text: Path) -> Iterator[str]:
 
 
 def cut(text: Path, words: int) -> Iterator[str]:
-    """Documents of exactly `words` words together. Raises ValueError where the text has fewer."""
+    """Documents of exactly `words` words in total. Raises ValueError if the text has fewer."""
     left = words
     for document in documents(text):
         ends = [match.end() for match in re.finditer(r"\S+", document)]
@@ -86,7 +86,7 @@ def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
 
 
 def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of a recipe, and what the judges say of it."""
+    """Train one run of a recipe, and score it."""
     data = prepare(args, recipe.vocabulary)
     tokens = int(args.epochs * data.manifest.statistics["tokens"])
     track = track_of(f"{tokens / 1000:g}k-tokens", args.threads)

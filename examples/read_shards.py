@@ -1,8 +1,8 @@
-"""Shards and one batch of them, shown: what a row holds, what the mask hides, what the model is given.
+"""Content of shards: rows, and a masked batch as input of the model.
 
 python examples/read_shards.py data/seq128
 
-The dataset is one that `python -m data_prep build …` wrote.
+The dataset is one written by `python -m data_prep build …`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A whole training loop on the project's parts: shards, loader, model and torch's AdamW; one process, no DeepSpeed.
+"""A training loop with the project's shards, loader and model and torch's AdamW; one process, without DeepSpeed.
 
 python examples/train_loop.py data/seq128 [UPDATES]
 
-What it leaves out is what megabert/train.py is for: ranks, checkpoints, resuming, evaluation.
+It has no ranks, checkpoints, resuming and evaluation; for these use megabert/train.py.
 """
 
 from __future__ import annotations

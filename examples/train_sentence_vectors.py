@@ -1,13 +1,13 @@
-"""Sentence vectors from a pre-trained run: exported as a sentence-transformers folder and trained by that library's trainer.
+"""Sentence vectors from a pre-trained run: exported as a sentence-transformers folder and trained by that library.
 
 python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors
 python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors 200     a short trial of 200 updates
 
-The data is SQuAD's JSON: each question and its paragraph are a pair, whose vectors should be nearer to each other than those of
-the question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). No text is twice in a batch,
-be it a question here and a paragraph there, so none is its own negative, nor is it in the evaluation. The paragraphs of the last
-articles are held out, and the nDCG and the mean reciprocal rank of a search among them are printed before and after. OUTPUT/model loads by
-`SentenceTransformer`, and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
+The data is SQuAD's JSON. The vectors of a question and its paragraph are trained to be nearer to each other than those of the question and
+any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). No text is twice in a batch, even as a question and
+as a paragraph, so no text is a negative of itself, nor is it in the evaluation. The paragraphs of the last articles are held out, and
+nDCG and mean reciprocal rank of a search among them are printed before and after. OUTPUT/model can be loaded by `SentenceTransformer`
+and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METRIC, RANK = "held-out_cosine_ndcg@10", "held-out_cosine_mrr@10"
 
 
 class EvaluatorOfOthers(InformationRetrievalEvaluator):
-    """A search in which a text that is in the corpus too does not find itself; texts are their own ids."""
+    """A search that ignores the query's text in the corpus; texts are their own ids."""
 
     def compute_metrics(self, queries_result_list: list[Any]) -> Any:
         every = zip(self.queries_ids, queries_result_list, strict=True)
@@ -41,7 +41,7 @@ class EvaluatorOfOthers(InformationRetrievalEvaluator):
 
 
 def read_pairs(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(question, paragraph) pairs to train on, and those of the articles that are held out."""
+    """(question, paragraph) pairs for training, and those of the held-out articles."""
     raw = path.read_bytes()
     articles = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["data"]
     train = len(articles) - max(1, round(HELD_OUT * len(articles)))
@@ -53,7 +53,7 @@ def read_pairs(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
 
 
 def evaluator_of(pairs: list[tuple[str, str]]) -> EvaluatorOfOthers:
-    """Every question searches all paragraphs of `pairs`."""
+    """A search of all paragraphs of `pairs` by every question."""
     corpus: dict[str, Any] = {context: context for _, context in pairs}
     queries: dict[str, Any] = {question: question for question, _ in pairs}
     relevant: dict[str, set[str]] = {}
@@ -63,7 +63,7 @@ def evaluator_of(pairs: list[tuple[str, str]]) -> EvaluatorOfOthers:
 
 
 def trainer_of(model: SentenceTransformer, pairs: list[tuple[str, str]], output: str, max_steps: int = -1) -> Any:
-    """The library's trainer on (text, text to be found) pairs."""
+    """The library's trainer on pairs of query and positive."""
     return SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(
@@ -85,7 +85,7 @@ def main(run: str, squad: str, output: str, max_steps: int = -1) -> None:
     before = evaluate(model)
     trainer_of(model, train, output, max_steps).train()
     model.save(f"{output}/model")
-    for name, data in start.tokenizer.files().items():  # the form that MegaBERT reads, beside tokenizer.json
+    for name, data in start.tokenizer.files().items():  # the form that MegaBERT reads, besides tokenizer.json
         Path(output, "model", name).write_bytes(data)
     after = evaluate(model)
     for metric in (METRIC, RANK):

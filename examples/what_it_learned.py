@@ -1,9 +1,9 @@
-"""What a run has learned: its training loss, three held-out sentences filled in before and after training, its accuracy.
+"""Results of a run: training loss, three held-out sentences filled in before and after training, accuracy.
 
 python examples/what_it_learned.py runs/quickstart/run runs/quickstart/data
 
-The sentences are the first of the held-out documents that fit a line and hold a frequent word to hide, whatever the model makes
-of them. Beside the accuracy stands that of always predicting the training rows' most frequent token.
+The sentences are the first in the held-out documents that fit a line and have a frequent word to mask, independent of the model. The
+accuracy is compared with that of always predicting the most frequent token of the training rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megabert.model import BertForPreTraining
 EXAMPLES = 3
 # words of a sentence that is shown
 WORDS = 8, 18
-# a hidden word is a token that is at least one in so many of the training rows'
+# a masked word is a token that is at least one in this many of the training rows'
 FREQUENT = 5_000
 # without ⁇, a character that the tokenizer does not know
 SENTENCE = re.compile(r"[A-Z][^.!?⁇]*[.!?]")
@@ -37,7 +37,7 @@ WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ .,;!?])")
 
 
 def token_counts(dataset: Dataset) -> np.ndarray:
-    """int64 [vocab]: how often each id is in the rows."""
+    """int64 [vocab]: occurrences of each id in the rows."""
     counts = np.zeros(dataset.manifest.vocab_size, np.int64)
     for first in range(0, dataset.rows, 8192):
         rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
@@ -57,7 +57,7 @@ def accuracy(trained: Pretrained, held_out: Dataset, most_frequent: int) -> tupl
 
 
 def untrained(trained: Pretrained, counts: np.ndarray) -> Pretrained:
-    """The same model with initial weights, as a run on rows of these counts starts from."""
+    """The same model with the initial weights of a run on rows with these counts."""
     torch.manual_seed(trained.config.seed)
     initial = BertForPreTraining(trained.config.model, device="cpu", dtype=torch.float32)
     if trained.config.model.frequency_bias:
@@ -66,7 +66,7 @@ def untrained(trained: Pretrained, counts: np.ndarray) -> Pretrained:
 
 
 def sentences(held_out: Dataset, tokenizer: Tokenizer, counts: np.ndarray) -> list[tuple[str, str]]:
-    """(sentence with [MASK], the word under it) of the first sentences that fit."""
+    """(sentence with [MASK], the masked word) of the first sentences that fit."""
     chosen: list[tuple[str, str]] = []
     frequent = {tokenizer.tokens[i].strip() for i in np.flatnonzero(counts * FREQUENT >= counts.sum())}
     for row in range(held_out.rows):

@@ -1,10 +1,9 @@
-"""Text, held-out documents and shards of the race, the same bytes for every entry with one vocabulary; scores of weights.
+"""Text, held-out documents and shards of the race, the same bytes for all entries with the same vocabulary; scores of weights.
 
-One document in a hundred, by the hash of its bytes, is held out before anything is built: no vocabulary or training sees it. The
-rest is built into shards by data_prep, which sets another hundredth aside for choosing recipes. Whatever an entry trained on,
-it is scored by the project's own evaluation, 15% of the tokens masked one by one. Bits a byte are the mean loss of a masked token
-over the mean bytes of a token that can be masked: a larger vocabulary predicts fewer and longer tokens, and is not called worse
-for it.
+One document in a hundred, by the hash of its bytes, is held out before the build, so that no vocabulary or training uses it. The rest is
+built into shards by data_prep, which holds out another hundredth for choosing recipes. All entries are scored by the project's evaluation,
+with 15% of the tokens masked one by one. Bits a byte are the mean loss of a masked token over the mean bytes of a maskable token, which
+makes vocabularies comparable: a larger one has fewer and longer tokens.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.model import BertForPreTraining
 
 SEQ_LEN = 128
-# of so many documents one is held out, and as many again for choosing recipes
+# one in this many documents is held out, and as many again for choosing recipes
 ONE_IN = 100
 MARK = "split.json"
-# rows of a score that is kept as one (about 37,000 masked tokens), and of a point of a curve
+# rows of a final score (about 37,000 masked tokens), and of a point of a curve
 HELD_OUT_ROWS, CURVE_ROWS = 2_048, 512
 WIKI_DOCUMENT = re.compile(rb"<doc .*?</doc>\n?", re.S)
 
 
 @dataclass(frozen=True)
 class RaceData:
-    """Dataset folders to train on and of the held-out documents, and the SHA-256 of those documents."""
+    """Dataset folders for training and of the held-out documents, and the SHA-256 of those documents."""
 
     train: Path
     held_out: Path
@@ -61,18 +60,18 @@ class RaceData:
         return self.manifest.statistics["tokens"] / self.manifest.rows
 
     def identity(self) -> dict[str, str]:
-        """What a result was measured on: the held-out documents, and the fingerprints of both datasets."""
+        """Data of a result: the held-out documents, and the fingerprints of both datasets."""
         held_out = Manifest.load(self.held_out).fingerprint
         return {"documents": self.documents, "train": self.manifest.fingerprint, "held_out": held_out}
 
 
 def default_text() -> Path:
-    """The folder that has `enwiki` and `novels`: MEGABERT_DATA, or `../shared/data` beside the checkout."""
+    """The folder with `enwiki` and `novels`: MEGABERT_DATA, or `../shared/data` beside the checkout."""
     return Path(os.environ.get("MEGABERT_DATA") or hardware.ROOT.parent / "shared/data")
 
 
 def files_of(text: Path) -> list[tuple[str, Path]]:
-    """(name, file) of the race's text, in order; [] where neither folder is there."""
+    """(name, file) of the race's text, in order; [] if neither folder exists."""
     paths = sorted(text.glob("enwiki/*/wiki_*")) + sorted(text.glob("novels/*.txt"))
     return [("_".join(path.relative_to(text).with_suffix("").parts), path) for path in paths]
 
@@ -87,7 +86,7 @@ def documents_of(path: Path) -> Iterator[bytes]:
 
 
 def built_in() -> Iterator[bytes]:
-    """The documentation that every Python installation carries, a document a line of JSON."""
+    """The documentation in every Python installation, a document a line of JSON."""
     from data_prep.readers import pydoc_corpus
 
     for path, _ in pydoc_corpus.files():
@@ -100,9 +99,9 @@ def is_held_out(document: bytes) -> bool:
 
 
 def split(text: Path, target: Path) -> None:
-    """Writes the documents of `text` into `target/train` and `target/held_out`, where they are not there yet.
+    """Write the documents of `text` to `target/train` and `target/held_out`, unless they exist.
 
-    Raises ValueError where no document came to be held out.
+    Raises ValueError if no document is held out.
     """
     if (target / MARK).is_file():
         return
@@ -128,9 +127,9 @@ def split(text: Path, target: Path) -> None:
 
 
 def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
-    """The shards of `text` with a vocabulary of this size, or with that of a tokenizer file; built where they are not.
+    """The shards of `text` with a vocabulary of this size, or that of a tokenizer file; built if missing.
 
-    Raises ValueError where a build fails.
+    Raises ValueError if a build fails.
     """
     name = "built-in"
     if files_of(text):
@@ -143,12 +142,12 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
 
 
 def vocabulary_options(vocabulary: int | str) -> list[str]:
-    """Of a build: a vocabulary of this size, or that of a tokenizer file."""
+    """Options of a build for a vocabulary of this size, or that of a tokenizer file."""
     return ["--vocab-size" if isinstance(vocabulary, int) else "--tokenizer", str(vocabulary)]
 
 
 def build_both(train: Path, held_out: Path, folder: Path, documents: str, *options: str) -> RaceData:
-    """The shards of a text, by `options`, and of its held-out documents, with the same tokenizer; built where they are not."""
+    """The shards of a text, by `options`, and of its held-out documents, with the same tokenizer; built if missing."""
     data = RaceData(folder / "train", folder / "held_out", documents)
     build(train, data.train, *options)
     tokenizer = str(data.train / data.manifest.tokenizer["file"])
@@ -163,7 +162,7 @@ def build(text: Path, output: Path, *options: str) -> None:
 
 
 class Scorer:
-    """Figures of any weights on the first `rows` rows of a dataset of held-out documents."""
+    """Figures of weights on the first `rows` rows of a dataset of held-out documents."""
 
     def __init__(self, folder: Path, rows: int, threads: int) -> None:
         self.dataset, self.rows, self.threads = Dataset(folder), rows, threads
@@ -171,7 +170,7 @@ class Scorer:
         self.bytes_a_token = evaluation.bytes_a_token(self.dataset, self.tokenizer)
 
     def score(self, weights: Mapping[str, Tensor], tree: dict[str, Any]) -> dict[str, float]:
-        """`bits` a byte, `loss` in nats a masked token and `accuracy`, of the model that the configuration `tree` is of."""
+        """`bits` a byte, `loss` in nats a masked token and `accuracy`, of a model with the configuration `tree`."""
         torch.set_num_threads(self.threads)
         cfg = configuration.from_dict(tree)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

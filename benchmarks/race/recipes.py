@@ -1,14 +1,14 @@
-"""Tracks of the race, which are budgets, and its recipes: what an entry sets, as a small TOML file.
+"""Tracks of the race, which are budgets, and its recipes, the settings of an entry as a TOML file.
 
 about = "what it is, in a line"
 change = "what made it better than the record before"
 system = "megabert"            # or "huggingface": the plain loop of benchmarks/peers
-preset = "mini"                # the size of either, and of ours every other setting
+preset = "mini"                # the size; of ours also all other settings
 vocabulary = 30_000            # its size, or a tokenizer file
 
 [keys]                         # ours: section.key of the configuration; the peer's: fields of its PeerRecipe, and model.key
 "optimizer.lr" = 1.5e-3
-warmup = 0.06                  # share of the budget, of either
+warmup = 0.06                  # share of the budget, for both systems
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km])-tokens")
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
 WARM_UP = "warmup"
-# keys that the track decides
+# keys set by the track
 BUDGET = {
     f"schedule.{key}"
     for key in ("by", "total_steps", "warmup_steps", "budget_minutes", "budget_tokens", "budget_warmup")
@@ -40,7 +40,7 @@ BUDGET = {
 
 @dataclass(frozen=True)
 class Track:
-    """A budget. Either `minutes` of training on `cores` threads, or `tokens`: real ones, padding not counted."""
+    """A budget: either `minutes` of training on `cores` threads, or real `tokens`, without padding."""
 
     name: str
     minutes: float = 0.0
@@ -49,9 +49,9 @@ class Track:
 
 
 def track_of(name: str, threads: int = 2) -> Track:
-    """The track of a name: one of TRACKS, or another budget written the same way, which is no official one.
+    """The track of a name: one of TRACKS, or another budget in the same form, which is not official.
 
-    `threads` are those of a track of tokens; a track of minutes says its own. Raises ValueError for what is no budget.
+    `threads`: for a track of tokens; the name of a track of minutes includes them. Raises ValueError for a malformed name.
     """
     if match := _MINUTES.fullmatch(name):
         track = Track(name, minutes=float(match[1]), cores=int(match[2]))
@@ -76,7 +76,7 @@ class RaceRecipe:
 
     @property
     def digest(self) -> str:
-        """Of what is trained: two recipes that differ in words alone are the same."""
+        """Digest of the trained settings, which does not include descriptions."""
         tree = {name: value for name, value in asdict(self).items() if name not in ("name", "about", "change")}
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -85,12 +85,12 @@ class RaceRecipe:
         return float(self.keys.get(WARM_UP, 0.06))
 
     def overrides(self) -> list[str]:
-        """Ours as `section.key=value`, without what the track decides."""
+        """Our keys as `section.key=value`, without those set by the track."""
         return overrides_of({key: value for key, value in self.keys.items() if key != WARM_UP})
 
 
 def overrides_of(keys: Mapping[str, Any]) -> list[str]:
-    """`section.key=value` of each, the value as TOML has it but for strings."""
+    """`section.key=value` of each, with values in TOML syntax except for strings."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
 
 
@@ -114,13 +114,13 @@ def load(name: str) -> RaceRecipe:
 
 
 def rows_an_update(settings: Config) -> float:
-    """A mean over the phases, whose shares are of updates."""
+    """Mean over the phases, whose shares are of updates."""
     phases = config.phases_of(settings)
     return sum((phase.end - phase.begin) * phase.config.batch.global_size for phase in phases)
 
 
 def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
-    """The overrides of a run of ours on a track, and the configuration they make. Raises ValueError."""
+    """The overrides of our run on a track, and the resulting configuration. Raises ValueError."""
     overrides = [*recipe.overrides(), f"seed={seed}"]
     if "schedule.name" not in recipe.keys:
         overrides += ["schedule.name=linear"]

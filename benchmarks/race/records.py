@@ -3,8 +3,8 @@
     {"about": …, "entries": [{"track", "recipe", "digest", "about", "change", "system", "preset", "vocabulary", "keys",
                               "data": {"documents", "train", "held_out"}, "seeds": {"42": {…}}}]}
 
-A seed's result has the date, revision, hardware and load of its own run, the three figures, and the curve. An entry is
-known by its track, its recipe's digest and the dataset: the same command adds the seeds that are missing.
+A seed's result has the date, revision, hardware and load of its run, the three figures, and the curve. An entry is identified by its
+track, its recipe's digest and the dataset; the same command adds missing seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Entry = dict[str, Any]
 
 
 class Records:
-    """The file, and entries of it; `write` after each change. Several commands may add to one file at the same time."""
+    """The file and its entries; call `write` after each change. Several commands may add to one file at the same time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Records:
         return json.loads(self.path.read_text())["entries"] if self.path.is_file() else []
 
     def write(self) -> None:
-        """Write the entries, and what others have added to the file since it was read."""
+        """Write the entries, with those added to the file by others since it was read."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
@@ -57,9 +57,9 @@ class Records:
             os.close(folder)
 
     def entry(self, track: Track, recipe: RaceRecipe, data: dict[str, str]) -> Entry:
-        """The entry of a recipe on a track, made where it is not there.
+        """The entry of a recipe on a track, created if missing.
 
-        Raises ValueError where the file's entries were scored on other held-out documents.
+        Raises ValueError if the file's entries were scored on other held-out documents.
         """
         known = (track.name, recipe.digest, data)
         for entry in self.entries:
@@ -76,7 +76,7 @@ class Records:
         return entry
 
     def find(self, name: str) -> tuple[Entry, RaceRecipe]:
-        """The entry TRACK/RECIPE, the newest of several, and the recipe that its description gives. Raises ValueError."""
+        """The entry TRACK/RECIPE, the newest of several, and the recipe of its description. Raises ValueError."""
         entries = [entry for entry in self.entries if f"{entry['track']}/{entry['recipe']}" == name and entry["seeds"]]
         if not entries:
             raise ValueError(f"{name}: no record of {self.path}; write TRACK/RECIPE")
@@ -98,7 +98,7 @@ def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Date, revision, machine, and how busy it was when the run began."""
+    """Date, revision, machine, and its load at the start of the run."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "revision": hardware.revision(),
@@ -167,7 +167,7 @@ def with_spread(entry: Entry, figure: str, form: str) -> str:
 
 
 def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None:
-    """`what` ("seconds" or "tokens") at which a curve first reaches `loss`, linear between points; None: never."""
+    """`what` ("seconds" or "tokens") at which a curve first reaches `loss`, interpolated linearly; None: never."""
     for before, after in pairwise(curve):
         if after["loss"] <= loss < before["loss"]:
             share = (before["loss"] - loss) / (before["loss"] - after["loss"])
@@ -176,8 +176,8 @@ def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None
 
 
 def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
-    """What the entries took to the last loss of the peer's curve, in seconds of training and in tokens; `ratio` is the peer's
-    over theirs, above 1 is better. What of the first is not in the second is throughput."""
+    """Seconds of training and tokens of the entries until the last loss of the peer's curve; `ratio` is the peer's over theirs, above 1
+    is better. The quotient of the two ratios is that of throughput."""
     (theirs, *_) = peer["seeds"].values()
     end, rows = theirs["curve"][-1], []
     for entry in entries:
@@ -196,10 +196,10 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
 
 
 def plot(entries: list[Entry], path: Path) -> None:
-    """Writes .svg or .png: a line a seed, a colour an entry, ours solid and the peer's dashed.
+    """Write .svg or .png: a line for each seed, a colour for each entry, ours solid and the peer's dashed.
 
-    Entries of several tracks have the track's name beside their own, and an axis of equal ratios, which begins after the
-    start. Raises ValueError where some are of minutes and some of tokens.
+    With several tracks the labels include the track, and the axis is logarithmic, without the start. Raises ValueError if some are of
+    minutes and some of tokens.
     """
     tracks = sorted({track_of(entry["track"]) for entry in entries}, key=lambda t: (t.minutes, t.tokens))
     names = ", ".join(track.name for track in tracks)

@@ -1,4 +1,4 @@
-"""Training of an entry in a process of its own, and the points of its curve: weights after so much training."""
+"""Training of an entry in a separate process, and the points of its curve: weights at steps of the training."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from benchmarks.race import recipes
 from benchmarks.race.dataset import RaceData
 from benchmarks.race.recipes import RaceRecipe, Track
 
-# points of a curve, about, and at most (of more, the last ones)
+# approximate and largest number of points of a curve (the last ones are kept)
 POINTS, KEPT = 10, 24
-# a guess for the tracks of minutes: it decides how many points there are, and nothing else
+# an estimate for tracks of minutes, which affects only the number of points
 ROWS_A_SECOND = 150
-# the peer's, in the folder of a point
+# the peer's files in the folder of a point
 WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Where a run stood when its weights were kept: seconds of training, updates, real tokens."""
+    """The state of a run at a point of its curve: seconds of training, updates, real tokens."""
 
     seconds: float
     step: int
@@ -36,7 +36,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run. `config`: of the model that its weights are of, as nested dicts."""
+    """A finished run. `config`: configuration of its model, as nested dicts."""
 
     command: str
     points: tuple[CurvePoint, ...]
@@ -45,7 +45,7 @@ class Trained:
 
 
 def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
-    """Trains an entry for the track's budget in the folder `run`, or resumes there. Raises ValueError where it fails."""
+    """Train an entry for the track's budget in the folder `run`, or resume there. Raises ValueError if it fails."""
     overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
     seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
     interval = max(1, round(seen / recipes.rows_an_update(config) / POINTS))
@@ -62,7 +62,7 @@ def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
 
 
 def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
-    """The same of the peer, which starts again. Raises ValueError where it fails."""
+    """The same for the peer, which cannot resume. Raises ValueError if it fails."""
     command = [sys.executable, "-m", "benchmarks.peers.hf_plain_loop", "--data", str(data.train), "--run", str(run)]
     command += ["--preset", recipe.preset, "--points", str(POINTS)]
     fields = {"minutes": track.minutes, "tokens": track.tokens, "seed": seed, **recipe.keys}
@@ -78,7 +78,7 @@ def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
 
 
 def rate(run: Path) -> float | None:
-    """Median of the real tokens a second that were logged."""
+    """Median of the logged real tokens a second."""
     rates = [line["perf/tokens_per_sec"] for line in hardware.logged(run) if "perf/tokens_per_sec" in line]
     return round(statistics.median(rates), 1) if rates else None
 

@@ -1,9 +1,9 @@
-"""Training runs that are killed at random instants and started again unaided, compared with the same run left alone.
+"""Training runs that are killed at random times and restarted by the same command, compared with an uninterrupted run.
 
-Each case is trained once without a fault, then in lives: each life is started by the same command, resumes by itself
-from what it finds, and is killed (SIGKILL, one rank or all) at an instant drawn at random: in its start, between updates,
-inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself. Then every logged
-figure but times must be equal, bit for bit, and every file of the final checkpoint.
+Each case is trained once without a fault, then in lives: each life is started by the same command, resumes from the run folder, and is
+killed (SIGKILL, one rank or all) at a random time: during its start, between updates, inside a checkpoint write, or while one rank's
+write is delayed by seconds. The last life is not killed. Then all logged figures except times, and all files of the final checkpoint,
+must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
 
-# what is aimed at, in turn
+# aims of the kills, alternately
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
-# a start takes about so long
+# approximate seconds of a start
 START_SECONDS = 0.5
-# seconds that one rank's write is delayed
+# seconds of delay of one rank's write
 SLOW = (0.5, 6.0)
 RESUMED, FROM_NOTHING, UNSEEN = (
     "a start from the newest checkpoint",
@@ -36,7 +36,7 @@ RESUMED, FROM_NOTHING, UNSEEN = (
 
 @dataclass
 class KillCounts:
-    """Counts of a case's kills: by aim, by where they fell, by the start after each."""
+    """Counts of a case's kills by aim, by place, and by the next start."""
 
     aimed: Counter[str] = field(default_factory=Counter)
     fell: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class KillCounts:
 
 
 def uninterrupted(case: Case, data: Path, run: Path, server: Server) -> float:
-    """Train the case without a fault; gives the median seconds of its checkpoint writes."""
+    """Train the case without a fault; returns the median seconds of its checkpoint writes."""
     life, seen, durations = Life(case, data, run, server), 0.0, []
     while life.running():
         saving = bool(life.saving())
@@ -62,13 +62,13 @@ def uninterrupted(case: Case, data: Path, run: Path, server: Server) -> float:
 
 
 def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_seconds: float) -> None:
-    """Return at the instant to kill at; `share`: updates a life may make. Or at once when the life ends before."""
+    """Return at the time to kill, or when the life ends before; `share`: updates of a life."""
     case = life.case
     if aim == "start":
         time.sleep(rng.uniform(0.0, START_SECONDS))
         return
     newest = max(steps_of(life.run), default=0)
-    ahead = rng.randint(2, 2 + int(2 * share)) if aim == "any" else 3 * case.interval  # saves may pass unseen
+    ahead = rng.randint(2, 2 + int(2 * share)) if aim == "any" else 3 * case.interval  # saves may be missed
     reach = min(newest + ahead, case.steps - 1)
     pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": life.slow[1]}[aim])
 
@@ -82,7 +82,7 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
 def kill_again_and_again(
     case: Case, data: Path, run: Path, server: Server, kills: int, rng: random.Random, save_seconds: float
 ) -> KillCounts:
-    """Kill the case's run `kills` times, start it again each time, then let it end.
+    """Kill the case's run `kills` times, restart it each time, then let it end.
 
     Raises Failure for a run that does not resume from its newest checkpoint, finds one damaged, or leaves a process behind;
     TimeoutError for one that hangs.
@@ -99,7 +99,7 @@ def kill_again_and_again(
         try:
             if number < kills:
                 await_instant(life, aim, case.steps / (kills + 1), rng, save_seconds)
-            last = number == kills or not life.running()  # it came to its end first: fewer kills are counted
+            last = number == kills or not life.running()  # it ended before: fewer kills are counted
             if last:
                 life.end()
             else:
@@ -119,7 +119,7 @@ def kill_again_and_again(
 
 
 def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
-    """How a life started. Raises Failure unless from the newest checkpoint committed before it, finding none damaged."""
+    """How a life started. Raises Failure unless it resumed from the newest committed checkpoint, without damaged ones."""
     output, name = life.output(), life.case.name
     followed = UNSEEN
     if resumed := re.search(r"resuming from \S+ at step (\d+)", output):
@@ -137,7 +137,7 @@ def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
 
 
 def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, seed: int) -> dict[str, Any]:
-    """Both runs of a case and their comparison: what happened, with `failure` (text) where something went wrong."""
+    """Both runs of a case and their comparison; the result has `failure` (text) if something went wrong."""
     folder.mkdir(parents=True)
     straight, broken = folder / "uninterrupted", folder / "killed"
     started = time.monotonic()
@@ -158,7 +158,7 @@ def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, se
 
 
 def differences(straight: Path, broken: Path, steps: int) -> list[str]:
-    """How two finished runs differ, one line each: losses, rows, learning rate, weights, moments. Times may differ."""
+    """Differences between two finished runs, a line each: losses, rows, learning rate, weights, moments, but not times."""
     problems = []
     one, two = (hardware.logged(run) for run in (straight, broken))
     for name, lines in (("uninterrupted", one), ("killed", two)):
@@ -183,7 +183,7 @@ def differences(straight: Path, broken: Path, steps: int) -> list[str]:
 
 
 def files_of(run: Path, step: int) -> dict[str, str]:
-    """SHA-256 of each file of a checkpoint, as its manifest has them. Raises Failure for a file that has another."""
+    """SHA-256 of each file of a checkpoint by its manifest. Raises Failure for a file with another digest."""
     folder = run / "checkpoints" / f"step-{step:08d}"
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name, entry in files.items():

@@ -1,4 +1,4 @@
-"""Ranks of a training run as their launcher sees them: started, watched from outside, killed, waited for."""
+"""Ranks of a training run from outside: started, watched, killed, waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.common import hardware
 # seconds after one rank was killed
 SURVIVORS_END_WITHIN = 20.0
 ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
-# seconds: a life that takes longer hangs
+# time limit of a life in seconds
 LIFE_ENDS_WITHIN = 240.0
 POLL = 0.001
 TINY = (
@@ -46,7 +46,7 @@ class Server:
         return json.loads(answer)
 
     def close(self) -> None:
-        self._process.communicate()  # the end of its input ends it, and every rank that is left with it
+        self._process.communicate()  # the end of its input ends it with all remaining ranks
 
 
 class Forked:
@@ -63,7 +63,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class Case:
-    """One command: `world` ranks train `steps` updates with a checkpoint every `interval`."""
+    """A command: `world` ranks train `steps` updates with a checkpoint every `interval`."""
 
     name: str
     world: int
@@ -77,14 +77,14 @@ class Case:
 
 
 class Failure(AssertionError):
-    """A run did not survive; the text says how, with the end of its log."""
+    """A run failed; the text says how, with the end of its log."""
 
 
 class Life:
-    """The ranks of one start of a case's command, and what can be seen of them from outside."""
+    """The ranks of one start of a case's command, and their state observed from outside."""
 
     def __init__(self, case: Case, data: Path, run: Path, server: Server, slow: tuple[int, float] = (0, 0.0)) -> None:
-        """`slow`: this rank's first write takes so many seconds longer."""
+        """`slow`: rank and seconds of delay of its first write."""
         self.run, self.case, self.slow = run, case, slow
         self.log = run.with_name(f"{run.name}.log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
@@ -107,11 +107,11 @@ class Life:
             return file.read().decode(errors="replace")
 
     def step(self) -> int:
-        """The last update that was logged, by this life or one before."""
+        """The last logged update, of this life or one before."""
         return last_step(self.run)
 
     def saving(self) -> list[tuple[str, int]]:
-        """(name, inode) of the folders that this life writes a checkpoint into now: one, or none."""
+        """(name, inode) of the folder into which this life writes a checkpoint now, if any."""
         return [entry for entry in self._saving() if entry not in self._stale]
 
     def _saving(self) -> list[tuple[str, int]]:
@@ -122,7 +122,7 @@ class Life:
             return []
 
     def kill(self, victims: Sequence[int]) -> str:
-        """SIGKILL these ranks, then wait for the others; gives where it fell."""
+        """SIGKILL these ranks, then wait for the others; returns the state at the kill."""
         before = self.saving()
         trained = "step" in self.output() and self.step()
         for victim in victims:
@@ -134,7 +134,7 @@ class Life:
         except TimeoutError:
             self.stop()
             wait(lambda: all(rank.poll() is not None for rank in self.ranks), 10, "a killed rank stays")
-            if "parameters," in self.output():  # printed when all ranks have met
+            if "parameters," in self.output():  # printed after the rendezvous of all ranks
                 text = f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}"
                 raise Failure(text) from None
             return ENDED_BY_LAUNCHER
@@ -144,7 +144,7 @@ class Life:
         return "in training" if trained else "in the start"
 
     def end(self) -> None:
-        """Wait for every rank to end by itself with 0."""
+        """Wait for every rank to end with 0."""
         try:
             wait(lambda: all(rank.poll() is not None for rank in self.ranks), LIFE_ENDS_WITHIN, "hangs")
         except TimeoutError as error:
@@ -155,14 +155,14 @@ class Life:
             raise Failure(f"{self.case.name}: exit codes {codes}\n{self.output()[-3000:]}")
 
     def stop(self) -> None:
-        """End what still runs of it."""
+        """End the remaining processes."""
         for rank in self.ranks:
             if rank.poll() is None:
                 os.kill(rank.pid, signal.SIGKILL)
 
 
 def in_sessions(sessions: set[int]) -> list[int]:
-    """Processes of these sessions: each rank leads its own, and its loader's workers stay in it."""
+    """Processes of these sessions: each rank leads one, with the workers of its loader in it."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -183,7 +183,7 @@ def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def last_step(run: Path) -> int:
-    """The last whole line of metrics.jsonl's step; 0 without one."""
+    """The step of the last complete line of metrics.jsonl; 0 without one."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

@@ -1,6 +1,7 @@
-"""Server that forks ranks of `megabert/train.py` in a tenth of a second, having imported everything they need.
+"""Server that forks ranks of `megabert/train.py` in a tenth of a second, since it has imported all modules.
 
-A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests come as JSON lines on stdin, each gets one JSON line back:
+A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests are JSON lines on stdin, each
+answered by a JSON line:
 
     {"argv": [...], "env": {...}, "log": PATH, "slow": SECONDS}   -> {"pid": N}    slow: its first write of a checkpoint
     {"poll": PID}                                                 -> {"code": null | exit code | -signal}
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ["OMP_NUM_THREADS"] = "1"  # and no pool of threads that a fork would lose
+os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads, which a fork would lose
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
 from megabert import train  # noqa: E402
 
-# What a run imports later, by itself or by the first use of an optimizer.
+# Modules that a run imports later, some of them with the first use of an optimizer.
 IMPORTED_LATER = (
     *("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
     *("torch.utils.tensorboard", "safetensors.torch"),
@@ -36,7 +37,7 @@ DIE_WITH_PARENT = 1
 
 
 def slow_down_the_first_write(seconds: float) -> None:
-    """The first file of the first checkpoint of this process takes `seconds` longer to reach the disk."""
+    """Delay the sync of the first file of this process' first checkpoint by `seconds`."""
     fsync, waited = os.fsync, False
 
     def slow(file: Any) -> None:
@@ -50,7 +51,7 @@ def slow_down_the_first_write(seconds: float) -> None:
 
 
 def become_a_rank(request: dict[str, Any]) -> int:
-    """What a new process would be by now; gives the exit code of the command."""
+    """Set up the forked process like a new one; returns the exit code of the command."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -68,7 +69,7 @@ def main() -> None:
     for name in IMPORTED_LATER:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what was imported is not looked through again in every rank
+    gc.freeze()  # the garbage collector does not scan imported objects in every rank
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)

@@ -1,8 +1,8 @@
 """Growth of a run over thousands of updates and dozens of restarts: memory, descriptors, shared memory, disk.
 
-One run is watched from outside, process by process. Its first life is long and shows growth from its first part (after
-a warm-up) to its last. It is then restarted again and again, by SIGKILL and by SIGTERM in turn, and shows growth from its
-early lives to its late ones, each after its warm-up.
+A run is watched from outside, process by process. Its first life is long, and growth is measured from its first part (after a warm-up) to
+its last. Then it is restarted repeatedly, alternately after SIGKILL and SIGTERM, and growth is measured from early lives to late ones,
+each after its warm-up.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
 
-# seconds between two looks
+# seconds between two samples
 EVERY = 0.2
 # of the first life
 WARM_UP = 0.2
-# rows an update, as life.TINY says
+# rows of an update, as in life.TINY
 BATCH = 8
-# exit code of a run that was asked to stop
+# exit code of a stopped run
 REQUEUE = 85
 Sample = dict[str, float]
 
 
 def look_at(pids: list[int]) -> Sample:
-    """Sums over these processes: resident bytes, private and shared ones among them, open descriptors, threads."""
+    """Sums over these processes: resident bytes, of these private and shared, open descriptors, threads."""
     sums: dict[str, float] = defaultdict(float)
     for pid in pids:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
             descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended a moment ago
+            continue  # it has just ended
         fields = dict(line.split(":", 1) for line in status.splitlines())
         if "VmRSS" not in fields:
             continue
@@ -53,7 +53,7 @@ def look_at(pids: list[int]) -> Sample:
 
 
 def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
-    """(step, what its processes hold) again and again until update `until` is or the life has ended."""
+    """(step, figures of its processes) repeatedly until update `until` is reached or the life has ended."""
     sessions = {rank.pid for rank in life.ranks}
     samples: list[tuple[int, Sample]] = []
     while life.running() and (until is None or life.step() < until):
@@ -63,22 +63,22 @@ def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
 
 
 def typical(samples: list[Sample]) -> Sample:
-    """The median of each figure over the moments at which most processes were there."""
+    """The median of each figure over the samples with the largest number of processes."""
     most = max(sample.get("processes", 0) for sample in samples)
     whole = [sample for sample in samples if sample.get("processes", 0) == most]
     return {name: statistics.median(sample[name] for sample in whole) for name in whole[0]}
 
 
 def growth(before: Sample, after: Sample) -> dict[str, float]:
-    """Relative growth of each figure; what stays 0 grows by 0."""
+    """Relative growth of each figure; 0 for one that stays 0."""
     return {name: round(after[name] / before[name] - 1, 5) if before[name] else after[name] for name in before}
 
 
 def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:
-    """The run; gives its growth and what it held. Raises Failure when it does not survive.
+    """Run the soak test; returns growth and figures. Raises Failure if the run fails.
 
-    Two fifths of the updates belong to the first life, the others are shared by the lives after it. `data` is so small
-    that it is read whole in the warm-up: a shard, or its short last block, is mapped when it is first needed.
+    Two fifths of the updates are in the first life, the others are divided among the later ones. `data` is so small that all of it is
+    read in the warm-up, since a shard, or its short last block, is mapped on first use.
     """
     folder.mkdir(parents=True)
     overrides = ("zero.stage=1", "data.workers=1", "log.tensorboard=true", "log.interval=5", "checkpoint.keep=3")
@@ -133,7 +133,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
 
 
 def end(life: Life, gently: bool) -> str:
-    """End a life by SIGTERM, which every rank must answer by saving and 85, or by SIGKILL; gives which."""
+    """End a life by SIGTERM, after which every rank has to save and exit with 85, or by SIGKILL; returns the name of the signal."""
     if not gently:
         life.kill(range(life.case.world))
         return "SIGKILL"
