@@ -104,8 +104,8 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
                 pending = []
         if pending:
             files.add(encoder.finish(), pending)
-    if learned := encoder.take_learned():
-        shared.write(task.index, learned)
+    if new_words := encoder.take_new_words():
+        shared.write(task.index, new_words)
     result.problems = problems.counts
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents

@@ -159,7 +159,7 @@ class WordEncoder:
         self._used = 0
         self._table = np.zeros(1 << 14, WORD)
         self._folded = np.zeros(0, np.uint64)
-        self._learned: list[EncodedWords] = []
+        self._new_words: list[EncodedWords] = []
 
     def _reset_documents(self) -> None:
         # paragraphs of all waiting documents, and their number in each
@@ -192,11 +192,11 @@ class WordEncoder:
         numbers[full], new = self._numbers.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            learned = self._encode_words(hashes[new], distinct.take(pa.array(new)).to_pylist())
-            self._put(learned)
+            added = self._encode_words(hashes[new], distinct.take(pa.array(new)).to_pylist())
+            self._put(added)
             again = np.bincount(place, minlength=len(distinct))[new] > 1
             if again.any():
-                self._learned.append(learned.select(again))
+                self._new_words.append(added.select(again))
         word_numbers = numbers[place]
         words = None
         if self.texts:
@@ -230,10 +230,10 @@ class WordEncoder:
             new = self._numbers.numbers(words.hashes)[1]
             self._put(words.select(new))
 
-    def take_learned(self) -> EncodedWords | None:
+    def take_new_words(self) -> EncodedWords | None:
         """The words encoded since the last call that occurred more than once in their documents."""
-        learned, self._learned = self._learned, []
-        return EncodedWords.join(learned) if learned else None
+        new, self._new_words = self._new_words, []
+        return EncodedWords.join(new) if new else None
 
     def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Append the tokens of words of these lengths. Returns the start of each word."""

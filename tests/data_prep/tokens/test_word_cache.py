@@ -59,13 +59,13 @@ def test_words_taken_over_are_words_learnt(tokenizer_file, tmp_path, folded):
     tokenizer = Tokenizer.load(tokenizer_file)
     one, other = (WordEncoder(tokenizer, np.dtype(np.uint16), folded=folded) for _ in range(2))
     encoded(one, 2 * [["two three"]])
-    SharedWords(tmp_path, "key").write(0, one.take_learned())
+    SharedWords(tmp_path, "key").write(0, one.take_new_words())
     encoded(one, DOCUMENTS)
     giver = SharedWords(tmp_path, "key")
-    giver.write(1, one.take_learned())
-    assert one.take_learned() is None
+    giver.write(1, one.take_new_words())
+    assert one.take_new_words() is None
     encoded(other, [["Three and five and five"]])  # the two know words of each other
-    assert len(other.take_learned().hashes) == 2  # "Three" stood there once
+    assert len(other.take_new_words().hashes) == 2  # "Three" stood there once
     taker = SharedWords(tmp_path, "key")
     for words in taker.read_new():
         other.add_words(words)
@@ -74,13 +74,13 @@ def test_words_taken_over_are_words_learnt(tokenizer_file, tmp_path, folded):
     for found, want in zip(encoded(other, DOCUMENTS), encoded(one, DOCUMENTS), strict=True):
         np.testing.assert_array_equal(found, want)
     assert (encoded(other, DOCUMENTS)[3] is not None) is folded
-    assert other.take_learned() is None  # nothing was left to learn
+    assert other.take_new_words() is None  # no new words
 
 
 def test_truncated_files_and_later_tasks_are_not_shared(tokenizer_file, tmp_path, monkeypatch):
     encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
     encoded(encoder, DOCUMENTS)
-    words = encoder.take_learned()
+    words = encoder.take_new_words()
     for task in range(3):
         SharedWords(tmp_path, "key").write(task, words)
     first, second, _ = sorted(tmp_path.rglob("*.npz"))
