@@ -67,7 +67,7 @@ def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Reco
             continue
         about = records.circumstances()
         if track.minutes and about["load"] > BUSY:
-            print(f"warning: the machine is busy (load {about['load']}): minutes on it say little", file=sys.stderr)
+            print(f"warning: the machine is busy (load {about['load']}): its minutes are unreliable", file=sys.stderr)
         print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
         run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
         entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)

@@ -28,7 +28,7 @@ RULES = (
     QualityRule("max-curly-brackets", "words with a curly bracket", lambda m: m.with_flag(CURLY), presets={"c4": 0}),
     QualityRule(
         "max-lorem-ipsum",
-        "places that say lorem ipsum",
+        "occurrences of lorem ipsum",
         lambda m: m.with_phrase(LOREM_IPSUM),
         folded=True,
         presets={"c4": 0},

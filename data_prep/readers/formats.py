@@ -57,7 +57,7 @@ def detect(path: str, suffix: str, head: bytes) -> str:
         return "wiki"
     if match := XML_HEAD.match(start):
         if match[1] == b"!DOCTYPE":
-            raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is no MediaWiki dump")
+            raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is not a MediaWiki dump")
         return "mediawiki"
     if suffix in (".jsonl", ".ndjson"):
         return "jsonl"

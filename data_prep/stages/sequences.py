@@ -447,9 +447,9 @@ def check(drawn: ItemResult, seq_len: int) -> None:
         )
     if c["random next"] > MAX_RANDOM * c["pairs"]:
         log.warning(
-            f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second part, where half should: "
-            f"documents have {c['sentences'] / max(1, c['documents']):.1f} sentences on average, and one of a single sentence "
-            "has no next (without --nsp no pairs are made; --text-documents says what a document is)"
+            f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second part instead of half: "
+            f"documents have {c['sentences'] / max(1, c['documents']):.1f} sentences on average, and a single sentence has no "
+            "next one (leave out --nsp for rows without pairs; --text-documents sets where documents end)"
         )
     tokens = c["corpus tokens"] + c["borrowed tokens"]
     if c["pairs"] and c["truncated tokens"] > MAX_TRUNCATED * tokens:

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         export_finetuned(args)
         return OK
     if args.onnx:
-        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} is none (no {tasks.DESCRIPTION})")
+        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} has no {tasks.DESCRIPTION}")
     from megabert.hf import mapping
 
     pool = args.sentence_transformers

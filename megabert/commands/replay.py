@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     add("run", metavar="RUN", help="run folder, in which nothing is written")
     add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; else the newest before B")
     add("--to", type=int, metavar="B", dest="end", help="step to end at; else that of the newest checkpoint")
-    add("--data", default="", metavar="DIR", help="its dataset, where that is no longer in its place")
+    add("--data", default="", metavar="DIR", help="its dataset, if it was moved")
     return repeat(parser.parse_args(argv))
 
 

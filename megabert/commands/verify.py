@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.verify"), description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder")
-    moved = "its datasets, where they are no longer in their places, in the order in which the run names them"
+    moved = "its datasets, if they were moved, in the order in which the run names them"
     add("--data", nargs="+", default=[], metavar="DIR", help=moved)
     add("--head", default="", metavar="DIGEST", help="head that was published, or that of an earlier step")
     args = parser.parse_args(argv)

@@ -12,7 +12,7 @@ PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # help of --model
 MODEL = "run folder, one checkpoint in it, a Hugging Face folder, or OWNER/NAME on its hub"
 # help of --tokenizer
-TOKENIZER = "the run's tokenizer, where its dataset is no longer in its place"
+TOKENIZER = "the run's tokenizer, if its dataset was moved"
 _called_as = ""
 
 
