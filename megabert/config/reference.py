@@ -20,8 +20,8 @@ BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 HEAD = """# Configuration
 
 Every key of a run's configuration. A value comes from the preset or TOML file of `--config`, then from `section.key=value` on the
-command line; what neither names has its default. `megabert train --config NAME --explain SECTION` (or a key) prints this page's
-lines about it and where its value comes from, `--print-config` all values as TOML with their sources, which `--config` reads.
+command line, else from the default. `megabert train --config NAME --explain SECTION` (or a key) prints this page's lines about it and
+the source of its value, `--print-config` all values as TOML with their sources, which `--config` reads.
 
 This page is the output of `python -m megabert.config.reference`.
 """

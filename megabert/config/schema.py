@@ -1,6 +1,6 @@
-"""Schema of a run's configuration: one frozen, typed value whose every field is documented and checked.
+"""Schema of a run's configuration: frozen, typed and checked fields with descriptions.
 
-Types are strict. The global batch is the human's number; accumulation is derived and never a field.
+Types are strict. The global batch is set by the user; accumulation is derived and not a field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-FP8_MULTIPLE = 16  # of both sizes of a weight that is multiplied in FP8
+FP8_MULTIPLE = 16  # both sizes of a weight in an FP8 product are multiples of it
 # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
 VOCAB_MULTIPLE = 128
 
@@ -35,31 +35,33 @@ class ModelConfig(Section):
     hidden: int = Field(768, gt=0, description="width of the residual stream")
     heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
     kv_heads: int = Field(0, ge=0, description="heads of keys and values, shared by groups of heads; 0: as heads")
-    intermediate: int = Field(0, ge=0, description="feed-forward width; 0: 4 x hidden, or gated as many weights")
-    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
-    max_positions: int = Field(512, gt=0, description="tokens of a sequence at most; bert learns a position for each")
+    intermediate: int = Field(0, ge=0, description="feed-forward width; 0: 4 x hidden, or gated with as many weights")
+    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0: those of the dataset's tokenizer")
+    max_positions: int = Field(512, gt=0, description="most tokens of a sequence; bert has a learned position for each")
     norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
     attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
     layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
-    rms_norm: bool = Field(False, description="RMSNorm (Zhang & Sennrich 2019) in place of LayerNorm")
+    rms_norm: bool = Field(False, description="RMSNorm (Zhang & Sennrich 2019) instead of LayerNorm")
     bias: bool = Field(True, description="biases of linear layers and norms; the decoder has decoder_bias")
     decoder_bias: bool = Field(True, description="the decoder has a bias")
-    window: int = Field(0, ge=0, description="local layers see half of it on each side of a token; 0: no local layers")
-    global_every: int = Field(3, gt=0, description="with a window: layers 0, n, 2n, ... see whole sequences")
-    rope_theta: float = Field(10_000.0, gt=0, description="base of rotary positions in layers that see whole sequences")
+    window: int = Field(0, ge=0, description="of local layers, half of it on each side of a token; 0: no local layers")
+    global_every: int = Field(3, gt=0, description="with a window: layers 0, n, 2n, ... are global")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of rotary positions in global layers")
     local_rope_theta: float = Field(10_000.0, gt=0, description="base of rotary positions in local layers")
     activation: Literal["gelu", "silu"] = Field("gelu", description="of the gated feed-forward layer; silu: SwiGLU")
-    embedding_norm: bool = Field(True, description="modern: the norm of the embeddings is the residual stream's start")
+    embedding_norm: bool = Field(True, description="modern: the residual stream starts with normalised embeddings")
     transform: bool = Field(True, description="dense layer, GELU and norm between encoder and decoder")
-    segments: Literal[1, 2] = Field(2, description="bert: learned segments; 1: the same one for every token (RoBERTa)")
-    first_position: int = Field(0, ge=0, description="bert: row of the first token's position; 2 in RoBERTa")
-    hub_type: str = Field("", description="model_type of an export, where several have this shape (xlm-roberta, ...)")
+    segments: Literal[1, 2] = Field(2, description="bert: learned segments; 1: one for all tokens (RoBERTa)")
+    first_position: int = Field(0, ge=0, description="bert: index of the first token's position; 2 in RoBERTa")
+    hub_type: str = Field("", description="model_type of an export, if several have this shape (xlm-roberta, ...)")
     init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
     nsp: bool = Field(True, description="train the next-sentence head")
     tied: bool = Field(True, description="the decoder's weights are the word embedding's")
-    zero_init: bool = Field(False, description="zero projections into the residual stream: layers start as identities")
-    frequency_bias: bool = Field(False, description="initialise the decoder's bias at the tokens' log-frequencies")
+    zero_init: bool = Field(
+        False, description="zero projections into the residual stream, so that layers start as identities"
+    )
+    frequency_bias: bool = Field(False, description="initialise the decoder's bias with the tokens' log-frequencies")
     activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
 
     @property
@@ -69,7 +71,7 @@ class ModelConfig(Section):
 
     @property
     def ffn_inputs(self) -> int:
-        """Columns of the feed-forward layer's first product: the gate's too."""
+        """Columns of the feed-forward layer's first product, including the gate."""
         return 2 * self.ffn if self.gated else self.ffn
 
     @property
@@ -88,7 +90,7 @@ class ModelConfig(Section):
 
     @property
     def segmented(self) -> bool:
-        """Whether the parts of a pair have embeddings of their own."""
+        """Whether the parts of a pair have different embeddings."""
         return not self.modern and self.segments > 1
 
     @property
@@ -98,15 +100,15 @@ class ModelConfig(Section):
 
     @property
     def qkv_columns(self) -> int:
-        """Of the product in front of attention: queries, keys and values."""
+        """Columns of the product before attention: queries, keys and values."""
         return self.hidden + 2 * self.hidden // self.heads * self.key_heads
 
     def window_of(self, layer: int) -> int:
-        """The layer's window; 0: it sees whole sequences."""
+        """The layer's window; 0 for a global layer."""
         return self.window if layer % self.global_every else 0
 
     def layer_pairs(self, tokens: float, pairs: float) -> float:
-        """Pairs of a query and a key, summed over the layers: `pairs` each, in a local layer at most window + 1 a token."""
+        """Pairs of a query and a key, summed over the layers: `pairs` for each, in a local layer at most window + 1 a token."""
         windows = map(self.window_of, range(self.layers))
         return sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
 
@@ -140,7 +142,7 @@ class MaskingConfig(Section):
 
     @property
     def objective(self) -> Literal["causal", "masked"]:
-        """What an update with this masking trains."""
+        """The objective of an update with this masking."""
         return "causal" if self.causal else "masked"
 
     @property
@@ -161,51 +163,51 @@ class MaskingConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What updates train, by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025); at a fixed ratio:
+    """The objective of updates by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025). For a fixed ratio see
     data.masking.causal_every. Evaluation is always masked LM."""
 
     causal_share: float = Field(0.0, ge=0, lt=1, description="share of the budget trained causally, before masked LM")
 
 
 class DataConfig(Section):
-    """Where rows come from."""
+    """Source of the rows."""
 
     path: str = Field("", description="dataset folder written by data_prep (also --data)")
     mix: dict[str, float] = Field({}, description='other datasets and their shares of all rows: {"data/books" = 0.3}')
     seq_len: int = Field(
-        0, ge=0, description="tokens of a row, for a plan without data; a dataset with others is refused; 0: any"
+        0, ge=0, description="tokens of a row, for a plan without data; datasets with other rows are refused; 0: any"
     )
-    workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
+    workers: int = Field(2, ge=0, description="loader processes of each rank; 0: loading in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
     masking: MaskingConfig = MaskingConfig()
 
 
 class BatchConfig(Section):
-    """Rows an update takes, and rows a device takes at once."""
+    """Rows of an update, and rows of a device at a time."""
 
     global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
-    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank, at most")
+    micro_size: int = Field(32, gt=0, description="most rows of a forward and backward pass on a rank")
 
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019), LAMB (You et al. 2020), Muon (Jordan et al. 2024) or StableAdamW (Wortsman et al. 2023)."""
 
     name: Literal["adamw", "lamb", "muon", "stable_adamw"] = Field(
-        "adamw", description="update rule; muon: of the layers' matrices, adamw's of all other parameters"
+        "adamw", description="update rule; muon: for the layers' matrices, with adamw for all other parameters"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     embedding_lr: float = Field(1.0, ge=0, description="factor of the embeddings' learning rate; 0 freezes them")
-    layer_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate from each layer to the one below it")
+    layer_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate from each layer to the one below")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled decay; LayerNorm and biases never decay")
-    clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
-    split_qkv: bool = Field(False, description="LAMB: a trust ratio each for queries, keys and values (NVIDIA's)")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled decay; not applied to LayerNorm and biases")
+    clip: float = Field(1.0, ge=0, description="limit of the global gradient norm; 0: no clipping")
+    split_qkv: bool = Field(False, description="LAMB: separate trust ratios of queries, keys and values (as NVIDIA)")
 
 
 class ScheduleConfig(Section):
-    """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when the budget is used up.
+    """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when the budget is used.
 
     `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear.
     """
@@ -213,15 +215,15 @@ class ScheduleConfig(Section):
     name: Literal["linear", "polynomial", "cosine", "sqrt", "constant", "wsd", "budget"] = Field(
         "linear", description="decay shape; sqrt: 1 - sqrt(progress); budget: linear by minutes"
     )
-    by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; budget counts minutes")
-    total_steps: int = Field(100_000, gt=0, description="updates in the run; by tokens or minutes an upper limit")
-    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up; else see budget_warmup")
+    by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; minutes if name=budget")
+    total_steps: int = Field(100_000, gt=0, description="updates of the run; by tokens or minutes their largest number")
+    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up; otherwise budget_warmup")
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
-    final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
-    decay_share: float = Field(0.2, gt=0, le=1, description="share of the budget in which wsd decays, the last one")
-    budget_minutes: float = Field(0.0, ge=0, description="training time by minutes, kept across resumes")
-    budget_tokens: int = Field(0, ge=0, description="real tokens of the run by tokens, over all ranks")
-    budget_warmup: float = Field(0.06, ge=0, lt=1, description="share of a budget of tokens or minutes in warm-up")
+    final_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak")
+    decay_share: float = Field(0.2, gt=0, le=1, description="last share of the budget, in which wsd decays")
+    budget_minutes: float = Field(0.0, ge=0, description="budget by minutes of training, kept across resumes")
+    budget_tokens: int = Field(0, ge=0, description="budget by real tokens, over all ranks")
+    budget_warmup: float = Field(0.06, ge=0, lt=1, description="warm-up as a share of a budget of tokens or minutes")
 
     @property
     def unit(self) -> str:
@@ -230,7 +232,7 @@ class ScheduleConfig(Section):
 
     @property
     def warmup_share(self) -> float:
-        """Share of the budget spent in warm-up."""
+        """Share of the budget in warm-up."""
         return self.warmup_steps / self.total_steps if self.unit == "steps" else self.budget_warmup
 
 
@@ -241,29 +243,29 @@ class ZeroConfig(Section):
 
 
 class OpsConfig(Section):
-    """Which implementation each operation uses; `megabert.commands.doctor` shows what `auto` picks and why."""
+    """Backends of the operations; `megabert doctor` shows the choices of `auto` and why."""
 
     attention: Literal["auto", "sdpa", "varlen", "cudnn", "native", "fused_softmax"] = Field(
-        "auto", description="attention backend; auto: on CUDA the fastest correct one, measured at the run's start"
+        "auto", description="attention backend; auto: on CUDA the fastest correct one, measured at the start of the run"
     )
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend; auto as above")
     layer: Literal["auto", "torch", "native", "compiled"] = Field(
         "auto", description="bias+GELU and dropout+add+LayerNorm; compiled: the whole layer by torch.compile"
     )
     optimizer: Literal["auto", "torch", "apex"] = Field(
-        "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"
+        "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB only at zero.stage 0, no Muon"
     )
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, and which checkpoints are kept. A failed save ends the run."""
+    """Intervals of checkpoints, and which are kept. A failed save ends the run."""
 
-    interval: int = Field(1000, ge=0, description="updates between checkpoints; 0: by minutes alone, and at the end")
+    interval: int = Field(1000, ge=0, description="updates between checkpoints; 0: only by minutes, and at the end")
     minutes: float = Field(
-        0.0, ge=0, description="minutes of training after which a checkpoint is due too; 0: by updates alone"
+        0.0, ge=0, description="minutes of training after which a checkpoint is also due; 0: only by updates"
     )
-    keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
-    keep_every: int = Field(0, ge=0, description="checkpoints at multiples of it are kept forever; 0 keeps none")
+    keep: int = Field(2, gt=0, description="number of newest committed checkpoints to keep")
+    keep_every: int = Field(0, ge=0, description="also keep checkpoints at multiples of this step; 0: none")
     asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")
     copy_every: int = Field(
         1, gt=0, description="updates between copies of the training state in memory, where ranks restart --in-place"
@@ -271,31 +273,29 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out rows, under a mask that never changes."""
+    """Evaluation on held-out rows, under a fixed mask."""
 
-    interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
-    rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
+    interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0: only at the end")
+    rows: int = Field(4096, gt=0, description="most held-out rows to evaluate")
     patience: int = Field(
         0,
         ge=0,
-        description="evaluations in a row without a lower loss that end the run, from its last phase on; RUN/best is the best "
+        description="consecutive evaluations without a lower loss, in the last phase, that end the run; RUN/best is the best "
         "checkpoint; 0: off",
     )
     rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
-    pairs: str = Field(
-        "", description="file or folder of minimal pairs (`megabert pairs`) to score as well; empty: none"
-    )
-    pairs_each: int = Field(20, gt=0, description="pairs of each paradigm that are scored")
+    pairs: str = Field("", description="file or folder of minimal pairs (`megabert pairs`) to score too; empty: none")
+    pairs_each: int = Field(20, gt=0, description="pairs of each paradigm to score")
 
 
 class DistillConfig(Section):
-    """Distillation, in which a student also learns from a teacher: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
-    weights of its released training command. The next-sentence loss, where there is one, has weight 1."""
+    """Distillation from a teacher: DistilBERT (Sanh et al. 2019, section 3), with the temperature and weights of its released training
+    command. The next-sentence loss, if any, has weight 1."""
 
-    teacher: str = Field("", description="run, checkpoint or Hugging Face folder to learn from; empty: none")
-    temperature: float = Field(2.0, gt=0, description="both sides' logits are divided by it in the soft loss")
+    teacher: str = Field("", description="run, checkpoint or Hugging Face folder of the teacher; empty: none")
+    temperature: float = Field(2.0, gt=0, description="divisor of the logits of both models in the soft loss")
     soft: float = Field(5.0, ge=0, description="weight of KL(teacher || student) x temperature^2")
-    mlm: float = Field(2.0, ge=0, description="weight of the language-model loss itself")
+    mlm: float = Field(2.0, ge=0, description="weight of the language-model loss")
     cosine: float = Field(1.0, ge=0, description="weight of 1 - cosine of the last hidden states")
 
 
@@ -307,51 +307,51 @@ class SpikesConfig(Section):
         "warn", description="warn or roll back with the next log line, or skip the update, which synchronises at each"
     )
     threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
-    window: int = Field(128, ge=8, description="recent updates a loss is compared with; judged from a quarter on")
-    max_rollbacks: int = Field(5, ge=0, description="rollbacks of one process before the run stops")
+    window: int = Field(128, ge=8, description="recent updates to compare a loss with, from a quarter of them on")
+    max_rollbacks: int = Field(5, ge=0, description="rollbacks of a process before the run stops")
 
 
 class WatchdogConfig(Section):
-    """The end of a job that hangs, and ranks that are slower than the others."""
+    """Ends a hanging job, and reports slow ranks."""
 
     timeout_seconds: float = Field(600.0, ge=0, description="seconds without progress that end the job; 0: off")
     slow_ratio: float = Field(
-        1.08, gt=1, description="times the median of the ranks that name a slow one; 1.08 finds 10% in spite of noise"
+        1.08, gt=1, description="ratio to the ranks' median that names a slow one; 1.08 finds 10% despite noise"
     )
-    # what takes less passes by itself: a save in the background, another job's peak on a file system
+    # shorter causes are temporary: a save in the background, another job's peak on a file system
     slow_minutes: float = Field(
-        3.0, gt=0, description="of training, over which a rank is slow; and over 50 updates, where they take longer"
+        3.0, gt=0, description="minutes of training over which a rank is slow, and at least 50 updates"
     )
 
 
 class LogConfig(Section):
-    """When figures of the updates are logged, and where besides `metrics.jsonl`."""
+    """Intervals of log lines, and sinks besides `metrics.jsonl`."""
 
     interval: int = Field(10, gt=0, description="updates between log lines, and between readings of the device")
     seconds: float = Field(
-        0.0, ge=0, description="of training between log lines, at least; 0: a line at every interval"
+        0.0, ge=0, description="least seconds of training between log lines; 0: a line at every interval"
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
-    wandb: str = Field("", description="project of Weights & Biases that metrics are also sent to; empty: none")
+    wandb: str = Field("", description="project of Weights & Biases for the metrics; empty: none")
 
 
 class Config(Section):
-    """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
+    """All settings of a run. The hash of its canonical JSON is in each checkpoint."""
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
-    deterministic: bool = Field(False, description="updates repeat bit for bit on CUDA too, but are slower")
+    deterministic: bool = Field(False, description="reproducible updates, bit for bit, on CUDA too, which are slower")
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",
-        description="compute type; master weights are fp32; auto: bf16 where the device multiplies it, else fp32; fp8: bf16, "
-        "and the products of the inner layers' linears in FP8",
+        description="compute type; master weights are fp32; auto: bf16 if the device has bf16 products, else fp32; fp8: bf16, "
+        "with FP8 products in the inner layers' linears",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
-    init_moments: bool = Field(False, description="also load init_from's moments (as NVIDIA's phase 2)")
+    init_moments: bool = Field(False, description="also load the moments of init_from (as NVIDIA's phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
-    peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
+    peak_tflops: float = Field(0.0, ge=0, description="peak of matrix products of a device for MFU; 0: measured")
     phases: list[dict[str, Any]] = Field(
         [],
-        description="phases of the run in their order: each a table of its share of the budget and the keys that it changes, "
+        description="phases of the run in order: each a table with its share of the budget and the keys that it changes, "
         '{share = 0.1, data.path = "data/seq8192", batch.global_size = 64, model.rope_theta = 160_000} (docs/recipes.md)',
     )
     model: ModelConfig = ModelConfig()
@@ -382,7 +382,7 @@ class Config(Section):
 
 
 def validated(tree: Mapping[str, Any], prefix: str = "") -> Config:
-    """The config of nested dicts. Raises ValueError naming `prefix` and the first field that is wrong."""
+    """The config of nested dicts. Raises ValueError naming `prefix` and the first wrong field."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
