@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stage", type=int, choices=range(4), default=1, help="ZeRO stage")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--saves", type=int, default=5, help="of each side in each round, two at least")
+    parser.add_argument("--saves", type=int, default=5, help="saves of each side in each round, at least two")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)  # this process is one of the ranks
     hardware.add_json(parser)

@@ -249,7 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
     add("--tasks", type=Path, required=True, help="folder with sst2, wnut17, squad1.1")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
-    add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
+    add("--only", nargs="+", choices=[case.name for case in CASES], help="only these tasks")
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)

@@ -367,11 +367,11 @@ def show(result: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a test without meaningful figures")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"),
-        help="a side that is left out, and why")  # fmt: skip
+        help="a side to leave out, and why")  # fmt: skip
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)

@@ -195,10 +195,8 @@ def plot(result: Result, path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hardware.add_json(parser)
-    parser.add_argument(
-        "--fit", action="store_true", help="find the constants on the calibrating rows, and nothing else"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured, .svg or .png")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to the calibrating rows and exit")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot of predicted against measured, .svg or .png")
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     if args.fit:

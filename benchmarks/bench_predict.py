@@ -214,7 +214,7 @@ def table(shapes: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--vocab", type=Path, required=True, help="BERT's vocab.txt, of an uncased model")
+    add("--vocab", type=Path, required=True, help="BERT's uncased vocab.txt")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)

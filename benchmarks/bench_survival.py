@@ -90,7 +90,7 @@ def build_data(folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
-    parser.add_argument("--only", default="", metavar="TEXT", help="of the cases those with TEXT in their names")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
     parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
     parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
     parser.add_argument(

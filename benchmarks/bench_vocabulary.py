@@ -164,9 +164,9 @@ def study_parser(description: str, run: str, tokens: list[int], rows: int, size:
     add("--text", type=Path, default=dataset.default_text(), help="folder with enwiki/*/wiki_* and novels/*.txt")
     add("--run", type=Path, default=Path(run), help="folder of texts, shards and runs")
     add("--seeds", type=int, default=3)
-    add("--tokens", type=int, nargs=2, default=tokens, metavar="N", help="of the base model, and of each run")
+    add("--tokens", type=int, nargs=2, default=tokens, metavar="N", help="tokens of the base model, and of each run")
     add("--rows", type=int, default=rows, help="held-out rows of a score")
-    add("--bytes", type=int, default=size, help="of each text")
+    add("--bytes", type=int, default=size, help="most bytes of each text")
     hardware.add_json(parser, required=True)
     return parser
 

@@ -152,14 +152,14 @@ def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--make-pack", nargs="+", metavar="TEXT", help="only write the pack, datasets of these inputs (10 MB)")
-    add("--vocab-size", type=int, default=30_000, help="of the pack's datasets")
-    add("--library", type=Path, metavar="FILE", help="of the pack: built already from this tree")
-    add("--no-wheels", action="store_true", help="of the pack: the machine has the project's environment")
+    add("--make-pack", nargs="+", metavar="TEXT", help="write the pack with datasets of these inputs (10 MB), and exit")
+    add("--vocab-size", type=int, default=30_000, help="vocabulary of the pack's datasets")
+    add("--library", type=Path, metavar="FILE", help="library for the pack, already built from this tree")
+    add("--no-wheels", action="store_true", help="pack without wheels, for a machine with the project's environment")
     add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--small", action="store_true", help="tiny sizes: shows that everything runs")
-    add("--minutes", type=float, default=9.5, help="nothing starts or runs on after them")
+    add("--small", action="store_true", help="tiny sizes: a test without meaningful figures")
+    add("--minutes", type=float, default=9.5, help="time limit of all items together")
     add("--only", nargs="+", default=["kernels", "steps", "tests"], metavar="PART",
         help="kernels, steps, tests, or keys of items")  # fmt: skip
     name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"

@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("record", metavar="TRACK/RECIPE")
-    add("--records", type=Path, default=records.RECORDS, help="the file that has it")
+    add("--records", type=Path, default=records.RECORDS, help="records file")
     add("--text", type=Path, default=dataset.default_text(), help="as of benchmarks/speedrun.py")
     add("--run", type=Path, default=Path("runs/reproduce"), help="folder of shards and runs")
     add("--seed", type=int, default=speedrun.FIRST_SEED)
-    add("--in-tokens", action="store_true", help="train for the record's tokens in place of its minutes")
-    add("--share", type=float, default=1.0, help="of the budget; below 1 nothing is compared")
+    add("--in-tokens", action="store_true", help="train for the record's tokens instead of its minutes")
+    add("--share", type=float, default=1.0, help="share of the budget; below 1 nothing is compared")
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     try:

@@ -38,12 +38,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
     add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
     add("--seeds", type=int, default=1, help="runs of each recipe")
-    add("--against", metavar="RECIPE", help="print and write what the others took to this entry's last loss")
+    add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
-    add("--keep", action="store_true", help="leave the folders of finished runs in RUN/runs, to fine-tune their models")
-    add("--threads", type=int, default=2, help="of a run on a track of tokens")
+    add("--keep", action="store_true", help="keep the folders of finished runs in RUN/runs, to fine-tune their models")
+    add("--threads", type=int, default=2, help="threads of a run on a track of tokens")
     add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
     add("--history", action="store_true",
         help=f"only print the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before")  # fmt: skip

@@ -103,7 +103,7 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="of benchmarks/recipes, or a .toml file")
+    add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="in benchmarks/recipes, or .toml files")
     add("--seeds", type=int, default=1, help="runs of each recipe")
     add("--words", type=int, default=WORDS)
     add("--epochs", type=float, default=EPOCHS, help=f"passes over the words, at most {EPOCHS}")

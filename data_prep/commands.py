@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def parser(description: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; `description` precedes their list."""
     top = Parser(prog=called_as("data_prep"), description=description)
-    commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
+    commands = top.add_subparsers(dest="command", required=True, help="each has its --help")
     rules_of = "rules of --filters:\n" + rules.describe_rules()
     _add_build(commands.add_parser("build", help="text to shards", epilog=rules_of))
     p = commands.add_parser("verify", help="check every byte")
     p.add_argument("folder", metavar="DIR", help="what build wrote")
     p.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
-    p = commands.add_parser("inspect", help="show what is in it")
+    p = commands.add_parser("inspect", help="show its content")
     p.add_argument("folder", metavar="DIR", help="what build wrote")
     p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
     return top
@@ -47,15 +47,15 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         ".xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder of the dataset")
     add("--weight", nargs="+", default=[], metavar="NAME=W",
-        help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip
-    add("--tokenizer", metavar="FILE", help="use this tokenizer.model, vocab.txt or tokenizer.json and train none")
+        help="repetitions of a corpus: 2 is every document twice, 0.5 half of them")  # fmt: skip
+    add("--tokenizer", metavar="FILE", help="tokenizer.model, vocab.txt or tokenizer.json instead of a new one")
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
     add("--overwrite", action="store_true",
         help="replace the dataset in DIR; an unfinished build with the same options is resumed")  # fmt: skip
     add("--part", metavar="K/N",
         help="read one of N parts of the input, as one of N independent jobs; then the command without it does the rest")  # fmt: skip
-    add("--json", metavar="FILE", help="write the summary there too; of a dataset that is complete already, its report")
+    add("--json", metavar="FILE", help="also write the summary to FILE, or the report of an already complete dataset")
     add("--quiet", action="store_true", help="no progress bar")
     BuildOptions.add_to(p)
 

@@ -38,24 +38,24 @@ class BuildOptions:
     """Options of `data_prep build` except for input, output and execution."""
 
     seq_len: tuple[int, ...] = _option(
-        (128,), "rows", "tokens a row; several make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
+        (128,), "rows", "tokens a row; several lengths make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
     )
-    nsp: bool = _option(False, "rows", "sentence pairs in place of running text, for presets with model.nsp=true")
+    nsp: bool = _option(False, "rows", "sentence pairs instead of running text, for presets with model.nsp=true")
     held_out: float = _option(
-        0.01, "rows", "share kept for evaluation, of documents or, where they are few, of passages", 0, 0.5
+        0.01, "rows", "share held out for evaluation, of documents or, if they are few, of passages", 0, 0.5
     )
     rows_per_shard: int = _option(65_536, "rows", "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
-    seed: int = _option(0, "rows", "of the shuffle, the pairs and what is held out", 0, 2**32 - 1)
+    seed: int = _option(0, "rows", "seed of shuffling, pairs and held-out documents", 0, 2**32 - 1)
 
-    vocab_size: int = _option(30_000, "tokenizer", "tokens of the tokenizer to train", 16, 1_000_000)
+    vocab_size: int = _option(30_000, "tokenizer", "vocabulary size of the tokenizer to train", 16, 1_000_000)
     model_type: str = _option(
-        "unigram", "tokenizer", "of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
+        "unigram", "tokenizer", "kind of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
     )  # fmt: skip
     lowercase: bool = _option(False, "tokenizer", "train an uncased tokenizer")
     character_coverage: float = _option(
-        0.9995, "tokenizer", "of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
+        0.9995, "tokenizer", "share of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
     )  # fmt: skip
-    sample_megabytes: int = _option(20, "tokenizer", "text to train the tokenizer on", 1, 200)
+    sample_megabytes: int = _option(20, "tokenizer", "text for training the tokenizer", 1, 200)
 
     format: str = _option(AUTO, "reading", "auto: by content", choices=(AUTO, *FORMATS))
     text_documents: str = _option(
@@ -64,7 +64,7 @@ class BuildOptions:
         choices=TEXT_DOCUMENTS,
     )  # fmt: skip
     text_field: str = _option(
-        "text", "reading", "field or column that holds the text; article.body is nested, title+abstract joins two", metavar="NAME"
+        "text", "reading", "field or column with the text; article.body is nested, title+abstract joins two", metavar="NAME"
     )  # fmt: skip
     filters: tuple[str, ...] = _option(
         ("off",), "reading", "gopher, c4, rules: NAME=LIMIT (listed below), or a function of your own: FILE.py:FUNCTION", metavar="RULE",
@@ -74,9 +74,7 @@ class BuildOptions:
         "lid.176.ftz:en:0.65", metavar="FILE:LABELS:P",
     )  # fmt: skip
     save_text: bool = _option(
-        False,
-        "reading",
-        "write the documents that the rows are made of to DIR/text, as Parquet that another build can read",
+        False, "reading", "write the documents of the rows to DIR/text, as Parquet that another build can read"
     )
     dedup: tuple[str, ...] = _option(
         ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
@@ -91,10 +89,10 @@ class BuildOptions:
     encoding_errors: str = _option(
         "stop",
         "reading",
-        "bytes that are not UTF-8: bad input, or U+FFFD in their place, counted",
+        "bytes that are not UTF-8: bad input, or replaced by U+FFFD and counted",
         choices=("stop", "replace"),
     )
-    near_threshold: float = _option(0.45, "reading", "share of shingles that near duplicates have in common", 0.3, 1)
+    near_threshold: float = _option(0.45, "reading", "share of common shingles of near duplicates", 0.3, 1)
     near_words: int = _option(3, "reading", "words of a shingle", 1, 32)
     near_characters: int = _option(5, "reading", "characters of a shingle in scripts without spaces", 1, 64)
 

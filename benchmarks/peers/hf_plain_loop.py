@@ -231,10 +231,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", required=True, type=Path)
-    add("--run", required=True, type=Path, help="replaced")
-    add("--preset", required=True, help="of ours: the model's size, which model. keys of the recipe change")
+    add("--run", required=True, type=Path, help="folder to write, replaced if it exists")
+    add("--preset", required=True, help="our preset with the model's size, which model. keys of the recipe change")
     add("--recipe", required=True, type=json.loads, help="JSON of the loop's PeerRecipe, and model. keys")
-    add("--points", required=True, type=int, help="of the curve")
+    add("--points", required=True, type=int, help="points of the curve")
     args = parser.parse_args(argv)
     try:
         recipe, sizes = recipe_of(args.recipe)

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     source = "folder with config.json and model.safetensors or pytorch_model.bin, or OWNER/NAME on the hub"
     add("--model", required=True, metavar="HF_DIR", help=source)
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
-    add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")
+    add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, if the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
     new = "replace the vocabulary by this tokenizer's: its file, or the folder of a dataset or a model; --model may be a run then"
     add("--vocab", default="", metavar="PATH", help=new)

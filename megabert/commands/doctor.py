@@ -193,8 +193,8 @@ def cluster(folder: Path, as_json: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.doctor"), description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
-    parser.add_argument("--cluster", action="store_true", help="examine all ranks that a launcher has started")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="with --cluster: whose file system is measured")
+    parser.add_argument("--cluster", action="store_true", help="examine all ranks started by a launcher")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="with --cluster: file system to measure")
     # set by launchers
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

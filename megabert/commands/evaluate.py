@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--model", required=True, metavar="MODEL", help=MODEL)
     folders = "dataset folders written by data_prep, with held-out splits"
     add("--data", required=True, nargs="+", metavar="DIR", help=folders)
-    add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
+    add("--rows", type=int, default=0, help="most held-out rows; 0: the run's eval.rows")
     args = parser.parse_args(argv)
     if args.rows < 0:
         raise ValueError(f"--rows {args.rows}: must be 0 or more")

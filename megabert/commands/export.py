@@ -83,13 +83,13 @@ def export_finetuned(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.export"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="run folder, or one checkpoint in it")
+    add("--model", required=True, metavar="RUN", help="run folder, or a checkpoint in it")
     add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
-    add("--overwrite", action="store_true", help="replace a folder that was exported before")
+    add("--overwrite", action="store_true", help="replace an exported folder")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
-    add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
+    add("--onnx", action="store_true", help="for a fine-tuned model: also onnx/model.onnx, checked in onnxruntime")
     args = parser.parse_args(argv)
     refuse_missing(args, "tokenizer")
     args.model = str(located(args.model))

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--text", default="", metavar="COLUMN", help="column of the text")
     add("--layers", default="last", help="last, N (0 is the embeddings), or N,N,… concatenated")
     add("--pool", default="mean", choices=("mean", "max", "cls", "none"), help=POOLS)
-    add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
+    add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: the model's positions")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)

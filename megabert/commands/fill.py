@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.fill"), description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
-    add("--top", type=int, default=5, metavar="K", help="words a mask")
+    add("--top", type=int, default=5, metavar="K", help="words for each mask")
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("text", help=f"text with {MASK}")
     args = parser.parse_args(argv)

@@ -199,9 +199,9 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.replay"), description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", help="run folder, in which nothing is written")
-    add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; else the newest before B")
-    add("--to", type=int, metavar="B", dest="end", help="step to end at; else that of the newest checkpoint")
+    add("run", metavar="RUN", help="run folder, which is not modified")
+    add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; default: the newest before B")
+    add("--to", type=int, metavar="B", dest="end", help="last step; default: that of the newest checkpoint")
     add("--data", default="", metavar="DIR", help="its dataset, if it was moved")
     return repeat(parser.parse_args(argv))
 

@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     add("run", metavar="RUN", help="run folder")
     moved = "its datasets, if they were moved, in the order in which the run names them"
     add("--data", nargs="+", default=[], metavar="DIR", help=moved)
-    add("--head", default="", metavar="DIGEST", help="head that was published, or that of an earlier step")
+    add("--head", default="", metavar="DIGEST", help="published head, also of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_of(args.run)
     from megabert.checkpoint import chain

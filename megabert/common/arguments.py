@@ -82,6 +82,6 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file")
     add("--data", default="", metavar="DIR", help="dataset folder written by data_prep")
     add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
-    add("--deepspeed_config", default="", metavar="FILE", help="JSON with further DeepSpeed keys")
+    add("--deepspeed_config", default="", metavar="FILE", help="JSON with additional DeepSpeed keys")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
     add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")

@@ -47,16 +47,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--lines", action="store_true", help="with --predict: each line of FILE is a text; of a tag task the spans of its "
         "characters are written, as JSON lines")  # fmt: skip
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
-    add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
+    add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
-        help="text column; twice for a pair; a.b is inside a, a+b are joined")  # fmt: skip
-    add("--label", default="", metavar="COLUMN", help="label column; several labels have commas between, or are a list")
+        help="text column; twice for a pair; a.b is nested, a+b joins two")  # fmt: skip
+    add("--label", default="", metavar="COLUMN", help="label column; several labels are separated by commas, or a list")
     add("--labels", nargs="+", default=[], metavar="LABEL", help="in the order of the classes; F1 is of the last")
-    add("--id", default="", metavar="COLUMN", help="of the predictions file; without: numbered from 0")
-    add("--metric", action="append", default=[], metavar="NAME", help="several times; the first decides what is best")
-    add("--train", default="", metavar="FILE", help="texts and labels to train on")
-    add("--dev", default="", metavar="FILE", help="decides about the best weights and learning rate")
-    add("--test", default="", metavar="FILE", help="labelled too; scored with the best weights")
+    add("--id", default="", metavar="COLUMN", help="id column for the predictions file; default: numbered from 0")
+    add("--metric", action="append", default=[], metavar="NAME", help="several times; the first selects the best model")
+    add("--train", default="", metavar="FILE", help="texts and labels for training")
+    add("--dev", default="", metavar="FILE", help="for the choice of the best weights and learning rate")
+    add("--test", default="", metavar="FILE", help="also labelled; scored with the best weights")
     options.add_options(parser, seeds=1, rates=1)
     return parser.parse_args(argv)
 

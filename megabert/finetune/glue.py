@@ -166,7 +166,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--data", required=True, metavar="DIR", help="folder of the tasks")
     add("--output", required=True, metavar="DIR", help="folder of the runs and tables")
     add("--tasks", nargs="+", default=[], choices=list(GLUE), metavar="NAME",
-        help="only these: cola, sst2, …; without: all that exist")  # fmt: skip
+        help="only these: cola, sst2, …; default: all existing ones")  # fmt: skip
     options.add_options(parser, seeds=3, rates=4)
     return parser.parse_args(argv)
 

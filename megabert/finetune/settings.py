@@ -29,23 +29,23 @@ class Settings:
 
     seed: int = 1
     lr: float = 5e-5
-    batch: int = option(32, "texts (windows of long ones) an update", 1)
-    micro_batch: int = option(0, "of one forward pass on one rank; 0: all of a rank's share", 0)
-    epochs: int = option(3, "times that every text is trained on", 1)
-    dropout: float = option(0.1, "of the encoder and of the added layer", 0, 1)
-    warmup: float = option(0.1, "share of the updates", 0, 1)
-    weight_decay: float = option(0.01, "of AdamW", 0)
+    batch: int = option(32, "texts (or windows of long ones) of an update", 1)
+    micro_batch: int = option(0, "texts of a forward pass on a rank; 0: the rank's whole share", 0)
+    epochs: int = option(3, "passes over the training file", 1)
+    dropout: float = option(0.1, "dropout of the encoder and of the added layer", 0, 1)
+    warmup: float = option(0.1, "warm-up as a share of the updates", 0, 1)
+    weight_decay: float = option(0.01, "weight decay of AdamW", 0)
     # A window has three special tokens and tokens of each part.
-    max_length: int = option(None, "tokens of a text or window; without: the task's", 8)
-    stride: int = option(None, "tokens from one window to the next; without: the task's", 1)
-    from_scratch: bool = option(False, "same shape, random weights")
+    max_length: int = option(None, "tokens of a text or window; default: the task's", 8)
+    stride: int = option(None, "tokens between the starts of windows; default: the task's", 1)
+    from_scratch: bool = option(False, "the model's shape with random weights")
     threshold: str = option(
         "half",
-        "of two labels, the probability above which the last one is predicted: a half, or where its F1 on --dev is best",
+        "with two labels, the probability above which the second is predicted: a half, or that of the best F1 on --dev",
         choices=("half", "f1"),
     )
     precision: str = option(
-        "auto", "of forward and backward; auto: bf16 where the device multiplies it", choices=("auto", "bf16", "fp32")
+        "auto", "type of forward and backward; auto: bf16 if the device is fast in it", choices=("auto", "bf16", "fp32")
     )
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
@@ -65,11 +65,11 @@ def add_options(parser: Parser, seeds: int, rates: int) -> None:
     """Add the options of every field of `Settings`, and others that both commands share; `seeds` and the first `rates` of the usual
     learning rates are defaults."""
     add = parser.add_argument
-    add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer, where its folder has none")
-    add("--limit", type=int, default=0, metavar="N", help="use N examples of each file, for a trial; 0: all")
-    add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
+    add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer, if its folder has none")
+    add("--limit", type=int, default=0, metavar="N", help="first N examples of each file, for a trial; 0: all")
+    add("--log-interval", type=int, default=20, metavar="UPDATES", help="updates between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
-    add("--seeds", type=int, nargs="+", default=[seeds], help="how many, or which")
+    add("--seeds", type=int, nargs="+", default=[seeds], help="number of seeds, or the seeds")
     usual = [" ".join(f"{rate:g}" for rate in of[:rates]) for of in (BASE_RATES, SMALL_RATES)]
     add("--lr", type=float, nargs="+", default=[],
         help=f"peak learning rate; several: runs with each (default: {usual[0]}; of models narrower than {BASE_WIDTH}: {usual[1]})")  # fmt: skip

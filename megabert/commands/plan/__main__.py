@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     add_config_options(parser)
     add = parser.add_argument
     add("--world-size", type=int, default=1, metavar="N", help="ranks to plan for")
-    add("--memory-gib", type=float, metavar="X", help="of a GPU, for the largest micro-batch")
+    add("--memory-gib", type=float, metavar="X", help="memory of a GPU, for the largest micro-batch")
     add = parser.add_argument_group("forecast").add_argument
-    add("--gpus", metavar="NAME", help="predict seconds an update on this GPU, e.g. h100")
+    add("--gpus", metavar="NAME", help="predict the seconds of an update on this GPU, e.g. h100")
     numbers = "numbers of GPUs to predict for (default: one node); overrides go before it"
     add("--over", type=int, nargs="+", metavar="N", help=numbers)
     add("--nodes-of", type=int, default=8, metavar="N", help="GPUs a node")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         default=None,
         help="show the nearest published runs of BERT-LARGE beside the forecast",
     )
-    add("--price", type=float, metavar="X", help="of a GPU-hour, for the cost of MLPerf's target (large_phase2's task)")
+    add("--price", type=float, metavar="X", help="price of a GPU-hour, for the cost of MLPerf's target (large_phase2)")
     args = parser.parse_intermixed_args(argv)
     for name in ("over", "network", "compare", "price"):
         if not args.gpus and getattr(args, name) is not None:
