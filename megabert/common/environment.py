@@ -1,6 +1,6 @@
 """The environment of a process: processor, memory, GPUs, package versions, git revision, command, allocator.
 
-Only the standard library: no package is imported to read its version, and no GPU is needed.
+Only the standard library: packages are not imported to read their versions, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# of a clone
+# folder of a clone
 ROOT = Path(__file__).resolve().parents[2]
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-# by which libraries choose their kernels
+# CPU features by which libraries choose their kernels
 VECTOR_FLAGS = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni", "sve", "bf16"}
-# of glibc's malloc.h; other C libraries have no mallopt
+# constants of glibc's malloc.h; other C libraries have no mallopt
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-# variables that launchers set for each of several processes
+# variables set by launchers of several processes
 LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
 def output(command: Sequence[str]) -> str:
-    """A command's standard output, run in the clone's folder; "" when it is not installed, fails or takes 20 s."""
+    """A command's standard output, run in the clone's folder; "" if it is not installed, fails or takes 20 s."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -41,7 +41,7 @@ def output(command: Sequence[str]) -> str:
 
 
 def match_in(file: str, pattern: str) -> str:
-    """The first group of the first match in a file's text; "" where there is no match or no file."""
+    """The first group of the first match in a file's text; "" without a match or file."""
     path = Path(file)
     match = re.search(pattern, path.read_text()) if path.is_file() else None
     return match[1] if match else ""
@@ -52,32 +52,32 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`; on Arm `bf16`."""
+    """CPU feature names by the kernel, e.g. `avx2`, `avx512_bf16`, `amx_bf16`; on Arm `bf16`."""
     return set(match_in("/proc/cpuinfo", r"(?:flags|Features)\s*:\s*(.+)").split())
 
 
 def processor() -> str:
-    """The kind of processor: its name, and the vector instructions by which libraries choose their kernels."""
+    """The processor's name, and the vector instructions by which libraries choose their kernels."""
     return f"{cpu_model()} ({' '.join(sorted(cpu_flags() & VECTOR_FLAGS))})"
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor has products of bf16, which others emulate."""
+    """Whether the processor has bf16 products, which others emulate."""
     return bool(cpu_flags() & BF16_FLAGS)
 
 
 def nvidia_driver() -> str:
-    """Release of NVIDIA's driver; "" where none is loaded."""
+    """Release of NVIDIA's driver; "" if none is loaded."""
     return match_in("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
 
 
 def cores() -> int:
-    """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
+    """Cores that this process may use, in a container or under taskset fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_name() -> str:
-    """This machine, by SLURM's name where that started the process."""
+    """Name of this machine, under SLURM its node name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -87,18 +87,18 @@ def launched() -> bool:
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads sleep after 1,000 turns at a barrier, for torch and the kernels loaded from here on.
+    """Let OpenMP's threads sleep after 1,000 spins at a barrier, in torch and the kernels loaded afterwards.
 
-    libgomp turns 300,000 times by default, on the core that the last thread may need where other processes compute too: beside
-    one of them, two threads then have half the rate they have so (docs/measurements.md).
+    libgomp spins 300,000 times by default, on a core that the last thread may need if other processes compute too: beside one of
+    them, the default halves the rate of two threads (docs/measurements.md).
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def seconds_short_of_cores() -> float | None:
-    """Seconds so far in which a process of this one's control group, or of the machine, was ready and had no core; None where
-    the kernel does not count them (its pressure stall information)."""
+    """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the kernel's
+    pressure stall information."""
     group = match_in("/proc/self/cgroup", r"0::(/\S*)")
     totals = (
         match_in(file, r"some .*total=(\d+)") for file in (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
@@ -116,7 +116,7 @@ def gpus() -> list[str]:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
 
 
 def changes(exclude: Sequence[str] = ()) -> list[str]:
-    """Lines of `git status` for what is not committed in the clone, the paths `exclude` aside."""
+    """Lines of `git status` for uncommitted files in the clone, without the paths `exclude`."""
     paths = [".", *(f":(exclude){path}" for path in exclude)]
     return output(["git", "status", "--porcelain", "--", *paths]).splitlines()
 
@@ -138,7 +138,7 @@ def changes(exclude: Sequence[str] = ()) -> list[str]:
 def revision(exclude: Sequence[str] = ()) -> str:
     """Short git revision, with `+changes` when the tree differs from it; "unknown" in an installed copy or without git."""
     repository = output(["git", "rev-parse", "--show-toplevel"])
-    if repository != os.fspath(ROOT):  # that this copy was merely installed in
+    if repository != os.fspath(ROOT):  # a clone into which this copy was installed
         return "unknown"
     short = output(["git", "rev-parse", "--short=12", "HEAD"])
     return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"
@@ -158,21 +158,21 @@ def command() -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many open files as its hard limit says, where shells give 1,024: a rank of 512 has a socket to
-    each other one and maps hundreds of shards, and its loader processes inherit both."""
+    """Raise the limit of open files from the usual 1,024 to the hard limit: a rank of 512 has a socket to each other rank and maps hundreds
+    of shards, and its loader processes inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_freed_memory() -> bool:
-    """Set malloc to reuse freed memory, up to the process's own peak. False where the C library has no such setting.
+    """Set malloc to reuse freed memory, up to the process's peak. False if the C library has no such setting.
 
-    Arrays of megabytes are made and freed for every batch and layer. With glibc's defaults each is a new mapping, and faulting
-    its zeroed pages in costs up to half of the loader's time and a fifth of a training step's.
+    Arrays of megabytes are allocated and freed for every batch and layer. With glibc's defaults each is a new mapping, whose page
+    faults cost up to half of the loader's time and a fifth of a training step's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # no mappings, no trimming; every setting is made, even after a refusal
+    # no mappings, no trimming; all are set, even if one is refused
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20))
     return min([mallopt(name, value) for name, value in settings]) == 1

@@ -1,4 +1,4 @@
-"""Times and memory of each rank, slow ranks, and cores that other processes share."""
+"""Times and memory of each rank, slow ranks, and cores shared with other processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from megabert.config import WatchdogConfig
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 
-# A rank is judged by at least so many updates: a single one may be slow by chance.
+# Least updates by which a rank is judged, since a single one may be slow by chance.
 SLOW_UPDATES = 50
-# A link is slow where messages take so many times the median of the ranks, and so many seconds more: a heartbeat waits up to
-# 5 ms for Python's lock, and a round trip within a cluster takes less than 1 ms.
+# A link is slow if messages take this many times the median of the ranks, and this many seconds more: a heartbeat waits up to 5 ms for
+# Python's lock, and a round trip within a cluster takes less than 1 ms.
 MESSAGE_RATIO, MESSAGE_SECONDS = 10.0, 0.02
-# Of each rank: what it computes by itself, how much of that its host held up, what it waits for rows, and what a message to
-# rank 0 takes.
+# Times of each rank: computing, the part of it caused by the host, waiting for rows, and the round trip of a message to rank 0.
 FIGURES = ("compute", "host", "data_wait", "message")
 CAUSES = {
     "data": "it waits for rows",
@@ -34,27 +33,27 @@ CAUSES = {
     "device": "its device computes more slowly",
     "network": "the round trip of its messages to rank 0",
 }
-# Cores are shared when processes wait for one in this share of at least so many seconds.
+# Cores are shared if processes wait for one in this share of at least this many seconds.
 SHORT_OF_CORES, SHARED_SECONDS = 0.3, 10.0
 
 
 class OwnTime:
-    """Seconds that this rank computes by itself, inside `with` blocks in which it waits for no other rank: of the device's
-    queue on CUDA, where nothing here waits for it, otherwise of the clock.
+    """Computing seconds of this rank, inside `with` blocks without waits for other ranks: on CUDA those of the device's queue, measured
+    without waiting for it, otherwise those of the clock.
 
-    `host_seconds` are those of them that the host held up: on the CPU those in which this thread did not run, on CUDA those of
-    updates before which the device had done all that was queued (also where the host had just read a result back).
+    `host_seconds` are the part caused by the host: on the CPU the time in which this thread did not run, on CUDA the time of updates
+    before which the device's queue was empty (also if the host had just read a result).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        # with whether the host is late
+        # and whether the host is late
         self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []
         self._late = False
         self._seconds = self.host_seconds = 0.0
 
     def begin_update(self) -> None:
-        """The host comes to its next update."""
+        """Call at the beginning of an update on the host."""
         self._late = self._cuda and torch.cuda.current_stream().query()
 
     def __enter__(self) -> None:
@@ -69,7 +68,7 @@ class OwnTime:
             self.host_seconds += max(seconds - (time.thread_time() - self._ran), 0.0)
 
     def seconds(self) -> float:
-        """The sum so far, of what the device has done."""
+        """The sum so far, of finished work of the device."""
         while self._queued and self._queued[0][1].query():
             start, end, late = self._queued.pop(0)
             seconds = start.elapsed_time(end) / 1e3
@@ -91,7 +90,7 @@ class OwnTime:
 
 
 class SlowRank(NamedTuple):
-    """A slow rank, its time in times of the ranks' median (of network: that of its messages), and one of CAUSES."""
+    """A slow rank, the ratio of its time to the ranks' median (for network: of its messages), and one of CAUSES."""
 
     rank: int
     host: str
@@ -105,19 +104,18 @@ class SlowRanks:
     def __init__(self, hosts: Sequence[str], ratio: float, seconds: float) -> None:
         """`hosts` of the ranks."""
         self._hosts, self._ratio, self._least = hosts, ratio, (SLOW_UPDATES, seconds)
-        # updates, seconds, and FIGURES of each rank: of each log line, and their sum
+        # updates, seconds, and FIGURES of each rank, by log line and summed
         self._lines: deque[np.ndarray] = deque()
         self._sum = np.zeros(2 + len(FIGURES) * len(hosts))
         self.named: list[SlowRank] = []
 
     @property
     def minutes(self) -> float:
-        """Of training that the ranks are judged by."""
+        """Minutes of training by which the ranks are judged."""
         return float(self._sum[1]) / 60
 
     def add(self, updates: int, seconds: float, figures: Mapping[str, Sequence[float]]) -> list[SlowRank]:
-        """So many more updates, which took so long, and each rank's sums of FIGURES in them; the slow ranks that were none
-        before, or for another cause."""
+        """Add updates with their seconds and each rank's sums of FIGURES; returns ranks that are newly slow, or for another cause."""
         line = np.concatenate([[updates, seconds], *(figures[name] for name in FIGURES)])
         self._lines.append(line)
         self._sum += line
@@ -132,19 +130,19 @@ class SlowRanks:
         updates, seconds = self._sum[:2]
         compute, host, wait, message = self._sum[2:].reshape(len(FIGURES), -1)
         total = compute + wait
-        # without what the host held up
+        # without the host's part
         device = np.maximum(compute - host, compute / 1e3)
         by_rank: dict[int, tuple[float, str]] = {}
         for rank in np.flatnonzero(total >= self._ratio * max(median(total), 1e-9)).tolist():
             computing, waiting = compute[rank] - median(compute), wait[rank] - median(wait)
             cause = "data"
             if computing > waiting:
-                # of what it computes longer, the larger factor
+                # the larger part of its longer computing time
                 slower = device[rank] / median(device)
                 cause = "device" if slower >= compute[rank] / median(compute) / slower else "host"
             by_rank[rank] = float(total[rank] / max(median(total), 1e-9)), cause
-        # Where ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and
-        # of a single other host nobody knows at which end the link is slow.
+        # While ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and with a single
+        # other host it is unknown which end of the link is slow.
         far = [rank for rank, name in enumerate(self._hosts) if name != self._hosts[0]]
         if len({self._hosts[rank] for rank in far}) > 1 and seconds >= self._ratio * max(total):
             usual = median(message[far])
@@ -159,13 +157,13 @@ class SlowRanks:
 
 
 class SharedCores:
-    """Whether other processes compute on the cores of a run on the CPU: a run alone waits for a core 2 to 8% of the time."""
+    """Detects other processes on the cores of a run on the CPU: a run alone waits for a core 2 to 8% of the time."""
 
     def __init__(self) -> None:
         self._since, self._short = time.monotonic(), seconds_short_of_cores()
 
     def look(self) -> None:
-        """Warn, once, where processes waited for a core in more than SHORT_OF_CORES of the last SHARED_SECONDS or more."""
+        """Warn once if processes waited for a core in more than SHORT_OF_CORES of the last SHARED_SECONDS or more."""
         now, short = time.monotonic(), seconds_short_of_cores()
         if short is None or self._short is None or now - self._since < SHARED_SECONDS:
             return
@@ -180,27 +178,27 @@ class SharedCores:
 
 
 class RankFigures:
-    """This rank's times since the last log line and its memory, and what follows from those of all ranks.
+    """Times of this rank since the last log line, its memory, and figures from those of all ranks.
 
-    Every rank of an update takes as long as the slowest one, whose waits the others see as their own. What distinguishes them
-    is the time that a rank computes by itself (`OwnTime`), the time that it waits for its data, and that of its heartbeats.
+    Every rank takes as long as the slowest for an update. They differ in computing time (`OwnTime`), waiting time for data, and the
+    time of heartbeats.
     """
 
     def __init__(
         self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
     ) -> None:
-        """`record`: the file that names the ranks that are slow now, by which launch/job.sh may leave their nodes out."""
+        """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes."""
         self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
         self._record, self._recorded = record, list[SlowRank]()
         if world.is_main:
             record.unlink(missing_ok=True)
         self._waited, self._updates = 0.0, 0
-        # None until the first log line, whose updates load libraries and fill caches
+        # None until the first log line, since its updates load libraries and fill caches
         self._slow: SlowRanks | None = None
         self._cores = SharedCores()
 
     def take(self, updates: Iterator[Any]) -> Any:
-        """The next update, with the time that the host waits for it."""
+        """Take the next update, and measure the wait for it."""
         self._own.begin_update()
         started = time.perf_counter()
         update = next(updates)
@@ -211,15 +209,15 @@ class RankFigures:
     @property
     def counts(self) -> dict[str, int]:
         """This rank's bytes, and its nanoseconds of FIGURES."""
-        # the first of the two brings the second up to date
+        # seconds() also updates host_seconds
         compute, host = self._own.seconds(), self._own.host_seconds
         seconds = (compute, host, self._waited, self._updates * self._watchdog.round_trip)
         nanoseconds = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
         return {"memory": peak_memory_bytes(self._world.device)} | nanoseconds
 
     def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
-        """`perf/…` values of the updates since the last call, up to `step`, which took so long, lists by rank, from `counts` of all
-        ranks; a new slow rank is warned of and recorded. A collective."""
+        """`perf/…` values, lists by rank, of the updates since the last call up to `step`, from `counts` of all ranks; warns of new slow
+        ranks and records them. A collective."""
         updates = max(self._updates, 1)
         figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
         values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}
@@ -260,13 +258,13 @@ class RankFigures:
 
 
 def median(values: Iterable[float]) -> float:
-    """The lower median: of two ranks the faster one."""
+    """The lower median, of two ranks the faster one."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held so far: of tensors on a GPU, of the process on a CPU."""
+    """Peak memory so far: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
