@@ -15,7 +15,6 @@ from megabert.ops.backend import (
     BACKENDS,
     LIBRARY,
     MISSING,
-    Backend,
     Backends,
     choose,
     choose_all,
