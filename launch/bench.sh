@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The benchmarks of this machine, one after the other, each into benchmarks/results/<what>_<hardware>_<date>.json.
-#   make bench                    every benchmark that takes minutes
+# Run benchmarks on this machine, each with its results in benchmarks/results/<benchmark>_<hardware>_<date>.json.
+#   make bench                    all that take minutes
 #   make bench ONLY="data step"   some of them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,14 +9,14 @@ label=$(python -c 'from benchmarks.common import hardware; print(hardware.label(
 suffix=${label}_$(date -u +%Y-%m-%d).json
 read -r -a only <<<"${ONLY:-data prep ops step}"
 
-for what in "${only[@]}"; do
-  script=benchmarks/bench_$what.py
+for benchmark in "${only[@]}"; do
+  script=benchmarks/bench_$benchmark.py
   if [ ! -f "$script" ]; then
-    echo "no $script: passed over"
+    echo "no $script: skipped"
     continue
   fi
   versus=()
-  [ "$what" != step ] || versus=(--vs hf)
+  [ "$benchmark" != step ] || versus=(--vs hf)
   echo "== $script ${versus[*]}"
-  python "$script" --json "benchmarks/results/${what}_$suffix" "${versus[@]}"
+  python "$script" --json "benchmarks/results/${benchmark}_$suffix" "${versus[@]}"
 done

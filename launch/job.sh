@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Restarts of a SLURM job: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the command again
-# when it ended for a reason that is not its own: on the nodes that the job has, then by a requeue. Never COMPLETED before it
-# is finished.
+# Restarts of a SLURM job; sourced by launch/*.slurm. Checks the site's settings, runs a command, and restarts it after faults
+# and time limits: first on the job's nodes, then by a requeue. The job is not COMPLETED before the command has finished.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "${root:?}/launch/lib.sh"
@@ -11,7 +10,7 @@ source "$root/launch/env.sh"
 for name in MAX_RESTARTS RESTARTS NODES; do check "$name" "$NUMBER" "a number"; done
 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$NODES} # not set where a script is run without sbatch
 check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
-((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, which the job has"
+((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, the job's nodes"
 for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check VOCAB "$NUMBER" "a number"
 check EXCLUDE_SLOW "0|1" "0 or 1"
@@ -22,14 +21,14 @@ check NETWORK '|[0-9a-fA-F:.]+/[0-9]{1,3}' "a network such as 10.78.0.0/24"
 check_rendezvous
 for name in PROJECT RUNS DATA DATA_128 DATA_512; do
   check "$name" '/[^[:cntrl:]]*' "an absolute path"
-  [ -z "$CONTAINER" ] || check "$name" '[^,:]*' "a path without , and : as a container's mounts need it"
+  [ -z "$CONTAINER" ] || check "$name" '[^,:]*' "a path without , and : for a container's mounts"
 done
 [ -f "$PROJECT/megabert/train.py" ] || fail "PROJECT=$PROJECT is not this repository; set it in launch/env.sh"
-mkdir -p "$RUNS" || fail "RUNS=$RUNS cannot be made; set it in launch/env.sh"
+mkdir -p "$RUNS" || fail "RUNS=$RUNS cannot be created; set it in launch/env.sh"
 cd "$PROJECT"
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# read_places WORDS: the absolute paths among them, each as far as the folder in front of its first wildcard
+# read_places WORDS: the absolute paths among WORDS, cut to the folder before the first wildcard
 read_places() {
   local words word
   read -r -a words <<<"$1"
@@ -44,9 +43,9 @@ mapfile -t read_from < <(read_places "${CORPUS:-} ${PREP:-}")
 mounted=("$PROJECT" "$RUNS" "$DATA" "$DATA_128" "$DATA_512" "${read_from[@]}")
 
 # shellcheck disable=SC2034 # read by the scripts
-inside=() # what stands before a command so that it runs in the environment
+inside=() # prefix of a command that runs it in the container
 # shellcheck disable=SC2034
-options=() # srun's options for the same
+options=() # srun options for the container
 if [ -z "$CONTAINER" ]; then
   [ -x "$VENV/bin/python" ] ||
     fail "$VENV/bin/python is missing: run make venv in $PROJECT, or set VENV in launch/env.sh"
@@ -64,40 +63,40 @@ else
   options=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PROJECT")
 fi
 
-job=$RUNS/.job-$SLURM_JOB_ID # this job's state across restarts: how many made no progress
+job=$RUNS/.job-$SLURM_JOB_ID # state of this job across restarts: number of attempts without progress
 mkdir -p "$job"
-HOLD=${HOLD:-600} # seconds that a preempted job waits for SLURM to requeue it where scontrol cannot
+HOLD=${HOLD:-600} # seconds that a preempted job waits to be requeued by SLURM if scontrol cannot requeue it
 check HOLD "$NUMBER" "a number of seconds" "the environment"
 
-# The batch shell alone gets USR2 before the time limit (--signal=B:…). SLURM sends TERM to the ranks itself, in a
-# preemption without this shell.
+# Before the time limit only the batch shell gets USR2 (--signal=B:…), so it is forwarded. SLURM itself sends TERM to the ranks;
+# in a preemption it sends none to this shell.
 # shellcheck disable=SC2317 # called by a trap
 forward_signal() {
   echo "$(date -Is) SIG$1 in the batch shell"
   case $1 in USR1 | USR2) kill -USR2 "$2" 2>/dev/null || true ;; esac
 }
 
-# Progress is what the function `progress` of the script prints: something else once there is some. `restarts` holds how
-# many attempts in a row made none, and what it printed last.
+# The script's function `progress` prints a text that changes with progress. The file `restarts` has the number of attempts in a
+# row without progress, and the last text.
 remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
 
-# job_field NAME: what SLURM says of this job; nothing without scontrol
+# job_field NAME: a field of `scontrol show job`; nothing without scontrol
 job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE "s/.* $1=([^ ]*).*/\1/p" || true; }
 
-# ends_itself: whether SLURM ends this job
 job_nodes() { scontrol show hostnames "$(job_field NodeList)" 2>/dev/null; }
 
+# ends_itself: whether SLURM is ending this job
 ends_itself() { [[ $(job_field JobState) =~ ^(CANCELLED|COMPLETING)$ ]]; }
 
-meeting=${MASTER_ADDR:-} # where the ranks are to meet, if that is given: rank 0's node then stays
-nodes=()                 # of an attempt, in SLURM's order; none without scontrol
-failed=()                # that the ranks of the last attempt named
-slow=()                  # whose ranks were slow when it ended, with EXCLUDE_SLOW=1
-named=()                 # that any attempt in this allocation named: failed ones, the newest first, then slow ones
+meeting=${MASTER_ADDR:-} # rendezvous address, if the user has set one: the first node is then never excluded
+nodes=()                 # nodes of an attempt, in SLURM's order; empty without scontrol
+failed=()                # nodes that the ranks of the last attempt reported as failed
+slow=()                  # nodes whose ranks were slow at its end, with EXCLUDE_SLOW=1
+named=()                 # nodes that any attempt in this allocation reported: failed ones, the newest first, then slow ones
 
 has() { [[ " ${*:2} " == *" $1 "* ]]; } # has WORD words…
 
-# choose_nodes: NODES of those that the job has; where it has more, the ones that are `named` are left out
+# choose_nodes: set `nodes` to NODES of the job's nodes, without the `named` ones as far as there are spares
 choose_nodes() {
   local all node spare first=${meeting:+1} out=()
   mapfile -t all < <(job_nodes)
@@ -111,10 +110,10 @@ choose_nodes() {
   done
 }
 
-# slow_nodes: those that a run's record of slow ranks names, written in the last attempt; a script that trains replaces it
+# slow_nodes: print the nodes of slow ranks in the last attempt; overridden by scripts that train
 slow_nodes() { :; }
 
-# name_nodes: those that the ranks of the last attempt named; where they are most of its nodes, they prove nothing
+# name_nodes: collect the nodes that the ranks of the last attempt reported; reports on more than half of the nodes are ignored
 name_nodes() {
   local node
   mapfile -t failed < <(find "$job/ranks" -type f -exec sed -n 's/^failed=//p' {} + | sort -u)
@@ -126,7 +125,7 @@ name_nodes() {
   for node in "${slow[@]}"; do if ! has "$node" "${named[@]}"; then named+=("$node"); fi; done
 }
 
-# drop_failed: give the failed nodes back to SLURM, which then does not end the job for them; false where too few are left
+# drop_failed: give the failed nodes back to SLURM, so that it does not end the job for them; false if too few nodes remain
 drop_failed() {
   local all node keep=()
   mapfile -t all < <(job_nodes)
@@ -137,13 +136,13 @@ drop_failed() {
   (cd "$job" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null
 }
 
-# on_nodes: whether the ranks' step is still on some node
+# on_nodes: whether the ranks' job step is still running on a node
 on_nodes() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; }
 
-# wait_for_lost_node: return when the ranks' step has ended on all nodes, or the others are given back; false when SLURM ends
-# this job, or at a signal. srun leaves a step that is on a node that does not answer. Requeued then, the job is counted wrongly
-# once SLURM finds that node down: its next start is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down
-# after SlurmdTimeout, and requeues.
+# wait_for_lost_node: wait until the ranks' step has ended on all nodes, or the lost nodes are given back; false if SLURM ends
+# this job, or at a signal. srun returns although the step remains on a node that does not respond. If the job is requeued in this
+# state, SLURM counts its GPUs wrongly once it marks the node as down, and refuses them to the next start (22.05: "Invalid generic
+# resource"). It marks the node as down after SlurmdTimeout, and requeues the job itself.
 wait_for_lost_node() {
   local patience waited
   patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p') || true # no scontrol here
@@ -152,14 +151,14 @@ wait_for_lost_node() {
     on_nodes || return 0
     if [ "$waited" = 5 ]; then
       if drop_failed; then echo "$(date -Is) given back, because they do not answer: ${failed[*]}" && return; fi
-      echo "$(date -Is) a node does not answer: waiting until SLURM finds it down"
+      echo "$(date -Is) a node does not answer: waiting until SLURM marks it as down"
     fi
     rest 1
   done
   return 1
 }
 
-# requeue: this job again, without the nodes that are named as far as enough others are there
+# requeue: requeue this job; excludes the `named` nodes if the partition has enough others
 requeue() {
   local out count partition node
   out=$(job_field ExcNodeList | sed 's/(null)//')
@@ -167,17 +166,17 @@ requeue() {
   partition=$(job_field Partition)
   count=$(sinfo --noheader --Node --partition="$partition" --states=idle,mixed,allocated,completing --format=%N 2>/dev/null |
     sort -u | grep -cvxF "$(scontrol show hostnames "$out" 2>/dev/null)") || true
-  trap '' TERM # of the requeue itself: the lines below come first
+  trap '' TERM # which the requeue sends
   scontrol requeue "$SLURM_JOB_ID" || return 1
   if [ "${#named[@]}" = 0 ]; then return; fi
   if [ "${count:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
     echo "$(date -Is) not left out: ${named[*]}; $partition has too few others"
-  elif scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$out"; then # only of a job that waits
+  elif scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$out"; then # possible only for a pending job
     echo "$(date -Is) left out from now on: ${named[*]}"
   fi
 }
 
-# count_attempt WHAT: sets `count`, the attempts in a row without progress; gives up after too many
+# count_attempt WHAT: set `count`, the number of attempts in a row without progress; exit after too many
 count_attempt() {
   local before=''
   count=0
@@ -190,7 +189,7 @@ count_attempt() {
   fi
 }
 
-# run_or_restart WHAT command…: returns when the command is finished; otherwise ends this job, requeued or not.
+# run_or_restart WHAT command…: return when the command has finished; otherwise end this job, requeued or not
 run_or_restart() {
   local what=$1 count within answered
   shift
@@ -200,11 +199,11 @@ run_or_restart() {
     attempt "$job/ranks" forward_signal "$@"
     case $ended in
       0) return ;;
-      2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
+      2 | 3) echo "$(date -Is) $what ended with $ended: a restart would not help" && exit "$ended" ;;
     esac
     name_nodes
-    # Before a time limit this shell gets USR2. Otherwise a job that is completing while this shell still runs is one
-    # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
+    # Before a time limit this shell gets USR2. Without it, a job that is completing while this shell runs is ended by SLURM,
+    # because it was cancelled or lost a node; in the latter case SLURM requeues it.
     answered=yes
     wait_for_lost_node || answered=
     if [ "$stopping" != USR2 ] && ends_itself; then
@@ -220,8 +219,8 @@ run_or_restart() {
   echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! requeue; then
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
-    # Before a time limit this shell gets USR2, in a preemption nothing. A preempted job that ends by itself is not
-    # requeued, one that SLURM has to end is.
+    # Before a time limit this shell gets USR2, in a preemption no signal. SLURM requeues a preempted job only if it has to end it,
+    # not if the job exits.
     if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
   fi
   exit 85

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a launch command again while it ends with 85 (everything saved) or 4 (a fault: a rank that died or hangs, ranks that
-# cannot meet, I/O that failed), whichever launcher it is:
+# Run a launch command, of any launcher, and restart it when it ends with 85 (everything saved) or 4 (a fault: a rank died or hangs,
+# the rendezvous failed, I/O failed):
 #   launch/keep.sh deepspeed --hostfile hosts megabert/train.py --config base --data DATA --run RUN
 #   launch/keep.sh torchrun --nproc-per-node 8 -- megabert/train.py …
 #   launch/keep.sh mpirun -n 8 python megabert/train.py …
 #   MAX_RESTARTS=n    restarts in a row without a new checkpoint before it gives up (3)
-#   RESTART_WAIT=s    seconds before the first of them (5), doubled with each further one up to LONGEST_WAIT (300)
-# TERM, INT, USR1 or USR2 to this script reach the ranks of this host as USR2: they save, and it ends with 85 without a
-# restart. A second one ends the ranks at once. Ends with train.py's exit code: 0, 2, 3, 4 or 85.
+#   RESTART_WAIT=s    seconds before the first of them (5), doubled for each further one up to LONGEST_WAIT (300)
+# TERM, INT, USR1 and USR2 are forwarded to the ranks of this host as USR2: they save, and the script ends with 85 without a
+# restart. A second signal ends the ranks at once. The exit code is train.py's: 0, 2, 3, 4 or 85.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -17,17 +17,17 @@ check_rendezvous
 [ $# -gt 0 ] || fail "launch/keep.sh: which command?"
 
 run='' previous=
-for word in "$@"; do # the folder whose checkpoints show progress
+for word in "$@"; do # find the run folder, whose checkpoints show progress
   case $previous=$word in
     --run=*) run=$word ;;
     *=--run=*) run=${word#--run=} ;;
   esac
   previous=$word
 done
-[ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, so its progress cannot be seen"
+[ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, whose checkpoints show its progress"
 
-# Launchers differ in what they do with a signal: deepspeed's dies of it and leaves the ranks training, mpirun and torchrun
-# end them after seconds. So the ranks get it themselves: the topmost descendants that a launcher gave a rank.
+# Launchers handle signals differently: deepspeed exits and leaves the ranks training, mpirun and torchrun kill them after
+# seconds. So the signal is sent to the ranks: the topmost descendants with a rank in their environment.
 # shellcheck disable=SC2317 # called by a trap
 ranks() {
   local child
@@ -41,12 +41,12 @@ ranks() {
 }
 
 # shellcheck disable=SC2317
-forward_signal() { # the command itself when it has no ranks: one process, or ranks on other hosts
-  local found
-  found=$(ranks "$2")
-  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$found") rank(s) of this host" >&2
+forward_signal() { # to the command itself if it has no ranks here: it is one process, or its ranks are on other hosts
+  local pids
+  pids=$(ranks "$2")
+  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$pids") rank(s) of this host" >&2
   # shellcheck disable=SC2086 # a list
-  kill -USR2 ${found:-$2} 2>/dev/null || true
+  kill -USR2 ${pids:-$2} 2>/dev/null || true
 }
 
 exits=$(mktemp -d)

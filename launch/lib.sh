@@ -1,29 +1,28 @@
 #!/usr/bin/env bash
-# What every launching script does the same way: check values before they reach a command, run a command whose ranks it
-# can stop, say how it ended. Sourced by keep.sh and job.sh.
+# Functions of the launch scripts: check values before they reach a command, run a command with signal forwarding, and determine
+# its exit code. Sourced by keep.sh, network.sh and job.sh.
 set -euo pipefail
 
-stopping= # the first signal that asked for the end; ranks save and end with 85
+stopping= # the first signal that requested a stop; ranks save and exit with 85
 # shellcheck disable=SC2034 # read by the scripts
-ended=0 # how the last attempt ended: 0 finished, 2 a mistake, 3 bad training, 4 a rank was lost, 85 saved
+ended=0 # exit code of the last attempt: 0 finished, 2 a mistake, 3 bad training, 4 a fault, 85 saved
 
-fail() { # one line, whatever is in the values
+fail() { # one line, also if values have several
   printf 'error: %s\n' "$*" | tr '\n' ' ' | sed 's/ $//' >&2
   echo >&2
   exit 2
 }
 
-# check NAME PATTERN MEANING [where]: the variable's whole value matches
+# check NAME PATTERN MEANING [where]: fail unless the variable's value matches
 check() {
   [[ ${!1-} =~ ^($2)$ ]] || fail "$1=$(printf %q "${!1-}") is not $3; set it in ${4:-launch/env.sh}"
 }
 
 NUMBER='0|[1-9][0-9]{0,8}'
-RESTART_WAIT=${RESTART_WAIT:-5} # seconds before the first restart that follows an attempt without progress
+RESTART_WAIT=${RESTART_WAIT:-5} # seconds before the first restart after an attempt without progress
 LONGEST_WAIT=${LONGEST_WAIT:-300}
 
-# before_restart COUNT: waits, twice as long with each attempt in a row without progress: what failed may need time. A
-# signal that asks for the end ends the wait.
+# before_restart COUNT: exponential backoff after COUNT attempts in a row without progress, until a signal requests a stop
 before_restart() {
   local seconds=$RESTART_WAIT turn
   [ "$1" -gt 0 ] || return 0
@@ -32,22 +31,22 @@ before_restart() {
   rest "$seconds"
 }
 
-# rest SECONDS: waits so long, or until a signal asks for the end
+# rest SECONDS: sleep, until a signal requests a stop
 rest() {
   local seconds=$1
-  while [ "$seconds" -gt 0 ] && [ -z "$stopping" ]; do # by the second: a signal may come just before `sleep`
+  while [ "$seconds" -gt 0 ] && [ -z "$stopping" ]; do # second by second: a signal may arrive just before `sleep`
     sleep 1
     seconds=$((seconds - 1))
   done
 }
 HOST='[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*'
-INTERFACE='[=^]*[A-Za-z0-9_.,@-]+' # NCCL takes a list, a prefix, =exact and ^not; gloo a list
+INTERFACE='[=^]*[A-Za-z0-9_.,@-]+' # NCCL accepts a list, a prefix, =exact and ^not; gloo a list
 
-# in_network NETWORK [command…]: interface and address of this node in it, or of where the command runs what follows it,
-# "fast0 10.78.0.1"; nothing where it has none
+# in_network NETWORK [command…]: print interface and address in NETWORK, as "fast0 10.78.0.1", of this node, or of the node on
+# which `command… ip` runs; nothing if there is none
 in_network() { "${@:2}" ip -o address show to "$1" | awk 'NR == 1 { sub("/.*", "", $4); print $2, $4 }'; }
 
-check_rendezvous() { # what the ranks find each other by; each may be unset
+check_rendezvous() { # check the variables of the rendezvous, which may be unset
   [ -z "${MASTER_ADDR+set}" ] || check MASTER_ADDR "$HOST" "a host name or an address" "the environment"
   if [ -n "${MASTER_PORT+set}" ]; then
     check MASTER_PORT "$NUMBER" "a port" "the environment"
@@ -59,9 +58,8 @@ check_rendezvous() { # what the ranks find each other by; each may be unset
   done
 }
 
-# attempt FOLDER FORWARD command…: runs the command and sets `ended`. Each rank leaves its exit code in FOLDER, because
-# launchers change or lose it. A signal sent to this script is noted, FORWARD <signal> <pid> passes it on, and the command
-# is waited for.
+# attempt FOLDER FORWARD command…: run the command and set `ended`. Each rank writes its exit code to FOLDER, because launchers
+# change or lose it. At a signal, set `stopping`, call FORWARD <signal> <pid>, and continue to wait for the command.
 attempt() {
   local folder=$1 forward=$2 status=0 child signal
   shift 2
@@ -70,13 +68,13 @@ attempt() {
   MEGABERT_EXIT_DIR=$folder "$@" </dev/null &
   child=$!
   for signal in USR1 USR2 TERM INT; do
-    # shellcheck disable=SC2064 # the values of now
+    # shellcheck disable=SC2064 # expand the values now
     trap "stopping=\${stopping:-$signal}; $forward $signal $child" "$signal"
   done
   while :; do
     status=0
     wait "$child" || status=$?
-    if [ "$status" -le 128 ] || ! kill -0 "$child" 2>/dev/null; then break; fi # otherwise a trap ended `wait`
+    if [ "$status" -le 128 ] || ! kill -0 "$child" 2>/dev/null; then break; fi # otherwise a trap interrupted `wait`
   done
   for signal in USR1 USR2 TERM INT; do
     # shellcheck disable=SC2064
@@ -86,14 +84,15 @@ attempt() {
   ended=$(verdict "$folder" "$status")
 }
 
-# verdict FOLDER STATUS: the ranks' own exit codes before the launcher's. All ranks see bad training alike, so one code is
-# enough. A mistake of the user's is one where no rank saw a fault: what a single node finds missing may be its own mount.
+# verdict FOLDER STATUS: print the exit code of an attempt, from those of the ranks if there are any, otherwise from the launcher's
+# STATUS. A single rank's 3 decides, since all ranks find bad training. 2 counts only if no rank reports a fault: a file that is
+# missing on a single node may be a problem of its mounts.
 verdict() {
   local codes
   codes=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
   if [[ $codes == ' ' ]]; then
     codes=" $2 "
-    if [ "$2" = 0 ]; then codes=" 4 "; fi # deepspeed's launcher says 0 where its own child was killed
+    if [ "$2" = 0 ]; then codes=" 4 "; fi # deepspeed's launcher returns 0 if its child was killed
   fi
   if [[ $codes == *" 3 "* ]]; then
     echo 3

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From text to a trained and evaluated BERT on one machine: shards, launch/quickstart.toml on two ZeRO ranks stopped half way and
-# resumed, held-out figures, three sentences filled in before and after, the loss curve. `make quickstart` calls it inside
-# the environment.
-#   CORPUS="path …"  text instead of the built-in corpus     OUT=dir   where everything goes (runs/quickstart)
+# From text to a trained and evaluated BERT on one machine: build shards, train launch/quickstart.toml on two ZeRO ranks, stop
+# half way and resume, evaluate, fill in three sentences before and after training, draw the loss curve. `make quickstart` runs it
+# in the environment.
+#   CORPUS="path …"  text instead of the built-in corpus     OUT=dir   output folder (runs/quickstart)
 #   STEPS=n          updates (600)                           RANKS=n   ranks (2; 1 on a machine with one GPU)
 #   SEQ_LEN, VOCAB   row length and tokenizer size           EXTRA="section.key=value …"  further overrides
 set -euo pipefail
@@ -34,7 +34,7 @@ train() {
 started=$SECONDS
 for folder in "$OUT/data" "$OUT/run"; do
   if [ -e "$folder" ] && [ ! -e "$OUT/.quickstart" ] && [ "$OUT" != runs/quickstart ]; then
-    echo "error: $folder is there and was not made by quickstart, which would replace it; set OUT to another folder" >&2
+    echo "error: $folder exists and was not made by quickstart, which would replace it; set OUT to another folder" >&2
     exit 2
   fi
 done
@@ -80,5 +80,5 @@ section "the run on one page"
 python -m megabert report "$OUT/run"
 
 echo
-echo "everything is in $OUT; see it with"
+echo "everything is in $OUT; to view it:"
 printf '  %q --logdir %q\n' "$(command -v tensorboard)" "$OUT/run/tensorboard"
