@@ -407,7 +407,7 @@ def test_a_finished_run_is_extended_by_a_phase(world: World, tmp_path: Path, fol
     extended = (*phased(*first, "share=2"), "schedule.total_steps=12")
     straight, run = trained(world, tmp_path / "straight", *extended), tmp_path / "run"
     trained(world, run, *phased(*first))
-    with pytest.raises(ValueError, match=r"this run is finished, .* with --extend it does"):
+    with pytest.raises(ValueError, match=r"this run is finished, .* add --extend"):
         opened(world, run, *extended)
     same(trained(world, run, *extended, extend=True), straight, 12)
 

@@ -82,7 +82,7 @@ def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None
     used = saved["step"], saved["seconds"] / 60, saved["tokens"]
     was_finished = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
     if was_finished and not finished(config.schedule, *used) and not extend:
-        raise ValueError("this run is finished, and the schedule given would train it further; with --extend it does")
+        raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:

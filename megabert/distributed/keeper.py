@@ -112,9 +112,10 @@ class Generation:
         """The keeper on another host that receives the copies of `rank`; None where all are on one host. The peers of a host's
         ranks are spread over the ranks of other hosts."""
         host, size = self.members[rank].host, len(self.members)
-        near = [n for n, member in enumerate(self.members) if member.host == host]
-        others = [n % size for n in range(near[-1] + 1, near[-1] + 1 + size) if self.members[n % size].host != host]
-        return self.members[others[near.index(rank) % len(others)]] if others else None
+        on_host = [n for n, member in enumerate(self.members) if member.host == host]
+        following = [n % size for n in range(on_host[-1] + 1, on_host[-1] + 1 + size)]
+        others = [n for n in following if self.members[n].host != host]
+        return self.members[others[on_host.index(rank) % len(others)]] if others else None
 
 
 def copies_in(folder: Path) -> Iterator[CopyName]:

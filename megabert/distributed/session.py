@@ -116,7 +116,7 @@ def _report(error: Exception, session: Session | None) -> int:
     if session.watchdog is None or session.world.size == 1:
         return UNEXPECTED
     if not session.watchdog.started:
-        log.error(f"another rank left before rank {session.world.rank} met it: {first}")
+        log.error(f"another rank exited before rank {session.world.rank} connected to it: {first}")
         return errors.FAILED
     session.watchdog.explain()  # a collective also fails when another rank has died
     return UNEXPECTED

@@ -282,16 +282,16 @@ class Watchdog:
             peer.update(last)
         elif self._store_silent < 2 * TICK:  # otherwise heartbeats may be missing because the store does not answer
             peer.silent += elapsed
-        near = peer.namespace == self._peers[self.world.rank].namespace
-        peer.gone = peer.gone + 1 if near and not is_alive(peer.pid) else 0
+        visible = peer.namespace == self._peers[self.world.rank].namespace
+        peer.gone = peer.gone + 1 if visible and not is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
         """The verdict; None if no rank has failed."""
         watched = [peer for peer in self._watched() if not peer.left]
-        near = self._peers[self.world.rank].namespace
+        namespace = self._peers[self.world.rank].namespace
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
-        lost = [p for p in watched if p.namespace != near and p.silent >= patience]
+        lost = [p for p in watched if p.namespace != namespace and p.silent >= patience]
         if dead or lost:
             return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it sends no heartbeat"))
         if self._unreachable and self._store_silent >= (TICK if self._failed else STORE_SECONDS):

@@ -140,7 +140,7 @@ def test_a_rank_that_leaves_at_the_start_is_one_line(dataset, tmp_path):
     """As by a signal that only one rank got, between the rendezvous and the first agreement."""
     job = Job(dataset, tmp_path / "run", driver=LEAVES)
     assert job.codes(60) == [4, 85], job.output
-    assert "another rank left before rank 0 met it" in error_of(job) and "Traceback" not in job.output
+    assert "another rank exited before rank 0 connected to it" in error_of(job) and "Traceback" not in job.output
     assert not (tmp_path / "run/checkpoints").exists()
 
 
