@@ -2,9 +2,9 @@
 
     python benchmarks/bench_checkpoint.py [--ranks 8] [--stage 1] [--rounds 3] [--json FILE]
 
-Both sides save the same model alternately, starting with another one each round. `blocked` is the time of the slowest rank in calls
-of a save (snapshot, commit, removal of old checkpoints), `committed` the time until the checkpoint can be resumed from; medians over all
-saves except the first of each round.
+Both sides save the same model alternately, starting with another one each round. `blocked` is the time of the slowest rank in
+calls of a save (snapshot, commit, removal of old checkpoints), `committed` the time until the checkpoint can be resumed from;
+medians over all saves except the first of each round.
 """
 
 from __future__ import annotations

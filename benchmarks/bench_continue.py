@@ -10,8 +10,8 @@ A small model is trained on Wikipedia, down to a tenth of its peak learning rate
     replay, re-warm     both
     detour, re-warm     re-warm, its first half causal
 
-All start from the weights without moments. One document in twenty of either text is held out before the build. Budgets are in tokens, so
-results do not depend on the machine's speed; each finished run is in the file, and the same command adds missing ones.
+All start from the weights without moments. One document in twenty of either text is held out before the build. Budgets are in
+tokens, so results do not depend on the machine's speed; each finished run is in the file, and the same command adds missing ones.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 --json FILE
 
-All starts are fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's shape.
-The best weights are chosen on every 10th row, sentence or article of the training file; figures are of other items. `gains`: difference of
-the first model to each other start, with the central 95% of a paired bootstrap over items and seeds. The file is written after each row,
-and the same command resumes.
+All starts are fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's
+shape. The best weights are chosen on every 10th row, sentence or article of the training file; figures are of other items.
+`gains`: difference of the first model to each other start, with the central 95% of a paired bootstrap over items and seeds. The
+file is written after each row, and the same command resumes.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     python benchmarks/bench_long.py [--quick] [--lengths 512 … 8192] [--precision fp32 bf16] [--json FILE]
 
-A step is forward and backward of --tokens tokens on the CPU, in full rows of one sequence, of which 15% are predicted, so seconds are
-comparable between lengths: they are constant for local layers and grow for global ones. Ours has the modern architecture with windows
-of 128 tokens and every third layer global, by native kernels; "all local" and "all global" have the same weights with windows in every
-layer and in none. The peer is `ModernBertForMaskedLM` with these weights, exported by `megabert.hf`, once with
+A step is forward and backward of --tokens tokens on the CPU, in full rows of one sequence, of which 15% are predicted, so seconds
+are comparable between lengths: they are constant for local layers and grow for global ones. Ours has the modern architecture with
+windows of 128 tokens and every third layer global, by native kernels; "all local" and "all global" have the same weights with
+windows in every layer and in none. The peer is `ModernBertForMaskedLM` with these weights, exported by `megabert.hf`, once with
 sdpa and once with eager attention; it computes logits only at predicted positions, like ours. Weights are in the type of
 computation on both sides. Losses and gradient norms of both are asserted to be equal.
 
 Every measurement runs in a separate process. Memory is its peak growth by the model and its steps. Ours keeps freed memory like
-`megabert train`; the peer has glibc's defaults, like its users. A case that needs more than --memory-share of the free memory is shown
-as "does not fit". Ratios are the peer's over ours, of p50 seconds and of memory, for the faster peer at that length.
+`megabert train`; the peer has glibc's defaults, like its users. A case that needs more than --memory-share of the free memory is
+shown as "does not fit". Ratios are the peer's over ours, of p50 seconds and of memory, for the faster peer at that length.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only attention …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, for each linear layer. Sides run alternately in one
-process and medians are compared (on a GPU in CUDA graphs, whose replays are timed by events; the peers run first, and if a side cannot be
-captured the process restarts without it). `mlm_loss` is compared with its three matrix products; `attention` of packed rows with
-scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` with eager and
-compiled torch; `optimizer`, a step of Muon, with AdamW, LAMB, and torch.optim.Muon with AdamW. Extra memory is the growth at the peak of
-a call. Bytes (each tensor that has to be read or written, once) are given as a share of the measured copy bandwidth. ratio is the peer's
-time over ours; above 1 is better.
+BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, for each linear layer. Sides run alternately in
+one process and medians are compared (on a GPU in CUDA graphs, whose replays are timed by events; the peers run first, and if a
+side cannot be captured the process restarts without it). `mlm_loss` is compared with its three matrix products; `attention` of
+packed rows with scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of
+`layer` with eager and compiled torch; `optimizer`, a step of Muon, with AdamW, LAMB, and torch.optim.Muon with AdamW. Extra memory
+is the growth at the peak of a call. Bytes (each tensor that has to be read or written, once) are given as a share of the measured
+copy bandwidth. ratio is the peer's time over ours; above 1 is better.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/bench_predict.py --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
 
 The same weights, tokenizer, texts and precision on both sides: fp32 against fp32, bf16 against bf16. Texts have 16 tokens each,
-512 each, or mixed lengths (log-normal, 8 to 512, in random order), of random words of the vocabulary. Every side is first tried with
-several batch sizes on a part of the texts, then both are timed alternately, each with its best. In fp32 vectors and probabilities must
-equal the peers' to 1e-4, and all labels, otherwise the command fails; `error` is the largest difference to the peer in fp32. Models are
-loaded before timing; ours reads a file of texts and writes the labels to one. Both sides keep freed memory (glibc's mallopt), which the
-peers do not by default. ratio is ours over the peer, above 1 is better.
+512 each, or mixed lengths (log-normal, 8 to 512, in random order), of random words of the vocabulary. Every side is first tried
+with several batch sizes on a part of the texts, then both are timed alternately, each with its best. In fp32 vectors and
+probabilities must equal the peers' to 1e-4, and all labels, otherwise the command fails; `error` is the largest difference to the
+peer in fp32. Models are loaded before timing; ours reads a file of texts and writes the labels to one. Both sides keep freed
+memory (glibc's mallopt), which the peers do not by default. ratio is ours over the peer, above 1 is better.
 """
 
 from __future__ import annotations

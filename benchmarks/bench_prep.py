@@ -3,9 +3,9 @@
     python benchmarks/bench_prep.py [--json FILE] [--input PATH…] [--megabytes N] [--tokenizer FILE] [--workers N]
 
 Runs the command with one worker, one worker with near-duplicate removal, one with BERT's vocabulary like its peer, and `--workers`
-workers (default: the cores), alternately, `--repeats` times; the median is reported. A megabyte is 10^6 bytes of unpacked document text.
-Compressed input is unpacked beforehand, so that the time is from text to shards. Stage times are measured in the workers and add up to a
-little less than the run.
+workers (default: the cores), alternately, `--repeats` times; the median is reported. A megabyte is 10^6 bytes of unpacked document
+text. Compressed input is unpacked beforehand, so that the time is from text to shards. Stage times are measured in the workers and
+add up to a little less than the run.
 
 `ratio` is ours over Hugging Face's fast tokenizer with packing in Python (`benchmarks/peers/hf_prep.py`), both measured in
 the run, on one core, with the same WordPiece vocabulary (`--vocab`) and the same text.

@@ -2,14 +2,15 @@
 
     python benchmarks/bench_step.py --vs hf [--model base] [--seq-len 128] [--dropout 0.1 0.0] [--data DIR] [--json FILE]
 
-Ours is the project's step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping). The peer is
-`BertForPreTraining` in a usual loop: sdpa, autocast over fp32 weights, fused AdamW, clipping, one padded sequence a row. Both compute in
-`--precision`, by default the fastest of the device, with the same sequences, masks and labels in as many micro-steps, so that real tokens,
-predictions and losses are equal (the losses are shown). Batches are made before timing. On a GPU a time is that of several consecutive
-updates, without waits of the host. Ours keeps freed memory like `megabert train`; the peer has the same pool, and glibc's mappings for
-blocks from 32 MiB on, as without this package. MFU is relative to the best matrix product measured in the same run, and to the
-datasheet's peak if the device is known; "real" counts FLOPs of real tokens, "executed" all computed ones. Memory is the growth of the
-process by weights and optimizer plus the peak of a step. Ratio is the median of the ratios of adjacent times.
+Ours is the project's step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping). The peer
+is `BertForPreTraining` in a usual loop: sdpa, autocast over fp32 weights, fused AdamW, clipping, one padded sequence a row. Both
+compute in `--precision`, by default the fastest of the device, with the same sequences, masks and labels in as many micro-steps,
+so that real tokens, predictions and losses are equal (the losses are shown). Batches are made before timing. On a GPU a time is
+that of several consecutive updates, without waits of the host. Ours keeps freed memory like `megabert train`; the peer has the
+same pool, and glibc's mappings for blocks from 32 MiB on, as without this package. MFU is relative to the best matrix product
+measured in the same run, and to the datasheet's peak if the device is known; "real" counts FLOPs of real tokens, "executed" all
+computed ones. Memory is the growth of the process by weights and optimizer plus the peak of a step. Ratio is the median of the
+ratios of adjacent times.
 """
 
 from __future__ import annotations

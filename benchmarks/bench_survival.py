@@ -5,8 +5,8 @@
     python benchmarks/bench_survival.py --in-place 200 --json FILE      restarts in place: seconds, and differences
 
 Each case is a model of one layer on the CPU with 1 or 2 ranks and another partitioning of the optimizer. Updates take 10-50 ms and
-checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures are counts. A failed case is in the
-result with its reason, and the exit code is 1.
+checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures are counts. A failed case is
+in the result with its reason, and the exit code is 1.
 """
 
 from __future__ import annotations

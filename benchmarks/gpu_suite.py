@@ -4,9 +4,9 @@
     python3 benchmarks/gpu_suite.py [--minutes 9.5] [--json FILE] [--only PART …]
     python benchmarks/gpu_suite.py --device cpu --small       (a test of all items; its figures mean nothing)
 
-The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark in a child process:
-one that crashes, makes the device unusable or does not end is recorded without affecting the others. The file is written after every
-item, with clocks, power and temperature.
+The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark in a child
+process: one that crashes, makes the device unusable or does not end is recorded without affecting the others. The file is written
+after every item, with clocks, power and temperature.
 """
 
 from __future__ import annotations

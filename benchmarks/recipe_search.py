@@ -2,9 +2,9 @@
 
     python benchmarks/recipe_search.py --json benchmarks/results/search_hf-modern.json
 
-Trial 0 is the unchanged recipe; the others draw each key at random. A rung's budget is given in floating-point operations, those of a
-number of tokens of trial 0, so that a smaller model trains on more tokens, as in equal minutes, and results do not depend on the load of
-the machine. The best of a rung enter the next. The file is written after each run; the same command adds missing ones.
+Trial 0 is the unchanged recipe; the others draw each key at random. A rung's budget is given in floating-point operations, those
+of a number of tokens of trial 0, so that a smaller model trains on more tokens, as in equal minutes, and results do not depend on
+the load of the machine. The best of a rung enter the next. The file is written after each run; the same command adds missing ones.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg --against hf-loop
     python benchmarks/speedrun.py --track 1.8min-2cores 30min-2cores 120min-2cores --show --against hf-tuned --plot FILE.svg
 
-A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model. The
-score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown too. The
-records file is written after each seed, and the same command trains missing ones; a killed run of ours resumes from its newest
-checkpoint. Tracks of minutes need an otherwise idle machine, whose load at the start of each run is in the file; tracks of tokens do not.
-`--against` shows time and tokens of the others until a peer's last loss.
+A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model.
+The score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown
+too. The records file is written after each seed, and the same command trains missing ones; a killed run of ours resumes from its
+newest checkpoint. Tracks of minutes need an otherwise idle machine, whose load at the start of each run is in the file; tracks of
+tokens do not. `--against` shows time and tokens of the others until a peer's last loss.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
 
 
 def compare(args: argparse.Namespace, kept: Records) -> None:
-    """Print and write time and tokens of all entries of the tracks until the peer's last loss. Raises ValueError without that entry."""
+    """Print and write time and tokens of all entries of the tracks until the peer's last loss. Raises ValueError without that
+    entry."""
     entries = [entry for name in args.track for entry in kept.of(name)]
     peers = [entry for entry in entries if entry["recipe"] == args.against]
     if not peers:

@@ -44,8 +44,9 @@ class BuildPlan:
 def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True) -> dict[str, Any] | None:
     """Build a dataset for each row length and return a summary; None if it is complete already. Rank 0 only.
 
-    The bytes depend only on the inputs, the options and the tokenizer file. Finished work of parts (`build_part`) is used like that of
-    a killed build. Raises BadInput for mistakes of the user, ValueError for a bad tokenizer file, OSError when the disk is full.
+    The bytes depend only on the inputs, the options and the tokenizer file. Finished work of parts (`build_part`) is used like
+    that of a killed build. Raises BadInput for mistakes of the user, ValueError for a bad tokenizer file, OSError when the disk is
+    full.
     """
     began = time.perf_counter()
     problems = Problems(plan.on_error)

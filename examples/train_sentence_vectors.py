@@ -3,11 +3,11 @@
 python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors
 python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors 200     a short trial of 200 updates
 
-The data is SQuAD's JSON. The vectors of a question and its paragraph are trained to be nearer to each other than those of the question and
-any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). No text is twice in a batch, even as a question and
-as a paragraph, so no text is a negative of itself, nor is it in the evaluation. The paragraphs of the last articles are held out, and
-nDCG and mean reciprocal rank of a search among them are printed before and after. OUTPUT/model can be loaded by `SentenceTransformer`
-and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
+The data is SQuAD's JSON. The vectors of a question and its paragraph are trained to be nearer to each other than those of the
+question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). No text is twice in a batch,
+even as a question and as a paragraph, so no text is a negative of itself, nor is it in the evaluation. The paragraphs of the last
+articles are held out, and nDCG and mean reciprocal rank of a search among them are printed before and after. OUTPUT/model can be
+loaded by `SentenceTransformer` and by MegaBERT. Needs `pip install 'sentence-transformers[train]'`.
 """
 
 from __future__ import annotations

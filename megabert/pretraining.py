@@ -330,8 +330,8 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
 def record(
     origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, saved: Mapping[str, Any] | None, world: World
 ) -> None:
-    """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with step,
-    time and hardware of this start. Rank 0 only."""
+    """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with
+    step, time and hardware of this start. Rank 0 only."""
     if not world.is_main:
         return
     write_whole(origin.run_dir / CONFIG, canonical(provenance))

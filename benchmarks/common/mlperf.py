@@ -1,4 +1,5 @@
-"""MLPerf's published BERT-LARGE runs for the planner's blind test: the split into calibrating and blind rows, and models of their software."""
+"""MLPerf's published BERT-LARGE runs for the planner's blind test: the split into calibrating and blind rows, and models of their
+software."""
 
 from __future__ import annotations
 

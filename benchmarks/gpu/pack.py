@@ -1,7 +1,7 @@
 """Folder with the files that a bare GPU machine (torch and numpy, no network) lacks: wheels, native library, two datasets.
 
-The machine needs this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11 on). The
-revision is included for a copy of the tree without git.
+The machine needs this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11
+on). The revision is included for a copy of the tree without git.
 """
 
 from __future__ import annotations

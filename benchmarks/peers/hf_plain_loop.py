@@ -1,11 +1,11 @@
 """Hugging Face's `BertForMaskedLM` or `ModernBertForMaskedLM` pre-trained in a plain loop: the peer of the race.
 
-Text, tokenizer and size are ours. The rest is as usual with transformers: one sequence a row, shuffled, padded to the longest of the
-batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the device's fastest precision, torch's fused AdamW (no decay of
-biases and LayerNorm, as in the Trainer), clipped gradients, and a learning rate with linear warm-up and linear decay to zero over the
-budget of time or tokens. Time is that of the loop, including data. With `causal` a first part is causal, like `BertLMHeadModel` (the same
-weights under a causal mask), followed by masked LM. As a process it writes the points of its curve to a folder, with weights under our
-names.
+Text, tokenizer and size are ours. The rest is as usual with transformers: one sequence a row, shuffled, padded to the longest of
+the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the device's fastest precision, torch's fused AdamW (no
+decay of biases and LayerNorm, as in the Trainer), clipped gradients, and a learning rate with linear warm-up and linear decay to
+zero over the budget of time or tokens. Time is that of the loop, including data. With `causal` a first part is causal, like
+`BertLMHeadModel` (the same weights under a causal mask), followed by masked LM. As a process it writes the points of its curve to
+a folder, with weights under our names.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     RAYON_NUM_THREADS=1 python benchmarks/peers/hf_prep.py VOCAB OUTPUT.npy FILE…      prints {"seconds", "instances"}
 
 Like transformers' `run_mlm.py`: non-empty lines are tokenized a thousand at a time by WordPiece (`[CLS] line [SEP]`; by
-`encode_batch_fast`, without offsets), concatenated, and cut into instances of 128 tokens. It does less than data_prep: no sentences,
-pairs, filters, duplicates, shuffle or checksums, and everything is in memory. The time is from opening the first file to the instances
-on disk.
+`encode_batch_fast`, without offsets), concatenated, and cut into instances of 128 tokens. It does less than data_prep: no
+sentences, pairs, filters, duplicates, shuffle or checksums, and everything is in memory. The time is from opening the first file
+to the instances on disk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Text, held-out documents and shards of the race, the same bytes for all entries with the same vocabulary; scores of weights.
 
-One document in a hundred, by the hash of its bytes, is held out before the build, so that no vocabulary or training uses it. The rest is
-built into shards by data_prep, which holds out another hundredth for choosing recipes. All entries are scored by the project's evaluation,
-with 15% of the tokens masked one by one. Bits a byte are the mean loss of a masked token over the mean bytes of a maskable token, which
-makes vocabularies comparable: a larger one has fewer and longer tokens.
+One document in a hundred, by the hash of its bytes, is held out before the build, so that no vocabulary or training uses it. The
+rest is built into shards by data_prep, which holds out another hundredth for choosing recipes. All entries are scored by the
+project's evaluation, with 15% of the tokens masked one by one. Bits a byte are the mean loss of a masked token over the mean bytes
+of a maskable token, which makes vocabularies comparable: a larger one has fewer and longer tokens.
 """
 
 from __future__ import annotations

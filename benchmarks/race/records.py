@@ -176,8 +176,8 @@ def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None
 
 
 def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
-    """Seconds of training and tokens of the entries until the last loss of the peer's curve; `ratio` is the peer's over theirs, above 1
-    is better. The quotient of the two ratios is that of throughput."""
+    """Seconds of training and tokens of the entries until the last loss of the peer's curve; `ratio` is the peer's over theirs,
+    above 1 is better. The quotient of the two ratios is that of throughput."""
     (theirs, *_) = peer["seeds"].values()
     end, rows = theirs["curve"][-1], []
     for entry in entries:

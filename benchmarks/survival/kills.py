@@ -1,9 +1,9 @@
 """Training runs that are killed at random times and restarted by the same command, compared with an uninterrupted run.
 
-Each case is trained once without a fault, then in lives: each life is started by the same command, resumes from the run folder, and is
-killed (SIGKILL, one rank or all) at a random time: during its start, between updates, inside a checkpoint write, or while one rank's
-write is delayed by seconds. The last life is not killed. Then all logged figures except times, and all files of the final checkpoint,
-must be equal bit for bit.
+Each case is trained once without a fault, then in lives: each life is started by the same command, resumes from the run folder,
+and is killed (SIGKILL, one rank or all) at a random time: during its start, between updates, inside a checkpoint write, or while
+one rank's write is delayed by seconds. The last life is not killed. Then all logged figures except times, and all files of the
+final checkpoint, must be equal bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Server that forks ranks of `megabert/train.py` in a tenth of a second, since it has imported all modules.
 
-A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests are JSON lines on stdin, each
-answered by a JSON line:
+A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests are JSON lines on
+stdin, each answered by a JSON line:
 
     {"argv": [...], "env": {...}, "log": PATH, "slow": SECONDS}   -> {"pid": N}    slow: its first write of a checkpoint
     {"poll": PID}                                                 -> {"code": null | exit code | -signal}

@@ -1,8 +1,8 @@
 """Growth of a run over thousands of updates and dozens of restarts: memory, descriptors, shared memory, disk.
 
-A run is watched from outside, process by process. Its first life is long, and growth is measured from its first part (after a warm-up) to
-its last. Then it is restarted repeatedly, alternately after SIGKILL and SIGTERM, and growth is measured from early lives to late ones,
-each after its warm-up.
+A run is watched from outside, process by process. Its first life is long, and growth is measured from its first part (after a
+warm-up) to its last. Then it is restarted repeatedly, alternately after SIGKILL and SIGTERM, and growth is measured from early
+lives to late ones, each after its warm-up.
 """
 
 from __future__ import annotations

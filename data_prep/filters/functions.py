@@ -1,8 +1,8 @@
 """Filters by functions in the user's Python files.
 
-The arguments of a function are the cleaned text of a document, with a blank line between paragraphs, and optionally a dict of "source"
-(the file), "document" (its byte offset or row there) and "tokens". True keeps the document; False drops it, and so does a string, under
-which it is counted. The function is identified by the file's digest, without imported files.
+The arguments of a function are the cleaned text of a document, with a blank line between paragraphs, and optionally a dict of
+"source" (the file), "document" (its byte offset or row there) and "tokens". True keeps the document; False drops it, and so does a
+string, under which it is counted. The function is identified by the file's digest, without imported files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Facts of words, and measures of documents and lines for quality rules, computed by sums over the facts.
 
-A fact is computed once for each distinct word. A batch has numbers instead of text, and a measure of a document does not depend on its
-batch. Legend: w words, p paragraphs (lines), d documents.
+A fact is computed once for each distinct word. A batch has numbers instead of text, and a measure of a document does not depend on
+its batch. Legend: w words, p paragraphs (lines), d documents.
 """
 
 from __future__ import annotations

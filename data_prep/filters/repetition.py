@@ -1,8 +1,8 @@
 """Shares of repeated n-grams in documents, as Gopher limits them.
 
-The cost is one count for each word, since only n-grams of documents that could break a limit are sorted. The screen counts n-grams in a
-hash table without keys: a slot's count is at least that of an n-gram in it, so a document within its limits by those counts is within
-them by the exact ones. Legend: w words, d documents. Whitespace is not counted as characters.
+The cost is one count for each word, since only n-grams of documents that could break a limit are sorted. The screen counts n-grams
+in a hash table without keys: a slot's count is at least that of an n-gram in it, so a document within its limits by those counts
+is within them by the exact ones. Legend: w words, d documents. Whitespace is not counted as characters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Documents of a range of a file: format detection by content, then one pass.
 
-Each document is returned once and in order for any division of the file: a range is read from a position where its first document can be
-recognised, and beyond its end until its last document is complete.
+Each document is returned once and in order for any division of the file: a range is read from a position where its first document
+can be recognised, and beyond its end until its last document is complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Formats of text: detection by content, and splitting of chunks of bytes into (offset, document) pairs.
 
-wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, possibly quoted over
-several lines; text: plain, with documents that are a file, blocks between blank lines, or lines. Beginning and end of a document depend
-only on the bytes, not on chunks or ranges. Memory is bounded also for lines and documents without an end.
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, possibly
+quoted over several lines; text: plain, with documents that are a file, blocks between blank lines, or lines. Beginning and end of
+a document depend only on the bytes, not on chunks or ranges. Memory is bounded also for lines and documents without an end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Built-in corpus: the English documentation in every Python installation, read without running code.
 
-`pydoc_data/topics.py` has a document for each topic. Every other module of the standard library and of the installed packages is one
-document, its docstrings in source order, found by parsing. The list of files depends only on the installed packages, and its order only
-on their names.
+`pydoc_data/topics.py` has a document for each topic. Every other module of the standard library and of the installed packages is
+one document, its docstrings in source order, found by parsing. The list of files depends only on the installed packages, and its
+order only on their names.
 """
 
 from __future__ import annotations

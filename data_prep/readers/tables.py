@@ -1,8 +1,8 @@
 """Reader of Parquet and Arrow tables.
 
-Rows are converted to texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file by row
-groups, and an Arrow file (with or without a footer, as written by Feather 2 and Hugging Face `datasets`) by batches. Rows are numbered
-from 0.
+Rows are converted to texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file
+by row groups, and an Arrow file (with or without a footer, as written by Feather 2 and Hugging Face `datasets`) by batches. Rows
+are numbered from 0.
 """
 
 from __future__ import annotations

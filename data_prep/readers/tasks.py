@@ -1,8 +1,8 @@
 """Tasks of reading: the input cut into ranges of files for workers.
 
-The tasks and their order depend only on the input. A task is several small files of one corpus, one compressed file, or a range of a
-large one. A document belongs to the range of its file with its first byte (for bzip2: its stream). A large file that can't be read from
-any position is unpacked first and cut like a plain file.
+The tasks and their order depend only on the input. A task is several small files of one corpus, one compressed file, or a range of
+a large one. A document belongs to the range of its file with its first byte (for bzip2: its stream). A large file that can't be
+read from any position is unpacked first and cut like a plain file.
 """
 
 from __future__ import annotations

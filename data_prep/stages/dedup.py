@@ -1,8 +1,8 @@
 """Duplicates among documents and paragraphs, found by key ranges.
 
-Records (key, number) are sorted within each task, then compared by ranges of keys. Memory is that of one range, and the first document
-in input order is kept. The result of a range is the numbers to drop; each task converts its numbers to a mask over its sentences for
-later stages.
+Records (key, number) are sorted within each task, then compared by ranges of keys. Memory is that of one range, and the first
+document in input order is kept. The result of a range is the numbers to drop; each task converts its numbers to a mask over its
+sentences for later stages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """MinHash signatures of documents, and exact and near duplicates by hashes.
 
-Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work. MinHash (Broder 1997): the
-probability that two documents agree at an index of their signatures is the Jaccard similarity of their sets of shingles, which are runs
-of words, or of characters in scripts without spaces. Those that agree in a whole band are compared (Indyk, Motwani 1998): with 48 bands
-of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are
-rensa's: with shingles 220 MB/s of Wikipedia's text a core, while datasketch does 11 from the same shingle hashes (256 values; EPYC,
-2026-11). Legend: w units, s shingles, d documents, c pairs,
-n keys.
+Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work. MinHash (Broder 1997):
+the probability that two documents agree at an index of their signatures is the Jaccard similarity of their sets of shingles, which
+are runs of words, or of characters in scripts without spaces. Those that agree in a whole band are compared (Indyk, Motwani 1998):
+with 48 bands of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87, of 0.55 with 0.99, of 0.05 with
+0.0003. Signatures are rensa's: with shingles 220 MB/s of Wikipedia's text a core, while datasketch does 11 from the same shingle
+hashes (256 values; EPYC, 2026-11). Legend: w units, s shingles, d documents, c pairs, n keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Held-out passages, for a corpus with too few documents to hold out whole ones.
 
-A document is cut into passages of about equal length, at sentence ends. Those with the smallest hashes of their tokens are held out, so
-that equal passages are in the same part for any number of workers.
+A document is cut into passages of about equal length, at sentence ends. Those with the smallest hashes of their tokens are held
+out, so that equal passages are in the same part for any number of workers.
 """
 
 from __future__ import annotations

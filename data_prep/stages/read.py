@@ -1,6 +1,7 @@
 """Reading: the documents of a task, cleaned, judged and encoded once for all row lengths.
 
-A dropped document is counted under its reason with its sentences and tokens, so that totals read are the sums of kept and dropped ones.
+A dropped document is counted under its reason with its sentences and tokens, so that totals read are the sums of kept and dropped
+ones.
 """
 
 from __future__ import annotations

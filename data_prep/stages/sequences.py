@@ -1,8 +1,8 @@
 """Sequences of one row length, drawn from the kept documents of a task, and checks of their totals.
 
-Sequences are written in the order of a random 64-bit key, so that the global shuffle is a merge of key ranges. The sequences of a task
-depend only on its documents, the options and its number. Held-out documents of several tasks make one unit, since one task has too few
-to draw random sentences from. A sequence is ranges of a unit's tokens, which are copied when all are chosen.
+Sequences are written in the order of a random 64-bit key, so that the global shuffle is a merge of key ranges. The sequences of a
+task depend only on its documents, the options and its number. Held-out documents of several tasks make one unit, since one task
+has too few to draw random sentences from. A sequence is ranges of a unit's tokens, which are copied when all are chosen.
 """
 
 from __future__ import annotations

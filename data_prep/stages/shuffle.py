@@ -1,9 +1,9 @@
 """Global shuffle out of core, and packing of sequences into rows.
 
-A merge of random key ranges: every row order is possible, and memory is that of one bucket. Sequences are on disk in key order, a run for
-each task. A bucket is a key range of all runs; its sequences are packed in key order, and its rows shuffled. The dataset is the buckets
-in order, whose number depends only on the corpus. For a large corpus adjacent runs are merged first, which leads to the same rows with
-hundreds of times fewer opened files.
+A merge of random key ranges: every row order is possible, and memory is that of one bucket. Sequences are on disk in key order, a
+run for each task. A bucket is a key range of all runs; its sequences are packed in key order, and its rows shuffled. The dataset
+is the buckets in order, whose number depends only on the corpus. For a large corpus adjacent runs are merged first, which leads to
+the same rows with hundreds of times fewer opened files.
 """
 
 from __future__ import annotations

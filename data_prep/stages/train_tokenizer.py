@@ -1,10 +1,10 @@
 """Reproducible training of a tokenizer on a bounded sample spread over the corpora.
 
-The sample is the beginning of equidistant tasks, from each corpus in proportion to its bytes. The number of training threads is fixed,
-since it determines the order of SentencePiece's floating-point sums.
+The sample is the beginning of equidistant tasks, from each corpus in proportion to its bytes. The number of training threads is
+fixed, since it determines the order of SentencePiece's floating-point sums.
 
-A WordPiece vocabulary consists of the tokens of SentencePiece's merges of BERT's words. (The trainer of Hugging Face's tokenizers depends
-on the order of a hash table, so two runs on the same text differ.)
+A WordPiece vocabulary consists of the tokens of SentencePiece's merges of BERT's words. (The trainer of Hugging Face's tokenizers
+depends on the order of a hash table, so two runs on the same text differ.)
 """
 
 from __future__ import annotations

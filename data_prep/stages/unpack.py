@@ -1,7 +1,7 @@
 """Unpacking of large compressed files that can't be cut as they are: gzip, xz, zstd, bzip2 of few streams.
 
-One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each. The file is then cut
-into ranges of its text like the unpacked file, with the same tasks.
+One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each. The file is
+then cut into ranges of its text like the unpacked file, with the same tasks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sentence ends: after a word that can end a sentence, before a word that can start one.
 
-Both are properties of a single word, so the two tests run once for each distinct word, and the split is one array operation over word
-numbers, about a nanosecond a byte. Libraries process strings: on 1 MB of Wikipedia with one core (EPYC, 2026-11) sentencex does 48 MB/s,
-syntok 1.3 and pysbd 0.24; they find 97%, 99% and 98% of the ends found here.
+Both are properties of a single word, so the two tests run once for each distinct word, and the split is one array operation over
+word numbers, about a nanosecond a byte. Libraries process strings: on 1 MB of Wikipedia with one core (EPYC, 2026-11) sentencex
+does 48 MB/s, syntok 1.3 and pysbd 0.24; they find 97%, 99% and 98% of the ends found here.
 
 The two properties are sets of bits: the kinds of ends after a word, the kinds of starts before one. A sentence ends between two words
 that have a kind in common which their document allows (`allowed`):

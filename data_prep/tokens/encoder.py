@@ -1,9 +1,9 @@
 """Encoder of documents to token ids, through a cache of distinct words.
 
-A word costs a lookup instead of a Viterbi search. No token of a SentencePiece model that splits at whitespace and adds a dummy prefix
-crosses a word, and scores are sums over tokens, so the best segmentation of a sentence is the concatenation of those of its words. (In
-models not trained by data_prep rounding of the running sum can break a near tie differently.) The contents of the cache do not affect
-the output. The cache also has the facts of words for filters and deduplication (`measures.FACTS`).
+A word costs a lookup instead of a Viterbi search. No token of a SentencePiece model that splits at whitespace and adds a dummy
+prefix crosses a word, and scores are sums over tokens, so the best segmentation of a sentence is the concatenation of those of its
+words. (In models not trained by data_prep rounding of the running sum can break a near tie differently.) The contents of the cache
+do not affect the output. The cache also has the facts of words for filters and deduplication (`measures.FACTS`).
 
 Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """

@@ -1,13 +1,13 @@
 """Cache of encoded words: a hash table from words to numbers, and the words that workers share through files.
 
-`WordNumbers` looks up arrays of 64-bit hashes at once: with a dictionary of strings instead a build takes a fifth to a quarter more CPU
-(30 MB of Wikipedia, 1 and 2 workers). With a million words in the cache a looked-up word gets the number of another one with a
-probability of 10^-13.
+`WordNumbers` looks up arrays of 64-bit hashes at once: with a dictionary of strings instead a build takes a fifth to a quarter
+more CPU (30 MB of Wikipedia, 1 and 2 workers). With a million words in the cache a looked-up word gets the number of another one
+with a probability of 10^-13.
 
-Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the new words of a task into
-the work folder, and reads those of other workers before its next task. Words that occurred only once are not shared: most new words are
-of this kind and hardly ever occur again, and together they would fill every worker's cache. The contents of a cache do not affect the
-output.
+Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the new words of a task
+into the work folder, and reads those of other workers before its next task. Words that occurred only once are not shared: most new
+words are of this kind and hardly ever occur again, and together they would fill every worker's cache. The contents of a cache do
+not affect the output.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[int] = ()) -> list[int]:
-    """Write the run folder `output` with the mean of the newest `last` checkpoints (0: all) or of those of `steps`; returns the steps.
+    """Write the run folder `output` with the mean of the newest `last` checkpoints (0: all) or of those of `steps`; returns the
+    steps.
 
     The mean is computed in fp64 and stored in fp32. Raises ValueError naming a checkpoint that is missing or of another model,
     without writing anything.

@@ -3,7 +3,8 @@
 megabert features --model MODEL --input lines.txt --output vectors.npy                    a vector a text
 megabert features --model MODEL --input FILE.tsv --text COLUMN --pool none --output vectors.parquet     a vector a token
 
-Vectors are in the order of the input and do not depend on the batches. A file may be larger than memory; the output is complete or absent.
+Vectors are in the order of the input and do not depend on the batches. A file may be larger than memory; the output is complete or
+absent.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     megabert replay RUN --from A --to B       from the checkpoint of step A (0: from the run's start) through update B
     mpirun -n 2 megabert replay RUN …         the same for a run of two ranks
 
-Training is repeated with the run's configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures of the log
-lines and digests of the weights must be equal bit for bit. If machine, threads, ranks, versions, backends or code differ from those of
-the run, values need only be equal to rounding, with limits that are printed. Exit code 0: they are equal.
+Training is repeated with the run's configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures of the
+log lines and digests of the weights must be equal bit for bit. If machine, threads, ranks, versions, backends or code differ from
+those of the run, values need only be equal to rounding, with limits that are printed. Exit code 0: they are equal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
 
 
 def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
-    """The configuration with this digest, from `config.json` or a checkpoint, with `metrics.jsonl` as the only sink. Raises ValueError."""
+    """The configuration with this digest, from `config.json` or a checkpoint, with `metrics.jsonl` as the only sink. Raises
+    ValueError."""
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):

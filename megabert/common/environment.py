@@ -97,8 +97,8 @@ def spin_briefly() -> None:
 
 
 def seconds_short_of_cores() -> float | None:
-    """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the kernel's
-    pressure stall information."""
+    """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the
+    kernel's pressure stall information."""
     group = match_in("/proc/self/cgroup", r"0::(/\S*)")
     totals = (
         match_in(file, r"some .*total=(\d+)") for file in (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
@@ -158,8 +158,8 @@ def command() -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files from the usual 1,024 to the hard limit: a rank of 512 has a socket to each other rank and maps hundreds
-    of shards, and its loader processes inherit both."""
+    """Raise the limit of open files from the usual 1,024 to the hard limit: a rank of 512 has a socket to each other rank and maps
+    hundreds of shards, and its loader processes inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -62,7 +62,8 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`ours` with the user's additional keys. Raises ValueError naming the first key that contradicts ours or is set by a config key."""
+    """`ours` with the user's additional keys. Raises ValueError naming the first key that contradicts ours or is set by a config
+    key."""
     merged = dict(ours)
     for key, value in user.items():
         name = f"{prefix}{key}"

@@ -163,8 +163,8 @@ class MaskingConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """The objective of updates by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025). For a fixed ratio see
-    data.masking.causal_every. Evaluation is always masked LM."""
+    """The objective of updates by the share of the run's budget used before them (Gisserot-Boukhlef et al. 2025). For a fixed
+    ratio see data.masking.causal_every. Evaluation is always masked LM."""
 
     causal_share: float = Field(0.0, ge=0, lt=1, description="share of the budget trained causally, before masked LM")
 
@@ -289,8 +289,8 @@ class EvalConfig(Section):
 
 
 class DistillConfig(Section):
-    """Distillation from a teacher: DistilBERT (Sanh et al. 2019, section 3), with the temperature and weights of its released training
-    command. The next-sentence loss, if any, has weight 1."""
+    """Distillation from a teacher: DistilBERT (Sanh et al. 2019, section 3), with the temperature and weights of its released
+    training command. The next-sentence loss, if any, has weight 1."""
 
     teacher: str = Field("", description="run, checkpoint or Hugging Face folder of the teacher; empty: none")
     temperature: float = Field(2.0, gt=0, description="divisor of the logits of both models in the soft loss")

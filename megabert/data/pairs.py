@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """An acceptable and an unacceptable sentence; `paradigm`: the phenomenon in which they differ, `field`: its group of paradigms."""
+    """An acceptable and an unacceptable sentence; `paradigm`: the phenomenon in which they differ, `field`: its group of
+    paradigms."""
 
     good: str
     bad: str

@@ -163,7 +163,8 @@ def _composed(text: str) -> Iterator[Replacement]:
 
 @functools.cache
 def _composable() -> re.Pattern[str]:
-    """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and finals."""
+    """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and
+    finals."""
     joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
     for code in range(sys.maxunicode + 1):
         parts = unicodedata.decomposition(chr(code)).split()

@@ -1,4 +1,5 @@
-"""Tokenizers (SentencePiece, WordPiece, any tokenizer.json), identified by the SHA-256 of their file; text yields no special id but [UNK].
+"""Tokenizers (SentencePiece, WordPiece, any tokenizer.json), identified by the SHA-256 of their file; text yields no special id
+but [UNK].
 
 The file is read once, then hashed and parsed. The kind is recognised by content:
 

@@ -1,10 +1,10 @@
 """Choice of backends by measurement, for a run on CUDA with `auto`.
 
-A candidate is measured as forward and backward of a model of one layer at the run's shapes. Without dropout the errors of its loss and
-gradients against fp32 may be at most four times those of plain torch in the same type; then candidates are compared by their median
-time with dropout. Attention is chosen first, then the layer, then the loss. Each candidate runs in a child process with a time limit;
-one that crashes or does not end is recorded as broken in the cache and not started again on this machine. Rank 0 measures and
-broadcasts its choice; a resumed run uses the choice recorded in the run's folder.
+A candidate is measured as forward and backward of a model of one layer at the run's shapes. Without dropout the errors of its loss
+and gradients against fp32 may be at most four times those of plain torch in the same type; then candidates are compared by their
+median time with dropout. Attention is chosen first, then the layer, then the loss. Each candidate runs in a child process with a
+time limit; one that crashes or does not end is recorded as broken in the cache and not started again on this machine. Rank 0
+measures and broadcasts its choice; a resumed run uses the choice recorded in the run's folder.
 """
 
 from __future__ import annotations

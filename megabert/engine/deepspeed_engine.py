@@ -1,10 +1,10 @@
 """Training engine: a model under DeepSpeed ZeRO, one call an update.
 
-Losses are sums divided by the global counts of the update, so the update does not depend on ranks and micro-steps. A module names its
-k losses in `terms`, their factors in the total in `weights`, and the number of items that a batch sums for each in `counts(batch)`;
-it returns the k sums followed by k counts of correct answers. A non-finite loss or gradient on any rank skips the update on all ranks.
-An update reads nothing back from the device and copies to it only from pinned memory, so that the host runs ahead. Exceptions: a veto
-reads the loss; stage 3 waits for its own side streams.
+Losses are sums divided by the global counts of the update, so the update does not depend on ranks and micro-steps. A module names
+its k losses in `terms`, their factors in the total in `weights`, and the number of items that a batch sums for each in
+`counts(batch)`; it returns the k sums followed by k counts of correct answers. A non-finite loss or gradient on any rank skips the
+update on all ranks. An update reads nothing back from the device and copies to it only from pinned memory, so that the host runs
+ahead. Exceptions: a veto reads the loss; stage 3 waits for its own side streams.
 """
 
 from __future__ import annotations

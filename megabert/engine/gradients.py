@@ -1,9 +1,9 @@
 """Gradients of stage 1 in bf16: accumulated in place in fp32, and summed over the ranks during the backward pass.
 
-DeepSpeed 0.19's wrapper of that stage converts all gradients after each backward pass, averages them after the last one in
-bf16, and gives every rank all of them. Here a gradient is added to its group's flat fp32 tensor as soon as autograd has it
-(the first one of an update is copied, so that nothing has to be zeroed), and a bucket of the tensor is summed in fp32 on the rank that
-needs it as soon as the last micro-step has filled it. This sends as many bytes as an all-reduce in bf16.
+DeepSpeed 0.19's wrapper of that stage converts all gradients after each backward pass, averages them after the last one in bf16,
+and gives every rank all of them. Here a gradient is added to its group's flat fp32 tensor as soon as autograd has it (the first
+one of an update is copied, so that nothing has to be zeroed), and a bucket of the tensor is summed in fp32 on the rank that needs
+it as soon as the last micro-step has filled it. This sends as many bytes as an all-reduce in bf16.
 """
 
 from __future__ import annotations

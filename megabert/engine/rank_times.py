@@ -22,8 +22,8 @@ from megabert.distributed.watchdog import Watchdog
 
 # Least updates by which a rank is judged, since a single one may be slow by chance.
 SLOW_UPDATES = 50
-# A link is slow if messages take this many times the median of the ranks, and this many seconds more: a heartbeat waits up to 5 ms for
-# Python's lock, and a round trip within a cluster takes less than 1 ms.
+# A link is slow if messages take this many times the median of the ranks, and this many seconds more: a heartbeat waits up to 5 ms
+# for Python's lock, and a round trip within a cluster takes less than 1 ms.
 MESSAGE_RATIO, MESSAGE_SECONDS = 10.0, 0.02
 # Times of each rank: computing, the part of it caused by the host, waiting for rows, and the round trip of a message to rank 0.
 FIGURES = ("compute", "host", "data_wait", "message")
@@ -38,8 +38,8 @@ SHORT_OF_CORES, SHARED_SECONDS = 0.3, 10.0
 
 
 class OwnTime:
-    """Computing seconds of this rank, inside `with` blocks without waits for other ranks: on CUDA those of the device's queue, measured
-    without waiting for it, otherwise those of the clock.
+    """Computing seconds of this rank, inside `with` blocks without waits for other ranks: on CUDA those of the device's queue,
+    measured without waiting for it, otherwise those of the clock.
 
     `host_seconds` are the part caused by the host: on the CPU the time in which this thread did not run, on CUDA the time of updates
     before which the device's queue was empty (also if the host had just read a result).
@@ -141,8 +141,8 @@ class SlowRanks:
                 slower = device[rank] / median(device)
                 cause = "device" if slower >= compute[rank] / median(compute) / slower else "host"
             by_rank[rank] = float(total[rank] / max(median(total), 1e-9)), cause
-        # While ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and with a single
-        # other host it is unknown which end of the link is slow.
+        # While ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and
+        # with a single other host it is unknown which end of the link is slow.
         far = [rank for rank, name in enumerate(self._hosts) if name != self._hosts[0]]
         if len({self._hosts[rank] for rank in far}) > 1 and seconds >= self._ratio * max(total):
             usual = median(message[far])
@@ -216,8 +216,8 @@ class RankFigures:
         return {"memory": peak_memory_bytes(self._world.device)} | nanoseconds
 
     def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
-        """`perf/…` values, lists by rank, of the updates since the last call up to `step`, from `counts` of all ranks; warns of new slow
-        ranks and records them. A collective."""
+        """`perf/…` values, lists by rank, of the updates since the last call up to `step`, from `counts` of all ranks; warns of
+        new slow ranks and records them. A collective."""
         updates = max(self._updates, 1)
         figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
         values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}

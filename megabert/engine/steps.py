@@ -99,7 +99,8 @@ class GuardedStep:
 
     @property
     def deepspeed_sums(self) -> bool:
-        """Whether DeepSpeed sums gradients over the ranks in its backward passes, where it waits for them, and divides by their number."""
+        """Whether DeepSpeed sums gradients over the ranks in its backward passes, where it waits for them, and divides by their
+        number."""
         return self.flat is None
 
     def backward(self, loss: Tensor, last: bool) -> None:

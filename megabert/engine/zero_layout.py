@@ -60,7 +60,8 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of the training state: slices that together with those of the other ranks cover every parameter exactly once."""
+    """One rank's part of the training state: slices that together with those of the other ranks cover every parameter exactly
+    once."""
 
     # Shapes of all parameters, the same on every rank.
     shapes: dict[str, tuple[int, ...]]
@@ -122,8 +123,8 @@ class ZeroLayout:
                 yield ParameterSlice(self.names[segment.index], segment.offset, views)
 
     def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[FlatSegment, ...]]]:
-        """(master, its segments) that rank `rank` of `size` saves: all of them if parameters are partitioned, otherwise an equal share
-        of the elements."""
+        """(master, its segments) that rank `rank` of `size` saves: all of them if parameters are partitioned, otherwise an equal
+        share of the elements."""
         if self.partitioned:
             return [(number, master.segments) for number, master in enumerate(self.masters)]
         total = sum(s.end - s.start for master in self.masters for s in master.segments)

@@ -94,8 +94,8 @@ def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -
 
 
 def read_at(item: TaskItem, layout: ItemLayout) -> np.ndarray:
-    """int64 [p], positions at which an item is read: with a causal model the last token, which has the whole text as context, replaces
-    [CLS]."""
+    """int64 [p], positions at which an item is read: with a causal model the last token, which has the whole text as context,
+    replaces [CLS]."""
     return np.where(item.positions == 0, len(item.ids) - 1, item.positions) if layout.causal else item.positions
 
 

@@ -147,8 +147,8 @@ def _texts(
 def _tags(
     examples: Sequence[SentenceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
 ) -> Iterator[TaskItem]:
-    """Items of tagged sentences. Words are encoded separately; the tag is at the first token, outside ASCII at the first that is not only a
-    space.
+    """Items of tagged sentences. Words are encoded separately; the tag is at the first token, outside ASCII at the first that is
+    not only a space.
 
     After another word in a script without spaces (e.g. Chinese) a word is encoded without the space before it.
     """

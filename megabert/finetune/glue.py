@@ -5,10 +5,10 @@ megabert glue … --tasks sst2 rte --seeds 5 --lr 5e-5 3e-4
 torchrun --nproc_per_node 8 -m megabert.finetune.glue …
 
 DIR has GLUE's folders as its download makes them (SST-2/train.tsv, dev.tsv, …) or as the hub's nyu-mll/glue has them
-(sst2/train-00000-of-00001.parquet, validation-…). Tables may be .tsv, .csv, .jsonl or .parquet, and gzipped. Every task is trained with
-all seeds and learning rates. A tenth of the training examples (2,000 at most) is held out to choose the epoch and the rate; scores on dev
-are reported and select nothing. The same command resumes; a later one may add seeds, rates and tasks. Exit codes as of `megabert
-finetune`.
+(sst2/train-00000-of-00001.parquet, validation-…). Tables may be .tsv, .csv, .jsonl or .parquet, and gzipped. Every task is trained
+with all seeds and learning rates. A tenth of the training examples (2,000 at most) is held out to choose the epoch and the rate;
+scores on dev are reported and select nothing. The same command resumes; a later one may add seeds, rates and tasks. Exit codes as
+of `megabert finetune`.
 
     OUT/results.md            the table
     OUT/TASK/RUN/…            each run, as of `megabert finetune`

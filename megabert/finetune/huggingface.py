@@ -1,8 +1,8 @@
 """Fine-tuned models as Hugging Face folders: config, weights, tokenizer and model card, which load without this package.
 
-A text is read at [CLS] through the pooler, words and answers at their tokens, as in transformers' classes. A pre-LN model becomes the
-MegatronBert class of the same kind, a modern one the ModernBert class, a nomic one the NomicBert class. Features that these classes lack are refused by
-name.
+A text is read at [CLS] through the pooler, words and answers at their tokens, as in transformers' classes. A pre-LN model becomes
+the MegatronBert class of the same kind, a modern one the ModernBert class, a nomic one the NomicBert class. Features that these
+classes lack are refused by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fine-tuning runs in their folders: encoded files, the Trainer's workload, evaluations, the best weights, the summary of runs.
 
-A run's settings and files determine its weights bit for bit, also after interruptions. An epoch has every item once, in an order that is
-a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a checkpoint is
-started, and the best weights are kept. A command with other settings is refused, one that only adds seeds or learning rates resumes.
+A run's settings and files determine its weights bit for bit, also after interruptions. An epoch has every item once, in an order
+that is a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a
+checkpoint is started, and the best weights are kept. A command with other settings is refused, one that only adds seeds or
+learning rates resumes.
 
     OUTPUT/settings.json            settings common to all runs
     OUTPUT/summary.json             the command, every learning rate, every run

@@ -90,8 +90,8 @@ def save(
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """The model in `precision`, by default that of training (fp32 on a CPU that would emulate it); `source` is its folder, or its name
-    on the hub. Raises ValueError naming a file that is missing, damaged or does not fit the others."""
+    """The model in `precision`, by default that of training (fp32 on a CPU that would emulate it); `source` is its folder, or its
+    name on the hub. Raises ValueError naming a file that is missing, damaged or does not fit the others."""
     folder = located_finetuned(source)
     path = folder / DESCRIPTION
     try:

@@ -316,9 +316,9 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
     """Write the predictions of (examples, predictions) one chunk after the other, whole or not at all; their number.
 
     Of texts: TSV with GLUE's columns `index` and `prediction` (several labels with commas between). Tags: word, true tag if known,
-    predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space; of plain texts JSON lines of
-    `text` and `spans`, as they are read. Spans: SQuAD's JSON of id
-    and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
+    predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space; of plain texts JSON
+    lines of `text` and `spans`, as they are read. Spans: SQuAD's JSON of id and text, and for 2.0 beside it
+    `<name>.no_answer.json`, the probability of none.
     """
     count, answers, doubts = 0, {}, {}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # Kinds whose labels are by default those of the training file.
 LABELLED = ("classify", "multilabel", "tag")
 # Metrics of each kind, the default one first. For classify f1 and auroc need two labels. Accuracy of multilabel counts texts whose
-# labels are all correct, that of tag words; f1, precision and recall of tag are of entities. mrr and ndcg are for rankings, the second
-# texts with the same first text.
+# labels are all correct, that of tag words; f1, precision and recall of tag are of entities. mrr and ndcg are for rankings, the
+# second texts with the same first text.
 METRICS: dict[str, tuple[str, ...]] = {
     "classify": ("accuracy", "f1", "macro_f1", "matthews", "auroc"),
     "multilabel": ("micro_f1", "macro_f1", "accuracy"),

@@ -43,8 +43,8 @@ class FlatSegment:
 def parameter_groups(
     model: nn.Module, weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0
 ) -> list[dict[str, Any]]:
-    """Groups of matrices with `weight_decay` and of vectors and scalars without, one for each factor of the learning rate by `rate` of
-    the name. Shared parameters count once."""
+    """Groups of matrices with `weight_decay` and of vectors and scalars without, one for each factor of the learning rate by
+    `rate` of the name. Shared parameters count once."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     named = [(p.ndim < 2, rate(name), p) for name, p in model.named_parameters() if p.requires_grad]
     for vector, factor, p in sorted(named, key=lambda item: item[0]):
@@ -86,8 +86,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def guard(self, gradients: list[Tensor], limit: float, skip: bool = False) -> Tensor:
-        """Decide from `gradients` whether the next steps clip to the norm `limit` (0: never), or change nothing because the norm is not
-        finite or `skip` is set. Returns the global norm, fp32 on the device; inf if nothing is changed.
+        """Decide from `gradients` whether the next steps clip to the norm `limit` (0: never), or change nothing because the norm
+        is not finite or `skip` is set. Returns the global norm, fp32 on the device; inf if nothing is changed.
 
         `gradients` are all those of this rank. Where parameters are partitioned over ranks each element is on one rank, and the call
         is a collective.
@@ -143,8 +143,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
         return {kind: state[kind].view(-1) for kind in self.kinds(tensor)}
 
     def resume(self, tensors: Iterable[Tensor], updates: int, primed: bool = False) -> None:
-        """Set the number of updates of `tensors`; missing moments are created as zeros for the caller to fill. `primed`: there are moments
-        before the first update too."""
+        """Set the number of updates of `tensors`; missing moments are created as zeros for the caller to fill. `primed`: there are
+        moments before the first update too."""
         self.primed = primed
         for tensor in tensors:
             if updates or primed:

@@ -124,9 +124,9 @@ class Lamb(AdamByUnit):
 
 
 class StableAdamW(AdamByUnit):
-    """AdamW whose rate is divided by the root mean square of g / sqrt(v^) of a parameter if that is above 1, so that gradients much larger
-    than the second moment lead to a smaller step (Wortsman et al. 2023, Stable and low-precision training, section 3.5; ModernBERT's
-    optimizer)."""
+    """AdamW whose rate is divided by the root mean square of g / sqrt(v^) of a parameter if that is above 1, so that gradients
+    much larger than the second moment lead to a smaller step (Wortsman et al. 2023, Stable and low-precision training, section
+    3.5; ModernBERT's optimizer)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr, betas, eps)

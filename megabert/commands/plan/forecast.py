@@ -137,7 +137,8 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> str:
-    """Speed, efficiency (relative to the first line), days and GPU-hours, a line for each number of GPUs; then the terms in milliseconds."""
+    """Speed, efficiency (relative to the first line), days and GPU-hours, a line for each number of GPUs; then the terms in
+    milliseconds."""
     lines = [
         ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "updates", "days", "GPU-hours"]
     ]

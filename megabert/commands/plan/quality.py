@@ -56,7 +56,8 @@ def applies(job: ForecastJob) -> bool:
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, price: float | None) -> str:
-    """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, a line for each number of GPUs.
+    """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, a line for each number of
+    GPUs.
 
     Batches outside the reference's range have no figure.
     """

@@ -1,8 +1,8 @@
 """The needs of a run, computed from its config and its dataset's manifest: batches, work, memory, time.
 
 Memory of one GPU: the states as DeepSpeed allocates them (compared with real engines by a test), and activations tensor by tensor
-(compared with autograd's on the CPU). Fragmentation of the allocator, communication buffers and CUDA, about 1-2 GB, are not counted; the
-proposed micro-batch leaves a tenth of the memory for them. Not measured on GPUs.
+(compared with autograd's on the CPU). Fragmentation of the allocator, communication buffers and CUDA, about 1-2 GB, are not
+counted; the proposed micro-batch leaves a tenth of the memory for them. Not measured on GPUs.
 """
 
 from __future__ import annotations
