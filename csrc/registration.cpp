@@ -1,4 +1,4 @@
-// Every operation's schema, once. Implementations are registered beside their code, one for each device, under these names.
+// Schemas of all operations. Implementations are registered beside their code, one for each device, under these names.
 // All are functional: no output shares memory with an input or another output. Statistics are fp32.
 
 #include "common/errors.h"
@@ -6,8 +6,8 @@
 #include <torch/csrc/stable/library.h>
 #include <sstream>
 
-// What newer compilers take of libraries that are newer than torch's wheels need (setup.py, glibc_stub): here for the whole
-// library, from glibc 2.32 (0: there may be threads) and from GCC 9's libstdc++.
+// Symbols that newer compilers use from libraries newer than those that torch's wheels need (setup.py, glibc_stub), defined here for
+// the whole library: from glibc 2.32 (0: there may be threads) and from GCC 9's libstdc++.
 extern "C" {
 [[gnu::visibility("hidden")]] char __libc_single_threaded = 0;
 }
@@ -26,8 +26,8 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // -> dx, dbias
   m.def("bias_geglu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
 
-  // qkv [..., 3 * H * d], cos, sin fp32 with d / 2 elements for each token -> the same, queries and keys turned; the gradient is
-  // the same operation, back
+  // qkv [..., 3 * H * d], cos, sin fp32 with d / 2 elements for each token -> the same with rotated queries and keys; the gradient is
+  // the same operation with `back`
   m.def("rotate(Tensor qkv, Tensor cos, Tensor sin, int heads, bool back) -> Tensor");
 
   // dropout over x [..., D]; the gradient is the same operation on the gradient
@@ -44,7 +44,7 @@ STABLE_TORCH_LIBRARY(megabert, m) {
       "Tensor weight, Tensor seed, int stream, float p) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
-  // bias [3 * H * d], which qkv has in it already: given so that backward gives its gradient
+  // bias [3 * H * d], already included in qkv, for its gradient in backward
   m.def(
       "attention(Tensor qkv, Tensor? bias, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) "
       "-> (Tensor, Tensor)");

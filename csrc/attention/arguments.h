@@ -1,4 +1,4 @@
-// The arguments of attention, checked, on whichever device they are.
+// Checks of the arguments of attention, on any device.
 #pragma once
 
 #include <optional>

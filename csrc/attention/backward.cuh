@@ -3,12 +3,12 @@
 // With P the probabilities, M the scaled dropout mask, C the context, as in kernel.h:
 //   dV = (P M)^T dC; dP = (dC V^T) M; dS = P (dP - rowsum(dC C)) / sqrt(size); dQ = dS K; dK = dS^T Q.
 // Factors common to a whole result are applied at its end: those of dropout and of the scores.
-// A block has a (row, head). It takes kBlockKeys keys after one another, 16 a warp, with dK and dV in registers, and for
-// each the tiles of queries that touch them. Scores are computed transposed, [keys, queries], so that P^T and dS^T are left
-// operands as they come; dS goes through shared memory, as dQ sums over all warps' keys. Queries whose keys lie in several
-// such blocks have their dQ so far in `partial`, where the thread that wrote it finds it.
-// The sums over the row's tokens, for the bias that was added to qkv: a thread adds up its elements of dQ in a place of its
-// own; the lines of dK and dV are added up on their way to memory, by a product with ones.
+// A block has a (row, head). It iterates over groups of kBlockKeys keys, 16 for each warp, with dK and dV in registers, and over
+// the tiles of queries that attend to them. Scores are computed transposed, [keys, queries], so that P^T and dS^T are left operands
+// without a transposition; dS goes through shared memory, since dQ sums over the keys of all warps. For queries with keys in several
+// groups the partial dQ is in `partial`, which is read by the thread that wrote it.
+// The sums over the row's tokens, for the bias that was added to qkv: a thread accumulates its elements of dQ separately; the lines
+// of dK and dV are summed while they are stored, by a product with ones.
 #pragma once
 
 #include "attention/kernel.cuh"
@@ -37,10 +37,10 @@ struct GradientShared {
     T dscore[kBlockKeys * kScoreStride];           // [key][query]
     float key_sums[2][kAttentionWarps][kHeadSize];  // after the queries: of dK and dV over a warp's keys
   };
-  float query_sums[kAttentionThreads][4];  // of dQ over the lines that a thread has had: two columns, and those 8 further
-  // behind it: first and last key that each tile of queries touches
+  float query_sums[kAttentionThreads][4];  // of dQ over a thread's lines: two columns, and those 8 further
+  // followed by the first and last key of each tile of queries
 
-  // Of a column, one of the kSumsOfColumn sums that make up the whole.
+  // One of the kSumsOfColumn partial sums of a column.
   static constexpr int kSumsOfColumn = 16;
   __device__ float& query_sum(int column, int i) {
     return query_sums[(column / 16 * 2 + i / 8) * kWarp + i % 8 * 4 + column % 8 / 2][column % 16 / 8 * 2 + column % 2];
@@ -48,8 +48,8 @@ struct GradientShared {
   static constexpr int64_t bytes(int64_t tiles) { return sizeof(GradientShared) + 8 * tiles; }
 };
 
-// A thread's own 16 bytes of a tile of queries, which it can read as soon as its copies are done: rowsum(dC C) by the eight
-// threads of a line, of which the first makes what the line's scores need of its bounds and log-sum-exp.
+// A thread's 16 bytes of a tile of queries, readable after its own copies: rowsum(dC C) by the eight threads of a line, of which the
+// first prepares bounds and log-sum-exp for the line's scores.
 template <class T>
 __device__ inline void prepare_lines(typename GradientShared<T>::Queries& own, int tokens, float kept) {
   const int query = threadIdx.x / kChunks, at = query * kStride + threadIdx.x % kChunks * kGroup;
@@ -136,8 +136,8 @@ __device__ inline void add_to_keys(float (&dkey)[2 * kSteps][4], float (&dvalue)
   }
 }
 
-// dQ of a tile of queries over the block's keys from `key0` on, 16 queries and 16 columns a warp: started with what `partial`
-// (of the tile's first query) has of earlier keys; whole, it comes to own.query, else to `partial`.
+// dQ of a tile of queries over the block's keys from `key0` on, 16 queries and 16 columns a warp: added to `partial`
+// (of the tile's first query) of earlier keys; stored in own.query when complete, else in `partial`.
 template <class T>
 __device__ inline void sum_over_keys(GradientShared<T>& shared, typename GradientShared<T>::Queries& own, Touched keys,
                                      int key0, float* partial, float factor) {
@@ -178,7 +178,7 @@ __device__ inline void sum_over_keys(GradientShared<T>& shared, typename Gradien
   }
 }
 
-// The block's number, unknown to the compiler: what follows from it is computed again, and no register kept for it.
+// The block's number, opaque to the compiler, so that derived values are recomputed instead of kept in registers.
 __device__ inline unsigned block_again() {
   unsigned block = blockIdx.x;
   asm("" : "+r"(block));

@@ -1,10 +1,9 @@
 // Attention inside packed rows on tensor cores, for heads of at most 64 columns in two-byte types; its gradient: backward.cuh.
 //
-// A token attends to the keys [start, end) of its row. No work is done for tiles of queries and keys without a pair that
-// attends: packed sequences make the matrix block-diagonal. The probabilities are never in memory; backward computes them
-// again from the log-sum-exp. All sums are taken in an order that the shapes decide, so results repeat bit for bit. A token
-// without keys gets zeros, one whose range is not inside its row NaN. What is not finite in a sequence may reach others
-// whose tokens share its 16 x 16 tiles.
+// A token attends to the keys [start, end) of its row. Tiles of queries and keys without a pair that attends are skipped: with
+// packed sequences the matrix is block-diagonal. The probabilities are never in memory; backward recomputes them from the
+// log-sum-exp. The order of all sums depends only on the shapes, so results are reproducible bit for bit. A token without keys gets
+// zeros, one whose range is not inside its row NaN. Non-finite values may spread to other sequences in the same 16 x 16 tiles.
 #pragma once
 
 #include "common/mma.cuh"
@@ -12,7 +11,7 @@
 namespace megabert {
 
 // Sizes of tiles.
-constexpr int kHeadSize = 64;  // columns in shared memory; those past a smaller head are zeros
+constexpr int kHeadSize = 64;  // columns in shared memory; zeros beyond a smaller head
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kBlockQueries = 16 * kAttentionWarps, kForwardKeys = 64;    // forward: of a block, at once
 constexpr int kBlockKeys = 16 * kAttentionWarps, kGradientQueries = 32;  // backward
@@ -37,7 +36,7 @@ struct AttentionRows {
 constexpr int kStride = kHeadSize + 8;
 constexpr int kSteps = kHeadSize / 16;  // of a product over a head's columns
 
-// The keys of a query: none where count is 0, as for a range that is wrong.
+// The keys of a query; count is 0 for none, and for an invalid range.
 struct KeyRange {
   int first, count;
   bool wrong;

@@ -1,12 +1,11 @@
-// Attention of one head over one row of packed sequences, in fp32 but for the products' operands.
+// Attention of one head over one row of packed sequences, in fp32 except for the products' operands.
 //
-// Tokens next to each other whose key ranges [start, end) begin at the same key, or each at the one before's or later but
-// before the token itself (a window), are a run (a sequence, or the pads); all work is inside a run. Their bounds may differ
-// (a causal model, a window): a block of queries works on the keys from its first start, rounded down to a whole vector, to
-// its last end, and what lies outside of a query's own range is hidden. A long run of windows is cut, so that its packed keys
-// stay in cache. Scores of a block of queries stay in cache; the probabilities are
-// never in memory as a whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h
-// describes:
+// A run is a sequence of tokens (or the pads) whose key ranges [start, end) begin at the same key, or, with a window, each not before
+// the previous one's and before the token itself; all work is inside a run. Bounds may differ (causal model, window): a block of
+// queries uses the keys from its first start, rounded down to a whole vector, to its last end, and keys outside of a query's range
+// are masked. A long run of windows is cut, so that its packed keys stay in cache. Scores of a block of queries stay in cache; the
+// whole matrix of probabilities is never in memory, backward recomputes it from the saved log-sum-exp. Operands are packed as in
+// cpu/gemm.h:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand
 
 template <class T>
@@ -64,8 +63,8 @@ static void pack_pairs(const T* x, int64_t ld, int64_t count, int64_t width, typ
 
 constexpr float kLog2e = 1.44269504f;
 
-// Starts loading what the next task (the next head, or the next row's first) reads of a token: these short slices lie far
-// apart, and no hardware foresees them.
+// Prefetches a token's data of the next task (the next head, or the first of the next row): these short slices are far apart, and
+// hardware does not prefetch them.
 template <class T>
 struct NextTask {
   const Attention<T>& a;
@@ -92,34 +91,34 @@ struct NextTask {
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 // Distance of lines of `n` elements: an odd number of vectors, since lines a power of two apart share a few sets of the cache.
 INLINE int64_t apart(int64_t n) { return padded(n) | W; }
-// To be added to the last vector of a line of scores: -inf in its lanes past the end, zero in the others.
+// Added to the last vector of a line of scores: -inf in lanes past the end, zero in the others.
 INLINE vf past_end(int64_t keys) { return lanes() < splat_i(keys - padded(keys) + W) ? vf{} : splat(-INFINITY); }
 template <class T>
 INLINE int64_t units(int64_t n) { return (n + Unit<T>::pack - 1) / Unit<T>::pack; }
 
-// Hides the scores past `keys` in a line of `width` (a multiple of W).
+// Masks the scores past `keys` in a line of `width` (a multiple of W).
 INLINE void hide_past(float* scores, int64_t keys, int64_t width) {
   float* last = scores + padded(keys) - W;
   store(last, load(last) + past_end(keys));
   for (int64_t j = padded(keys); j < width; j += W) store(scores + j, splat(-INFINITY));
 }
 
-// Hides the scores before key `keys` of a line.
+// Masks the scores before key `keys` of a line.
 INLINE void hide_before(float* scores, int64_t keys) {
   int64_t j = 0;
   for (; j + W <= keys; j += W) store(scores + j, splat(-INFINITY));
   if (j < keys) store(scores + j, lanes() < splat_i(keys - j) ? splat(-INFINITY) : load(scores + j));
 }
 
-// Keys of the queries [i, i + rows) of a run that begins at key `first`, at most.
+// Largest number of keys of the queries [i, i + rows) of a run that begins at key `first`.
 INLINE int64_t most_keys(const int32_t* end, int64_t i, int64_t rows, int64_t first) {
   int32_t last = end[i];
   for (int64_t r = 1; r < rows; ++r) last = end[i + r] > last ? end[i + r] : last;
   return last - first;
 }
 
-// Calls f(first query, queries, first key, keys at most) for each run; either all of its queries have keys or none, and their
-// first keys only ascend.
+// Calls f(first query, queries, first key, most keys) for each run; either all of its queries have keys or none, and their first
+// keys are ascending.
 template <class F>
 INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t tokens, F f) {
   constexpr int64_t kCut = 576;  // queries of a run whose first keys differ; a multiple of the blocks of both passes
@@ -211,7 +210,7 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
 
 // With P the probabilities, M the scaled dropout mask, C the context:
 //   dV = (P M)^T dC; dP = (dC V^T) M; dS = P (dP - rowsum(dC C)) / sqrt(size); dQ = dS K; dK = dS^T Q.
-// Their sums over the row's tokens are taken before they are rounded.
+// Sums over the row's tokens are computed before rounding.
 template <class T>
 static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;

@@ -1,5 +1,5 @@
-// The arguments of bias_gelu and bias_geglu and of their gradients, checked, on whichever device they are. `inputs`: columns of x
-// for one of the result, 1 or, with a gate, 2.
+// Checks of the arguments of bias_gelu and bias_geglu and of their gradients, on any device. `inputs`: columns of x for each column of
+// the result, 1 or, with a gate, 2.
 #pragma once
 
 #include "common/check.h"

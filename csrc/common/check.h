@@ -1,4 +1,4 @@
-// Nothing reaches a kernel unchecked: a wrong argument is an error that names the operation and the argument.
+// Checks of arguments before a kernel: a wrong argument is an error that names the operation and the argument.
 #pragma once
 
 #include "common/errors.h"
@@ -48,7 +48,7 @@ inline void check_cuda(const char* op, const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.is_cuda(), op, ": ", name, " is not on a CUDA device");
 }
 
-// On the device of `like`, which is known to be the right one.
+// On the device of `like`, which is known to be correct.
 inline void check_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
   if (like.is_cpu()) return check_cpu(op, name, t);
   check_cuda(op, name, t);
@@ -56,7 +56,7 @@ inline void check_device(const char* op, const char* name, const Tensor& t, cons
                   t.get_device_index(), ", not on ", like.get_device_index());
 }
 
-// Of the device of `like`, which is known to be the right one, and of this dtype and shape.
+// On the device of `like`, which is known to be correct, and of this dtype and shape.
 inline void check_tensor(const char* op, const char* name, const Tensor& t, const Tensor& like, ScalarType dtype,
                          std::initializer_list<int64_t> shape) {
   check_device(op, name, t, like);
@@ -78,8 +78,8 @@ inline void check_columns(const char* op, const char* name, const Tensor& t, con
   check_tensor(op, name, t, x, x.scalar_type(), {x.size(x.dim() - 1)});
 }
 
-// Dropout without its seed, which is checked but read by whoever runs on the seed's device: one element, or two, of which the
-// second is the place of the batch in a larger one. `lines`: mask rows of a row of the batch.
+// Dropout without its seed, which is only checked here and read on its device: one element, or two, of which the second is the place
+// of the batch in a larger one. `lines`: mask rows of a row of the batch.
 inline Dropout check_dropout(const char* op, const Tensor& seed, int64_t stream, double p, int64_t lines,
                              const Tensor& like) {
   STD_TORCH_CHECK(p >= 0 && p < 1, op, ": p is ", p, ", not in [0, 1)");

@@ -1,4 +1,4 @@
-// How an operation reaches the GPU: its device, torch's current stream, kernels for the tensor's type, checked launches.
+// Launches of operations on the GPU: device, torch's current stream, kernels for the tensor's type, error checks.
 #pragma once
 
 #include "common/errors.h"
@@ -12,7 +12,7 @@
 // In torch's CUDA library only. Weak, so that the same binary loads where torch has no CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
-// CUDA's release that this was made with, and the newest that the driver runs (0: there is none), for megabert/ops/backend.py.
+// CUDA release of this build, and the newest one of the driver (0: no driver), for megabert/ops/backend.py.
 extern "C" __attribute__((weak)) void megabert_cuda_releases(int* library, int* driver) {
   *library = CUDART_VERSION;
   if (cudaDriverGetVersion(driver) != cudaSuccess) *driver = 0;
@@ -45,7 +45,7 @@ void with_type(ScalarType type, F f) {
   else f(float{});
 }
 
-// Contiguous: itself, or a copy. On a 16-byte boundary, as torch allocates; only a slice of a tensor may lie elsewhere.
+// The tensor or a contiguous copy, on a 16-byte boundary, as torch allocates; only a slice of a tensor may be unaligned.
 inline Tensor aligned(const char* op, const char* name, const Tensor& t) {
   const Tensor d = dense(t);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0, op, ": ", name, " is not on a 16-byte boundary");
@@ -65,8 +65,8 @@ inline dim3 column_grid(int64_t blocks, int64_t width) {
   return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(width, kColumnThreads * kGroup)));
 }
 
-// Blocks of a kernel that run at once on all processors of the current device, as the runtime counts them from the kernel's
-// registers and shared memory: one more and the last of them would run alone.
+// Blocks of a kernel that are resident at once on all processors of the current device, as computed by the runtime from the kernel's
+// registers and shared memory: one more would run alone afterwards.
 template <class Kernel>
 int64_t resident_blocks(Kernel kernel, int threads) {
   int device = 0, processors = 0, on_each = 0;

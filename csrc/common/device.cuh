@@ -1,5 +1,5 @@
-// What the CUDA kernels share. They use the little of CUDA named here (threads, warps, shuffles, barriers, shared memory), so
-// that the tests can also compile the same source for the CPU, where a fibre stands for each thread.
+// Common code of the CUDA kernels. They use few features of CUDA (threads, warps, shuffles, barriers, shared memory), so that tests
+// can compile the same source for the CPU, with a fibre for each thread.
 //
 // A row belongs to `Threads` threads: a warp, or a block of several warps. A thread holds groups of 8 neighbouring columns:
 // 16 bytes of a two-byte type, and one call of Philox.
@@ -27,7 +27,7 @@ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); 
 __device__ inline void from_float(float x, float* to) { *to = x; }
 __device__ inline void from_float(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
-// As a store to T and a load would give it back.
+// Rounded like by a store to T and a load.
 template <class T>
 __device__ inline float rounded(float x) {
   T t;
@@ -48,7 +48,7 @@ __device__ inline float fast_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// By name, because the compiler splits an assignment into stores of 2 or 4 bytes where it loses sight of the alignment.
+// Explicit, since the compiler splits an assignment into stores of 2 or 4 bytes if it cannot prove the alignment.
 __device__ inline void store_16_bytes(void* to, const uint32_t* word) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :
@@ -65,7 +65,7 @@ __device__ inline To bits_as(From from) {
   return to;
 }
 
-// Two neighbours in one 32-bit register: conversions and stores are of pairs, else the compiler stores 2 bytes at a time.
+// Two adjacent values in a 32-bit register: conversions and stores of pairs, since otherwise the compiler stores 2 bytes at a time.
 __device__ inline void unpack_pair(uint32_t word, __nv_bfloat16, float* x) {
   const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
   x[0] = pair.x, x[1] = pair.y;
@@ -177,14 +177,14 @@ __device__ inline float reduce_row(float x, float* shared) {
   return x;
 }
 
-// The factors of 8 columns: 0 where dropped, else the inverse of the share kept.
+// The factors of 8 columns: 0 if dropped, else the inverse of the kept share.
 __device__ inline void dropout_factors(const Dropout& dropout, uint64_t row, int64_t group, float (&factor)[kGroup]) {
   const Philox random = dropout.draw(row, static_cast<uint32_t>(group));
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) factor[i] = dropout.keeps(random, i) ? dropout.scale : 0.0f;
 }
 
-// Dropout of 8 columns in place; what is dropped is zero, whatever it was.
+// Dropout of 8 columns in place; dropped values are zero, also NaN.
 __device__ inline void drop(const Dropout& dropout, uint64_t row, int64_t group, float (&x)[kGroup]) {
   const Philox random = dropout.draw(row, static_cast<uint32_t>(group));
 #pragma unroll
@@ -196,8 +196,8 @@ __device__ inline Dropout with_seed(Dropout dropout, const int64_t* seed) {
   return dropout;
 }
 
-// Column sums are taken in two steps: each block sums its rows into a line of its own, then the lines are summed, in an
-// order that does not depend on timing. A line may hold several vectors of `width` sums, each with a result of its own.
+// Column sums in two steps: each block sums its rows into a separate line, then the lines are summed, in an order that does not
+// depend on timing. A line may have several vectors of `width` sums, with a result each.
 // blockDim = (32 columns of the line, kLineThreads).
 constexpr int kLineThreads = 32;
 

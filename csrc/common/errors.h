@@ -1,8 +1,8 @@
-// Why a call into torch failed, in the error that the caller of an operation sees.
+// Torch's message of a failed call, in the error of an operation.
 //
 // Torch's headers check each call by TORCH_ERROR_CODE_CHECK, which names the call and its line and drops torch's own message
 // ("CUDA out of memory. Tried to allocate ..."). Torch keeps that message from 2.13 on; older ones only print it. Included
-// before any other header of torch, and by every source: the headers' inline functions are one and the same for the linker.
+// before any other header of torch, and by every source, since the linker merges the headers' inline functions.
 #pragma once
 
 #include <torch/headeronly/util/shim_utils.h>
@@ -11,7 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
-// Weak, so that the same binary loads with a torch that has it not.
+// Weak, so that the same binary loads with a torch that lacks it.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace megabert {

@@ -1,5 +1,5 @@
-// Tensor cores and asynchronous copies: what kernels need PTX for, sm_80 and newer. The tests define the same names for the
-// CPU (tests/csrc/cuda_on_cpu/mma.h), so that all other lines of a kernel are those that nvcc compiles.
+// Tensor cores and asynchronous copies by PTX, for sm_80 and newer. Tests define the same names for the CPU
+// (tests/csrc/cuda_on_cpu/mma.h), so that all other lines of a kernel are the same as for nvcc.
 //
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"), with g = lane / 4 and t = 2 * (lane % 4); a word
 // holds two neighbours, the first in its low half:
@@ -30,7 +30,7 @@ struct alignas(16) Chunk {  // what one load, copy or store moves
 #if defined(__CUDACC__)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#define MEGABERT_NEEDS_SM80(...) __trap()  // compiled where an older device is asked for, refused before a launch
+#define MEGABERT_NEEDS_SM80(...) __trap()  // compiled for older devices, on which the launch is refused
 #else
 #define MEGABERT_NEEDS_SM80(...) asm volatile(__VA_ARGS__)
 #endif
@@ -57,9 +57,9 @@ __device__ inline void load_transposed(uint32_t (&to)[4], const void* line) {
                       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
 }
 
-// Starts a copy of Bytes (4 or 16) to shared memory; not `inside`: zeros, and nothing is read. The thread that asked can
-// read it after `wait_copies<N>`, which leaves out what came after the N-th last `commit_copies`; the others after a barrier
-// behind that.
+// Starts a copy of Bytes (4 or 16) to shared memory; not `inside`: zeros, and nothing is read. The issuing
+// thread can read it after `wait_copies<N>`, which does not wait for copies after the N-th last `commit_copies`; other threads after a
+// barrier that follows.
 template <int Bytes>
 __device__ inline void start_copy(void* shared, const void* global, bool inside) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

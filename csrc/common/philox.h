@@ -1,10 +1,10 @@
-// One dropout mask for every device: whether element (row, column) of a tensor is kept depends on the seed, the stream
-// number of the operation, the row and the column, and on nothing else (not on threads, blocks or vector width).
+// One dropout mask for every device: whether element (row, column) of a tensor is kept depends only on the seed, the
+// stream number of the operation, the row and the column, not on threads, blocks or vector width.
 //
 // Philox4x32-10 (Salmon et al. 2011). One call gives 128 bits = 16 bits for each of 8 neighbouring columns:
 //   counter = (column / 8, low half of row, high half of row, stream), key = (low, high half of the seed),
 //   element column % 8 takes half (column % 2) of word (column % 8) / 2, and is kept when that is >= threshold.
-// A batch that is cut out of a larger one has the mask of its place there: the row counts from the larger one's first.
+// A batch that is part of a larger one has the mask of its place there: rows are counted from the first of the larger one.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Philox {
 
 MEGABERT_HOST_DEVICE inline uint64_t wide_product(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
-  uint64_t product;  // one instruction; of a product of two 64-bit numbers the compiler keeps an addition of zero
+  uint64_t product;  // one instruction; for a product of two 64-bit numbers the compiler also adds a zero
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
   return product;
 #else
@@ -46,8 +46,8 @@ MEGABERT_HOST_DEVICE inline Philox philox(uint64_t seed, uint32_t c0, uint32_t c
   return {{c0, c1, c2, c3}};
 }
 
-// A dropout probability as 16 bits decide it: elements are dropped with probability threshold / 65536, the nearest to p,
-// and kept ones are scaled by the exact inverse of the share that is kept.
+// A dropout probability in 16 bits: elements are dropped with probability threshold / 65536, the nearest to p, and kept ones are
+// scaled by the exact inverse of the kept share.
 struct Dropout {
   uint64_t seed = 0;
   uint32_t stream = 0;

@@ -1,8 +1,8 @@
-// Matrix products by the library that torch uses on the tensors' device, in their type with fp32 inside.
+// Matrix products by torch's library for the tensors' device, in their type with fp32 accumulation.
 //
 // addmm takes Scalars, which torch_call_dispatcher cannot pass (2.11 to 2.13: "Not yet supported conversion from
 // StableIValue"). The C shim that torch generates for its ahead-of-time compiler passes them as doubles; it has the same
-// functions for each device, so that what runs on the GPU is what the CPU's tests run but for a name.
+// functions for each device, so the CPU's tests run the same code as the GPU except for a name.
 #pragma once
 
 #include "common/errors.h"

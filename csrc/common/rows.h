@@ -27,8 +27,8 @@ void with_row_shape(int64_t columns, F f) {
   else f(RowShape<256, 4>{});
 }
 
-// The same for a kernel whose block holds one row after another and sums columns: fewer columns in each thread. At most 512
-// threads, so that a thread may have 128 of the 65,536 registers.
+// The same for a kernel whose block processes rows one after another and sums columns: fewer columns in each thread. At most 512
+// threads, so that a thread can have 128 of the 65,536 registers.
 template <class F>
 void with_block_shape(int64_t columns, F f) {
   if (columns <= 1024) f(RowShape<128, 1>{});
@@ -37,7 +37,7 @@ void with_block_shape(int64_t columns, F f) {
   else f(RowShape<512, 2>{});
 }
 
-// Calls f with std::true_type or std::false_type: what is one kernel each.
+// Calls f with std::true_type or std::false_type, for a kernel each.
 template <class F>
 void with_bool(bool value, F f) {
   if (value) f(std::true_type{});

@@ -1,8 +1,8 @@
 // Small matrix products for attention: C[m, n] (fp32) = or += A[m, k] B[k, n], operands in cache.
 //
 // k runs in units: two neighbouring bf16 in 32 bits, or one float. A unit (row i, step t) is at a[i * row + t * step];
-// B is packed as [steps, ldb] units with n padded to a multiple of W by zeros. So a bf16 product is one dot instruction a
-// unit where the machine has it, and two multiply-adds elsewhere.
+// B is packed as [steps, ldb] units with n padded to a multiple of W by zeros. A bf16 product is one dot instruction
+// for each unit if the machine has it, else two multiply-adds.
 
 template <class T>
 struct Unit;

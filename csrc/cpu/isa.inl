@@ -1,7 +1,7 @@
 // The kernels for one instruction set: MEGABERT_ISA names their namespace, MEGABERT_TARGET the compiler's options.
 //
-// What other sources share (standard headers, inline functions) is included before the options apply: the linker keeps one copy
-// of an inline function, and any machine must be able to run it.
+// Headers shared with other sources (standard headers, inline functions) are included before the options apply: the linker keeps one
+// copy of an inline function, which has to run on any machine.
 
 #if defined(MEGABERT_TARGET)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms inside the intrinsics of GCC 12

@@ -1,6 +1,6 @@
-// The kernels exist once in source and several times in the library, compiled for different instruction sets; the best
-// one that this machine runs is taken at run time (environment MEGABERT_CPU_ISA forces one, for tests).
-// Kernels work on a range of rows or tasks and allocate nothing that is shared, so any number of threads may run them.
+// The kernels are compiled several times from the same source, for different instruction sets; the best one of the machine is chosen
+// at run time (the environment variable MEGABERT_CPU_ISA forces one, for tests). Kernels process a range of rows or tasks and allocate
+// nothing shared, so any number of threads may run them.
 #if !defined(MEGABERT_KERNELS_H)
 #define MEGABERT_KERNELS_H
 
@@ -16,7 +16,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Column sums (of gradients) are taken over blocks of rows, each into its own fp32 line, and the lines are added in order:
+// Column sums (of gradients) are computed over blocks of rows, each into a separate fp32 line, and the lines are added in order, so
 // the result does not depend on the number of threads.
 struct RowBlocks {
   int64_t rows, size, count;
@@ -52,8 +52,8 @@ struct Attention {
   float* sums;    // backward only: [batch, 3, heads, size], those of dqkv over a row's tokens
 };
 
-// Rows [row, last_row) x heads [head, last_head): what one thread does, row by row, so that a row's tokens, whose heads lie
-// side by side, stay in cache and in the TLB.
+// Rows [row, last_row) x heads [head, last_head) of one thread, processed row by row, so that a row's tokens, whose heads are adjacent,
+// stay in cache and in the TLB.
 struct Heads {
   int64_t row, last_row, head, last_head;
 };
@@ -102,7 +102,7 @@ struct Tables {
   Kernels<float> of_float;
 };
 
-// Those of the best instruction set that this machine runs.
+// The kernels of the machine's best instruction set.
 const Tables& tables();
 
 // Calls f with a value of the type of x's elements and its kernels.

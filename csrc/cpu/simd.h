@@ -1,4 +1,4 @@
-// Vectors of W floats and what the kernels need of them, for the instruction set this is compiled for.
+// Vectors of W floats and their operations, for the instruction set of the compilation.
 // Included inside a namespace of that instruction set; compiler vector types keep it portable (GCC, Clang; x86, Arm, ...),
 // intrinsics appear only where the compiler does not find the instruction.
 
@@ -66,7 +66,7 @@ INLINE vf load(const float* p, int64_t n = W) { return load_lanes<vf>(p, n); }
 INLINE vf load(const bf16* p, int64_t n = W) { return widen(load_lanes<vh>(p, n)); }
 INLINE void store(float* p, vf v, int64_t n = W) { store_lanes(p, v, n); }
 INLINE void store(bf16* p, vf v, int64_t n = W) { store_lanes(p, narrow(v), n); }
-INLINE vf rounded(vf x, const float*) { return x; }  // as a store to that type and a load would give it back
+INLINE vf rounded(vf x, const float*) { return x; }  // rounded like by a store to that type and a load
 INLINE vf rounded(vf x, const bf16*) { return widen(narrow(x)); }
 
 INLINE float total(vf v) {
@@ -111,8 +111,8 @@ INLINE vf exp(vf x) {
   return x < low ? vf{} : p * scale;
 }
 
-// 2^x for x <= 1 or so, as softmax has it, cheaper than exp: relative error 1e-7; 0 below -100, nothing beside a probability: a
-// tiny value in its place would make denormal products of hidden keys, which take a hundred times as long. NaN stays NaN.
+// 2^x for x <= 1 or so, as in softmax, cheaper than exp: relative error 1e-7; 0 below -100, which is negligible for a probability: a
+// tiny value instead would make denormal products for masked keys, which take a hundred times as long. NaN stays NaN.
 INLINE vf exp2_of_score(vf x) {
   const vf shifted = x + 12582912.0f;
   const vf r = x - (shifted - 12582912.0f);
@@ -125,7 +125,7 @@ INLINE vf exp2_of_score(vf x) {
 }
 
 // Standard normal distribution: cdf(z), and density(z) * sqrt(2 pi) = exp(-z^2 / 2).
-// cdf(-u) = exp(-u^2 / 2) * t * P(t), t = 1 / (1 + 0.26 u): our own minimax fit, relative error 3e-7 on all u >= 0.
+// cdf(-u) = exp(-u^2 / 2) * t * P(t), t = 1 / (1 + 0.26 u): a minimax fit, relative error 3e-7 for all u >= 0.
 struct Normal {
   vf cdf, bell;
 };

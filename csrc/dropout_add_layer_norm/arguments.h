@@ -1,4 +1,4 @@
-// The arguments of dropout_add_layer_norm and of its gradient, checked, on whichever device they are.
+// Checks of the arguments of dropout_add_layer_norm and of its gradient, on any device.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
 // z = residual + dropout(x + bias), rounded to the tensor's type before the norm, so that forward and backward (which reads
-// the stored z) speak of the same function. Statistics are fp32, of the row in registers.
+// the stored z) are of the same function. Statistics are fp32, of the row in registers.
 #pragma once
 
 #include "common/device.cuh"
@@ -119,9 +119,9 @@ __device__ inline void sum_row(float& a, float& b, float2* shared) {
 
 // With xhat = (z - mean) * rstd and g = grad * weight:
 //   dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) + gradient of z; dresidual = dz; dx = dropout'(dz).
-// blockDim = Threads; a block takes every gridDim.x-th row. With one group a thread, the next row is on its way while one is
-// computed; with two there are no registers left for it, nor for all sums: those of dbias are in shared memory, each thread's
-// own.
+// blockDim = Threads; a block takes every gridDim.x-th row. With one group a thread, the next row is loaded while one is
+// computed; with two there are not enough registers for this and for all sums: those of dbias are in shared memory, separately for
+// each thread.
 template <class T, int Threads, int Groups, bool Whole>
 __global__ void __launch_bounds__(Threads)
     layer_norm_gradient(LayerNormGradientRows<T> a, Dropout dropout, const int64_t* seed) {

@@ -1,4 +1,4 @@
-// Dropout alone, for where nothing else is there to be fused with.
+// Dropout alone, without fusion.
 
 template <class T>
 static void dropout(const T* x, T* y, int64_t width, Dropout dropout, int64_t begin, int64_t end) {
@@ -14,7 +14,7 @@ static void dropout(const T* x, T* y, int64_t width, Dropout dropout, int64_t be
 }
 
 // z = residual + dropout(x + bias) is rounded to the tensor's type first, and the norm is of the rounded z, so that
-// forward and backward (which reads the stored z) speak of the same function. Statistics are fp32.
+// forward and backward (which reads the stored z) are of the same function. Statistics are fp32.
 
 template <class T>
 static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,

@@ -1,7 +1,7 @@
-// The arguments of mlm_loss, checked, and its chunks, on whichever device they are. Labels are data: only the CPU reads them here.
+// Checks of the arguments of mlm_loss, and its chunks, on any device. Labels are data, which only the CPU reads here.
 //
-// One product makes the logits of a chunk of predictions, `rows` turns them into losses and, in place, into their gradient, and
-// the two products of backward use that up. One chunk is all the memory it takes.
+// One product computes the logits of a chunk of predictions, `rows` computes their losses and, in place, their gradient, which the two
+// products of backward use. The memory is that of one chunk.
 #pragma once
 
 #include "common/check.h"
@@ -22,10 +22,10 @@ inline void check_mlm_loss(const char* op, const Tensor& hidden, const Tensor& w
   STD_TORCH_CHECK(0 < vocab && vocab <= entries, op, ": vocab_size is ", vocab, ", not in [1, ", entries, "]");
 }
 
-// Each chunk adds its part of the weight gradient to a sum in the tensors' type, and so rounds it once.
+// Each chunk adds its part of the weight gradient to a sum in the tensors' type, with one rounding.
 constexpr int64_t kMostChunks = 16;
 
-// Predictions of a chunk where `size` are wanted: never more than there are, and more where there would be too many chunks.
+// Predictions of a chunk, `size` if possible: not more than there are, and more if there would be too many chunks.
 inline int64_t chunk_rows(int64_t count, int64_t size) {
   const int64_t least = (count + kMostChunks - 1) / kMostChunks, rows = size < least ? least : size;
   return rows < count ? rows : count;

@@ -4,6 +4,6 @@
 
 namespace megabert {
 
-constexpr int64_t kIgnore = -100;  // label of a row without prediction: IGNORE of megabert/common/labels.py
+constexpr int64_t kIgnore = -100;  // label of a row without prediction: IGNORE of megabert/data/masking.py
 
 }  // namespace megabert

@@ -1,4 +1,4 @@
-// The arguments of rotate, checked, on whichever device they are.
+// Checks of the arguments of rotate, on any device.
 #pragma once
 
 #include "common/check.h"

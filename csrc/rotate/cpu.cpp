@@ -1,4 +1,4 @@
-// Queries and keys turned by their tokens' angles; `back`: by their opposites, which is also the gradient's way.
+// Queries and keys rotated by their tokens' angles; `back`: by the negative angles, as in the gradient.
 
 #include "cpu/kernels.h"
 #include "rotate/arguments.h"

@@ -1,4 +1,4 @@
-// Queries and keys turned: column i of a head with column i + half, by the angles of the row's token, in fp32; values are
+// Queries and keys rotated: column i of a head with column i + half, by the angles of the row's token, in fp32; values are
 // copied. A thread has 8 pairs of one head (kColumnThreads of them a block, blockIdx.y) and takes every gridDim.x-th row.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Queries and keys turned: column i of a head with column i + half, by the angles of the row's token, in fp32.
+// Queries and keys rotated: column i of a head with column i + half, by the angles of the row's token, in fp32.
 
 template <class T>
 static void rotate(const T* x, const float* cos, const float* sin, float sign, T* y, int64_t heads, int64_t half,

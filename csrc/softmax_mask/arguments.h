@@ -1,4 +1,4 @@
-// The arguments of softmax_mask, checked, on whichever device they are.
+// Checks of the arguments of softmax_mask, on any device.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace megabert {
 
-// Stride of a dimension of t with `size` elements, 0 where t broadcasts in it.
+// Stride of a dimension of t with `size` elements, 0 if t broadcasts in it.
 inline int64_t broadcast_stride(const char* op, const char* name, const Tensor& t, int64_t d, int64_t size) {
   STD_TORCH_CHECK(t.size(d) == size || t.size(d) == 1, op, ": ", name, " has size ", t.size(d), " in dimension ", d,
                   ", neither ", size, " nor 1");

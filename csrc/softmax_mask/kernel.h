@@ -56,7 +56,7 @@ static void softmax_mask(const SoftmaxMask& a, const T* scores, T* out, T* probs
     vf sum{};
     for (int64_t j = 0; j < last - first; j += W) {
       const vf v = load(line + j) - top;
-      const vf e = exp2_of_score(v);  // a forbidden key has no weight at all
+      const vf e = exp2_of_score(v);  // a masked key has weight 0
       store(line + j, e);
       sum += e;
     }

@@ -1,5 +1,5 @@
-// Which keys a query may attend to, and what is added to its scores. All of it broadcasts by strides of zero, so that no
-// mask is ever made as large as the scores. Plain data, for the CPU and for CUDA.
+// The keys of a query, and the mask added to its scores. Both broadcast by strides of zero, so that no mask has the size of the
+// scores. Plain data, for the CPU and for CUDA.
 #pragma once
 
 #include <cstdint>
