@@ -292,7 +292,7 @@ def table(rehearsed: Mapping[int, tuple[list[list[Rank]], dict[str, float]]]) ->
                 figures[f"{look}: {name}"].append([total(rank, stages, name) for rank in commands[number]])
         for name, value in found.items():
             figures[name].append([value])
-    rows = {}
+    rows: dict[str, list[float]] = {}
     for name, values in figures.items():
         first, others = [of[0] for of in values], [max(of[1:], default=of[0]) for of in values]
         rows |= {name: first} if first == others else {f"{name}, rank 0": first, f"{name}, another rank": others}

@@ -267,8 +267,8 @@ def resume(
         else:
             assert origin.path is not None
             origin.checkpoints.load(engine, origin.path)
-        source = origin.path if origin.copy is None else "copies in memory"
-        log.info(f"resuming from {source} at step {state['step']}, {duration(state['seconds'])} trained")
+        place = origin.path if origin.copy is None else "copies in memory"
+        log.info(f"resuming from {place} at step {state['step']}, {duration(state['seconds'])} trained")
         return provenance, dict(state), 0
     if not config.init_from:
         return provenance, None, 0

@@ -31,8 +31,8 @@ class RehearsedEngine(Engine):
         """`model` builds the module, which gives the shapes and counts what a batch predicts."""
         self.config, self.world, self.dtype = config, world, torch.float32
         self.accumulation = accumulation(config, world.size)
-        self.module = model()
-        self.terms, self._counts, self.optimizer_kernels = self.module.terms, self.module.counts, "torch"
+        module = self.module = model()
+        self.terms, self._counts, self.optimizer_kernels = module.terms, module.counts, "torch"
         self.optimizer = build_optimizer(config.optimizer, self.module)
         names, parameters = zip(*self.module.named_parameters(), strict=True)
         index_of, masters = {id(parameter): index for index, parameter in enumerate(parameters)}, []
