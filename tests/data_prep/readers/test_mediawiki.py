@@ -136,13 +136,13 @@ BOMB = (
     ("content", "message", "reason"),
     [
         (BOMB, r"d\.xml: XML or HTML with a DOCTYPE", "unknown format"),
-        (dump(["<page><title>&lol9;</title></page>"]), r"d\.xml: byte \d+: a <page> that is no .*undefined entity", "bad page"),
+        (dump(["<page><title>&lol9;</title></page>"]), r"d\.xml: byte \d+: a <page> that is not well-formed XML .*undefined entity", "bad page"),
         (dump(["<page><!DOCTYPE x></page>"]), r"byte \d+: a <page> that is no", "bad page"),
         (dump(["<page><a></b></page>"]), r"mismatched tag", "bad page"),
         (dump(["<page>" + "<a>" * 99_999 + "</page>"]), r"elements inside elements", "bad page"),
         (dump(["<page>\n", page("A", "Text.")]), r"byte \d+: a <page> without </page>", "unclosed document"),
         (dump([page("A", "x" * (17 << 20))]), r"a <page> longer than 16 MiB", "long document"),
-        (dump(["<page>", "?", "</page>"]).replace(b">?<", b">\xff<"), r"d\.xml: byte \d+: a <page> that is no .*invalid token", "bad page"),
+        (dump(["<page>", "?", "</page>"]).replace(b">?<", b">\xff<"), r"d\.xml: byte \d+: a <page> that is not well-formed XML .*invalid token", "bad page"),
     ],
     ids=["bomb", "entity", "doctype", "tags", "depth", "unclosed", "long", "bytes"],
 )  # fmt: skip
