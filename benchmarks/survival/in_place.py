@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.survival.life import LIFE_ENDS_WITHIN, Case, Failure, last_step, wait
 
+TRAIN = str(hardware.ROOT / "megabert/train.py")
 # updates from one kill to the next, about
 BETWEEN = 60
 # of 20 kills so many are of all ranks at once
@@ -36,7 +37,7 @@ class KeptRanks:
         for rank, host in enumerate(hosts):
             env: dict[str, object] = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": hosts[:rank].count(host)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURMD_NODENAME": f"n{host}"}
-            started.append(self._process([sys.executable, "megabert/train.py", *argv, "--in-place"], env))
+            started.append(self._process([sys.executable, TRAIN, *argv, "--in-place"], env))
         return started
 
     def _process(self, command: list[str], env: dict[str, object]) -> subprocess.Popen[bytes]:
@@ -89,7 +90,7 @@ class RestartedRanks(KeptRanks):
             f"--nproc-per-node={len(hosts)}",
             "--max-restarts=1000",
         ]
-        command += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}", "megabert/train.py"]
+        command += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}", TRAIN]
         return [self._process([*command, *argv], {})]
 
     def kill_rank(self, rank: int) -> None:
