@@ -8,7 +8,8 @@ block when the process that hosts it is stopped; `_judge` never blocks. Both run
     sent no heartbeat for LOST_SECONDS
     no rank made progress within the limit (see below)        the failed ranks are those without a heartbeat; if there are none,
                                                               those that block the others (`find_failed_ranks`)
-    the store is gone, or does not answer at the limit        rank 0, which hosts it, has failed
+    the store is gone, does not answer for LOST_SECONDS       rank 0, which hosts it, has failed
+    (rank 0 on another host), or does not answer at the limit
 
 The limit is `timeout` seconds, or GAPS times the longest time without progress since training started, if that is longer.
 
@@ -296,6 +297,8 @@ class Watchdog:
             return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it sends no heartbeat"))
         if self._unreachable and self._store_silent >= (TICK if self._failed else STORE_SECONDS):
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
+        if self._peers[0].namespace != namespace and self._store_silent >= patience:
+            return self._verdict_on(_all(self._peers[:1], "is lost: its store does not answer"))
         if self._idle < self._limit:
             return None
         if self._store_silent >= SILENT_SECONDS:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,20 @@ def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
     beat(dog, 1, 60, left=True)
     look(dog, int(LOST_SECONDS) + 2)
     assert dog._find() is None
+
+
+def test_a_store_on_another_host_that_does_not_answer_is_lost(tmp_path) -> None:
+    """Rank 1 looks at rank 0, whose host has no network any more: its store neither answers nor closes the connection."""
+    dog = watchdog(tmp_path)
+    dog.world = replace(dog.world, rank=1)
+    dog._peers[1].namespace = "another"
+    for silent, lost in ((LOST_SECONDS - 1, False), (LOST_SECONDS, True)):
+        dog._store_silent = silent
+        verdict = dog._find()
+        assert (verdict is not None) == lost
+    assert verdict is not None and verdict.hosts == [dog._peers[0].host] and "its store does not answer" in verdict.text
+    dog._peers[1].namespace = dog._peers[0].namespace
+    assert dog._find() is None  # on the same host the process is looked at
 
 
 def hangs(tmp_path: Path, beats: int, first: dict[str, Any], second: dict[str, Any]) -> Any:
