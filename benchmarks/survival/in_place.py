@@ -90,7 +90,7 @@ class RestartedRanks(KeptRanks):
             f"--nproc-per-node={len(hosts)}",
             "--max-restarts=1000",
         ]
-        command += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}", TRAIN]
+        command += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}", "--", TRAIN]
         return [self._process([*command, *argv], {})]
 
     def kill_rank(self, rank: int) -> None:
