@@ -141,6 +141,12 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
         return time.time()
 
+    def kill_kept_rank(self, rank: int) -> None:
+        """kill -9 of the process that trains under a keeper (`--in-place`), which is older than its workers and its standby."""
+        processes = self._processes(f"SLURM_PROCID={rank}")
+        kept = [pid for pid in processes if b"\0MEGABERT_KEEPER=" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(min(kept), signal.SIGKILL)
+
     @contextlib.contextmanager
     def slowed(self, rank: int) -> Iterator[None]:
         """Inside, one rank of the job that runs is stopped two thirds of the time."""

@@ -44,8 +44,8 @@ class Job:
             (folder / f"phase{number}.toml").write_text(preset.replace("warmup_steps = 60", "warmup_steps = 1"))
             site[f"PHASE{number}"] = str(folder / f"phase{number}.toml")
         site["CUDA_VISIBLE_DEVICES"] = ""
-        own = [word for word in options if word.startswith("--")]
-        overrides = [word for word in options if not word.startswith("--")]
+        overrides = [word for word in options if not word.startswith("--") or word == "--in-place"]
+        own = [word for word in options if word not in overrides]
         arguments = (*NODES, *own, SCRIPT, *SMALL, *overrides)
         self.number = cluster.submit(*arguments, cwd=folder, **site | env)
 
@@ -212,6 +212,17 @@ def test_a_killed_rank_restarts_within_the_job(cluster, dataset, curve, tmp_path
     print(f"{wait_for_update(job, killed, timeout=90):.0f} s from the kill to the next update")
     job.finished()
     assert "restart 1 of 3 in this job on n1 n2;" in job.log and "requeued" not in job.log, job.log
+    assert cluster.job(job.number)["Restarts"] == "0" and job.losses() == curve and len(job.losses(2)) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_in_place(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, "--in-place")
+    job.trained(3)
+    cluster.kill_kept_rank(1)
+    job.finished()
+    assert "2 of 2 ranks restart" in job.log and "resuming from copies in memory" in job.log, job.log
+    assert "restart 1 of" not in job.log and "requeued" not in job.log, job.log
     assert cluster.job(job.number)["Restarts"] == "0" and job.losses() == curve and len(job.losses(2)) == 2
 
 
