@@ -18,8 +18,8 @@ from benchmarks.common import hardware
 from benchmarks.survival.life import LIFE_ENDS_WITHIN, Case, Failure, last_step, wait
 
 TRAIN = str(hardware.ROOT / "megabert/train.py")
-# updates from one kill to the next, about
-BETWEEN = 60
+# updates from one kill to the next, about: time enough for the imports of the next standby process
+BETWEEN = 600
 # of 20 kills so many are of all ranks at once
 ALL_AT_ONCE = 3
 
