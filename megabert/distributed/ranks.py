@@ -58,7 +58,8 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    # Job, step and restart count where srun starts the ranks and the port is derived from them; otherwise "".
+    # What keeps this start apart from others that use the same store: under srun, where the port is derived from them, job, step and
+    # restart count; under torchrun the restart count; otherwise "".
     job: str = ""
 
     @property
@@ -268,6 +269,8 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             raise ValueError(f"MASTER_PORT={env['MASTER_PORT']} is outside 1 to 65535")
         if "MASTER_ADDR" in env and "MASTER_PORT" in env:
             master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+            if launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                job = f"restart {_number(env, 'TORCHELASTIC_RESTART_COUNT', 0)}"
         elif launcher == "srun":
             host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -295,9 +298,9 @@ def _start(world: World) -> tuple[str, int]:
     place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
     address, store = world.master, None
     try:
-        if address is None or world.job:  # the launcher provides no store: rank 0 opens one
+        if address is None or world.job:  # rank 0 opens the store, unless torchrun did
             port, tcp_store = 0 if address is None else address[1], None
-            if world.is_main:
+            if world.is_main and world.launcher != "torchrun":
                 if address is not None:
                     _check_local(address[0])
                 tcp_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
@@ -305,7 +308,8 @@ def _start(world: World) -> tuple[str, int]:
             address = address or _address_through_mpi(port)
             if tcp_store is None:
                 tcp_store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            # The prefix keeps jobs apart if another one on the host uses the same port.
+            # The prefix keeps jobs apart if another one on the host uses the same port. torchrun without a rendezvous backend keeps its
+            # store, so that restarted ranks would connect to the addresses of the killed ones.
             store = dist.PrefixStore(world.job, tcp_store)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         dist.init_process_group(

@@ -136,10 +136,10 @@ ranks.shutdown()
 """
 
 
-def launch(tmp_path: Path, *heads: list[Any], **environment: str) -> list[Any]:
+def launch(tmp_path: Path, *heads: list[Any], script: str = SCRIPT, **environment: str) -> list[Any]:
     """What two ranks report that the commands `heads` start."""
     file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
+    file.write_text(script)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     started = [
@@ -163,6 +163,24 @@ def test_two_ranks_meet_under_mpirun_and_srun(launcher, tmp_path):
         environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
         environment |= {"SLURM_STEP_NODELIST": "n1", "MASTER_ADDR": "127.0.0.1"}
     assert launch(tmp_path, *heads, **environment) == [[launcher, 2, [3]]] * 2
+
+
+# The first attempt fails. Of the second, rank 0 looks for rank 1's address before rank 1 has written its new one.
+RESTARTED = """
+import os, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["RANK"] == "1":
+    time.sleep(3)
+SCRIPT
+os._exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+""".replace("SCRIPT", SCRIPT)
+
+
+@pytest.mark.dist
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
+    """Without a rendezvous backend torchrun keeps its store, with the addresses of the ranks that failed."""
+    options = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "--monitor-interval=0.1"]
+    head = [sys.executable, "-m", "torch.distributed.run", *options]
+    assert launch(tmp_path, head, script=RESTARTED) == [["torchrun", 2, [3]]] * 2
 
 
 def threads(world: World) -> int:
