@@ -32,8 +32,9 @@ TINY = (
 class Server:
     """A running `server.py`, asked through its pipes."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "benchmarks/survival/server.py"]
+    def __init__(self, inside: Sequence[str] = ()) -> None:
+        """`inside`: what stands before a command that runs on another node."""
+        command = [*inside, sys.executable, str(hardware.ROOT / "benchmarks/survival/server.py")]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=hardware.ROOT, **pipes)
 

@@ -1,14 +1,16 @@
 """Server that forks ranks of `megabert/train.py` in a tenth of a second, since it has imported all modules.
 
-A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests are JSON lines on
-stdin, each answered by a JSON line:
+A forked rank has its own session, environment, log file and exit code, and ends with this process. With `--in-place` in its
+arguments the forked process is a keeper, which forks its rank. Requests are JSON lines on stdin, each answered by a JSON line:
 
     {"argv": [...], "env": {...}, "log": PATH, "slow": SECONDS}   -> {"pid": N}    slow: its first write of a checkpoint
     {"poll": PID}                                                 -> {"code": null | exit code | -signal}
+    {"kill_rank_of": PID}                                         -> {"killed": whether the keeper PID had a rank}
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -17,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
 from megabert import train  # noqa: E402
+from megabert.distributed import keeper, signals  # noqa: E402
 
 # Modules that a run imports later, some of them with the first use of an optimizer.
 IMPORTED_LATER = (
@@ -62,7 +66,78 @@ def become_a_rank(request: dict[str, Any]) -> int:
     sys.argv = ["megabert/train.py", *request["argv"]]
     if request["slow"]:
         slow_down_the_first_write(request["slow"])
+    keeper.Keeper = ForkingKeeper  # type: ignore[misc]
     return train.main(request["argv"])
+
+
+class ForkedRank:
+    """A rank forked by this process, with the methods of subprocess.Popen that keepers use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; for one thread."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.001)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkingKeeper(keeper.Keeper):
+    """A keeper that has imported what a rank needs, and forks it."""
+
+    def _spawn(self) -> tuple[Any, int]:
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = self._become_the_rank(read_end)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        os.close(read_end)
+        return ForkedRank(pid), write_end
+
+    def _become_the_rank(self, pipe: int) -> int:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor != pipe:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(descriptor)
+        os.setsid()
+        for number in signals.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.update(self.env | {signals.PLACE: str(pipe)})
+        try:
+            return train.main(sys.argv[1:])
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def kill_rank_of(parent: int) -> bool:
+    """SIGKILL the child that trains, which is older than the one that waits to follow it; false if there is no child."""
+    children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+    fields = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children}
+    started = {int(stat[19]): pid for pid, stat in fields.items() if stat[0] != "Z"}
+    if started:
+        os.kill(started[min(started)], signal.SIGKILL)
+    return bool(started)
 
 
 def main() -> None:
@@ -76,6 +151,8 @@ def main() -> None:
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        elif "kill_rank_of" in request:
+            answer = {"killed": kill_rank_of(request["kill_rank_of"])}
         else:
             pid = os.fork()
             if pid == 0:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.survival.in_place import KeptRanks
+from benchmarks.survival.network import Network, address
 from tests.helpers.job import SMALL
-from tests.slurm.network import Network, address
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 120

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.slurm.network import Network, address
+from benchmarks.survival.network import Network, address
 
 NODES = ("n1", "n2")
 CONF = """

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.survival.network import Network, address
 from tests.integration.conftest import ROOT
 from tests.slurm.cluster import Cluster
-from tests.slurm.network import Network, address
 from tests.slurm.test_pretrain import SLOW, SMALL, STEPS, Job, uninterrupted, wait_for_slow_rank, wait_for_update
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
