@@ -3,9 +3,10 @@
     python benchmarks/bench_survival.py --kills 200 --json FILE         killed runs end like the one without kills
     python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     growth of memory, files and descriptors
     python benchmarks/bench_survival.py --in-place 1000 --json FILE     killed ranks and nodes restart in place; as root
+    python benchmarks/bench_survival.py --recovery 20 --json FILE       seconds from a kill to the next update, and others'
 
 Each case is a model of one layer on the CPU with 1 to 4 ranks and another partitioning of the optimizer. Updates take 10-50 ms and
-checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures are counts. A failed case is
+checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures but those of --recovery are counts. A failed case is
 in the result with its reason, and the exit code is 1.
 """
 
@@ -26,6 +27,7 @@ from benchmarks.common import hardware
 from benchmarks.survival.in_place import survive_in_place
 from benchmarks.survival.kills import survive
 from benchmarks.survival.life import Case, Failure, Server
+from benchmarks.survival.recovery import recover
 from benchmarks.survival.soak import soak
 
 # Largest relative difference of a loss that rounding makes: ranks in another number sum in another order, and later updates amplify it.
@@ -109,6 +111,9 @@ def main() -> int:
     parser.add_argument(
         "--in-place", type=int, default=0, metavar="KILLS", help="kills of ranks and nodes that restart in place"
     )
+    parser.add_argument(
+        "--recovery", type=int, default=0, metavar="KILLS", help="timed kills each way; on a quiet machine"
+    )
     parser.add_argument("--data", type=Path, help="dataset folder; default: Python's documentation, built now")
     parser.add_argument("--seed", type=int, default=1)
     hardware.add_json(parser)
@@ -132,10 +137,17 @@ def main() -> int:
                 result["in_place"] = survive_in_place(data, folder / "in-place", args.in_place, args.seed)
             except (Failure, OSError) as error:
                 result["in_place"] = {"kills": args.in_place, "failure": str(error)}
+        if args.recovery:
+            try:
+                result["recovery"] = recover(data, folder / "recovery", args.recovery, args.seed)
+            except Failure as error:
+                result["recovery"] = {"kills": args.recovery, "failure": str(error)}
     if args.json:
         hardware.write_json(args.json, result)
     failures = dict(result.get("kills", {}).get("failures", {}))
-    failures |= {name: result[name]["failure"] for name in ("soak", "in_place") if "failure" in result.get(name, {})}
+    failures |= {
+        name: result[name]["failure"] for name in ("soak", "in_place", "recovery") if "failure" in result.get(name, {})
+    }
     if reason := differing(result.get("in_place", {})):
         failures["in_place"] = reason
     for name, part in result.items():

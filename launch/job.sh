@@ -191,11 +191,16 @@ count_attempt() {
 
 # run_or_restart WHAT command…: return when the command has finished; otherwise end this job, requeued or not
 run_or_restart() {
-  local what=$1 count within answered
+  local what=$1 count=0 within answered
   shift
   [ -f "$job/restarts" ] || remember 0
   choose_nodes
   for ((within = 1; ; within++)); do
+    if [ "${#nodes[@]}" -gt 0 ] && [ "${#nodes[@]}" -lt "$NODES" ]; then # srun would wait for the lost ones
+      echo "$(date -Is) $what: ${#nodes[@]} of $NODES nodes are left"
+      ended=4
+      break
+    fi
     attempt "$job/ranks" forward_signal "$@"
     case $ended in
       0) return ;;

@@ -3,6 +3,7 @@
 # its exit code. Sourced by keep.sh, network.sh and job.sh.
 set -euo pipefail
 
+in_place= # whether the ranks were given --in-place
 stopping= # the first signal that requested a stop; ranks save and exit with 85
 # shellcheck disable=SC2034 # read by the scripts
 ended=0 # exit code of the last attempt: 0 finished, 2 a mistake, 3 bad training, 4 a fault, 85 saved
@@ -86,7 +87,8 @@ attempt() {
 
 # verdict FOLDER STATUS: print the exit code of an attempt, from those of the ranks if there are any, otherwise from the launcher's
 # STATUS. A single rank's 3 decides, since all ranks find bad training. 2 counts only if no rank reports a fault: a file that is
-# missing on a single node may be a problem of its mounts.
+# missing on a single node may be a problem of its mounts. Ranks that restart in place (`in_place`) finish without those of a lost
+# node, for which the launcher's STATUS is not 0.
 verdict() {
   local codes
   codes=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
@@ -98,7 +100,7 @@ verdict() {
     echo 3
   elif [[ $codes == *" 2 "* && $codes != *" 4 "* ]]; then
     echo 2
-  elif [ "$2" = 0 ] && [[ ! $codes =~ [1-9] ]]; then
+  elif { [ "$2" = 0 ] || [ -n "$in_place" ]; } && [[ ! $codes =~ (^| )[1-9] ]]; then
     echo 0
   elif [[ -n $stopping || $codes == *" 85 "* ]]; then
     echo 85

@@ -161,11 +161,10 @@ class RanksOnNodes(KeptRanks):
     def stop(self) -> None:
         """End the servers and with them all processes; nodes that were killed start again."""
         for node in {keeper.node for keeper in self.processes if keeper.lost}:
-            self.servers.pop(node)
-            self.network.boot(node)
-        for server in self.servers.values():
-            server.close()
-        self.servers = {}
+            if self.servers.pop(node, None):
+                self.network.boot(node)
+        while self.servers:
+            self.servers.popitem()[1].close()
 
 
 def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:

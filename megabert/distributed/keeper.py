@@ -59,8 +59,10 @@ FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS)
 RESTARTS = 3
 # Seconds to wait for the keepers of a host that the watchdog named as failed, and of any other host.
 NAMED_PATIENCE, PATIENCE = 3.0, 30.0
-# Polling intervals in seconds: of the run folder, and of the keeper's folder.
-POLL, LOOK = 0.1, 0.02
+# Polling intervals in seconds: of the run folder, of the keeper's folder, and of the next rank's keeper while the ranks meet.
+POLL, LOOK, POLL_NEXT = 0.1, 0.02, 1.0
+# Seconds without an answer after which that keeper is lost.
+SILENT = 12.0
 # Timeout of a connection to a keeper, in seconds.
 CONNECT_SECONDS = 5.0
 # Keepers probed in parallel.
@@ -107,6 +109,10 @@ class Generation:
 
     def write(self, folder: Path) -> None:
         write_whole(folder / MEMBERS, json.dumps(asdict(self)).encode())
+
+    def following(self, rank: int) -> Member:
+        """The keeper of the next rank, which that of `rank` asks whether it is there."""
+        return self.members[(rank + 1) % len(self.members)]
 
     def peer_of(self, rank: int) -> Member | None:
         """The keeper on another host that receives the copies of `rank`; None where all are on one host. The peers of a host's
@@ -177,11 +183,14 @@ def keep(run_dir: Path) -> int:
     folder = _make_folder()
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    keeper = Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]])
     try:
-        return Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]]).run()
+        return keeper.run()
     finally:
-        if (exits := os.environ.get("MEGABERT_EXIT_DIR")) and (folder / EXITS).is_dir():
-            shutil.copytree(folder / EXITS, exits, dirs_exist_ok=True)  # a launch script reads the failed hosts
+        if keeper.lost is None:
+            os.environ.pop("MEGABERT_EXIT_DIR", None)  # the launch script hears from the others
+        elif exits := os.environ.get("MEGABERT_EXIT_DIR"):
+            keeper.report(Path(exits))
         shutil.rmtree(folder)
         os.close(lock)
 
@@ -215,6 +224,8 @@ class Keeper:
         self.place: tuple[Generation, int] | None = None
         # A signal has asked to stop.
         self.stopping = False
+        # Hosts that were lost in any generation; None if this keeper's rank was left out itself.
+        self.lost: list[str] | None = []
         self._child: subprocess.Popen[bytes] | None = None
         # The standby child, which has done its imports, and the pipe to send it its environment.
         self._next: tuple[subprocess.Popen[bytes], int] | None = None
@@ -261,7 +272,9 @@ class Keeper:
         return max((copy.cursor for copy in copies_in(self.folder)), default=-1)
 
     def _run_rank(self, before: int) -> int:
-        """Run the rank; its exit code. The standby child starts once the rank has written a copy newer than `before`."""
+        """Run the rank; its exit code. The standby child starts once the rank has written a copy newer than `before`. Until then the
+        keeper of the next rank is asked: while ranks meet, their watchdogs do not run, and a rendezvous waits minutes for a lost
+        host."""
         exits = self.folder / EXITS
         shutil.rmtree(exits, ignore_errors=True)
         exits.mkdir()
@@ -273,12 +286,28 @@ class Keeper:
         os.close(pipe)
         if self.place is not None and self._failed_generation == self.place[0].name:
             child.kill()
+        asked = answered = time.monotonic()
         while self._next is None and child.poll() is None:
             if self._newest() > before:
                 self._next = self._spawn()
+            elif self.place is not None and time.monotonic() - asked > POLL_NEXT:
+                asked = time.monotonic()
+                if _accepts(member := self.place[0].following(self.place[1])):
+                    answered = asked
+                elif asked - answered > SILENT:
+                    (exits / "keeper").write_text(f"failed={member.host}\n")
+                    child.kill()
             time.sleep(POLL)
         code = child.wait()
         return code if code >= 0 else FAILED
+
+    def report(self, folder: Path) -> None:
+        """Copy the rank's exit code to a launch script's folder, with the hosts that were lost."""
+        if (self.folder / EXITS).is_dir():
+            shutil.copytree(self.folder / EXITS, folder, dirs_exist_ok=True)
+        if self.lost:
+            lines = "".join(f"failed={host}\n" for host in self.lost)
+            (folder / f"{socket.gethostname()}-{os.getpid()}").write_text(lines)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through
@@ -338,6 +367,7 @@ class Keeper:
         members, ranks = generation.members, plan["ranks"]
         if old not in ranks:
             log.error(f"rank {old} was late or unreachable: the others restart without it")
+            self.lost = None
             return False
         lost = [f"{rank} (host {member.host})" for rank, member in enumerate(members) if rank not in ranks]
         hosts, rank = [members[rank].host for rank in ranks], ranks.index(old)
@@ -346,6 +376,8 @@ class Keeper:
             f"in place: a rank failed; {len(ranks)} of {len(members)} ranks restart"
             + (f", without {', '.join(lost)}" if lost else "")
         )
+        assert self.lost is not None
+        self.lost += sorted({member.host for member in members} - set(hosts))
         following = Generation(plan["name"], tuple(members[rank] for rank in ranks))
         following.write(self.folder)
         self.place = following, rank
@@ -455,20 +487,21 @@ def _send(member: Member, generation: str, path: Path | None = None) -> bool:
         return False
 
 
+def _accepts(member: Member) -> bool:
+    """Whether a keeper accepts a connection."""
+    try:
+        socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        log.debug(f"keeper at {member.address}:{member.port}: {error}")
+        return False
+    return True
+
+
 def _reached(generation: Generation, ranks: Collection[int]) -> set[int]:
     """The ranks whose keepers accept a connection."""
-
-    def accepts(rank: int) -> bool:
-        member = generation.members[rank]
-        try:
-            socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
-        except OSError as error:
-            log.debug(f"keeper of rank {rank} at {member.address}:{member.port}: {error}")
-            return False
-        return True
-
     with ThreadPoolExecutor(PROBES) as pool:
-        return {rank for rank, accepted in zip(ranks, pool.map(accepts, ranks), strict=True) if accepted}
+        accepted = pool.map(_accepts, [generation.members[rank] for rank in ranks])
+        return {rank for rank, reached in zip(ranks, accepted, strict=True) if reached}
 
 
 def _propose(path: Path, ranks: list[int], port: int) -> None:

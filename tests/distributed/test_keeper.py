@@ -21,9 +21,10 @@ from megabert.distributed.watchdog import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEPER = """
-import sys
+import os, sys
 from pathlib import Path
 from megabert.distributed import keeper
+keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
 folder = keeper._make_folder()
 sys.exit(keeper.Keeper(Path(sys.argv[1]) / "run", folder, [sys.executable, *sys.argv[2:]]).run())
 """
@@ -130,6 +131,16 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     again = sorted(starts(tmp_path, 6)[4:], key=lambda line: line["rank"])
     assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 2, 0), (1, 2, 1)]
     assert {text for line in again for text in line["copies"].values()} == {f"copy of {rank}" for rank in range(4)}
+
+
+def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
+    """The ranks of the second generation wait for each other, without a watchdog."""
+    act = "first and rank == 1 and os._exit(4); size == 1 and os._exit(0); time.sleep(60)"
+    started = keepers(tmp_path, act, (0, 1), ALWAYS="1", SILENT="0.5")
+    starts(tmp_path, 4)
+    started[1].kill()
+    assert codes(started) == [0, -signal.SIGKILL]
+    assert [line["size"] for line in starts(tmp_path, 5)] == [2, 2, 2, 2, 1]
 
 
 def test_restarts_without_progress_end(tmp_path: Path) -> None:

@@ -201,6 +201,13 @@ class Cluster:
         over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
         return self.wait(number, lambda job: job["JobState"] in over, timeout)["JobState"]
 
+    def down(self, node: str, timeout: float) -> None:
+        """Waits until SLURM marks a node as down."""
+        shown = ["sinfo", "-h", "-N", "-n", node, "-p", "main", "-o", "%T"]
+        self._until(
+            lambda: self.run(*shown).startswith("down"), timeout, f"{node} is not down", lambda: self.run(*shown)
+        )
+
     def restarted(self, number: int, count: int, timeout: float = 120) -> dict[str, str]:
         """The job once it runs for the `count`-th time after its first start."""
         return self.wait(number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout)

@@ -107,6 +107,30 @@ def test_a_node_loses_its_power_and_three_others_wait_for_a_new_one(cluster, net
     assert "resuming from" in job.log and job.losses() == curve
 
 
+def test_a_node_that_vanishes_is_left_behind_in_place(cluster, network, dataset, tmp_path) -> None:
+    """The others keep the job when SLURM marks the node as down, and finish the phase; the next one starts on a whole set of nodes."""
+    steps = 3000
+    options = ("--no-kill", "--time=30", "--in-place", "checkpoint.interval=500")
+    job = Job(cluster, tmp_path, dataset, *FOUR, *options, steps=steps)
+    job.trained(3, PATIENCE)
+    lost = time.time()
+    network.set_link("n3", "down")
+    try:
+        seconds = wait_for_update(job, lost, PATIENCE)
+        cluster.down("n3", PATIENCE)
+        seen = max(job.losses())
+        job.trained(seen + 10, PATIENCE)
+        assert seen < steps and cluster.job(job.number)["Restarts"] == "0", job.log
+        job.trained(steps, 2 * PATIENCE)
+    finally:
+        network.set_link("n3", "up")
+    job.finished(PATIENCE)
+    print(f"{seconds:.0f} s from the fault to the next update")
+    assert "3 of 4 ranks restart, without 2 (host n3)" in job.log and "resuming from copies in memory" in job.log, job.log
+    assert list(job.losses()) == list(range(1, steps + 1)) and len(job.losses(2)) == 2
+    assert job.log.count("phase1.toml ended with") == 0, job.log
+
+
 def test_a_network_that_falls_into_halves_and_heals(cluster, network, dataset, curve, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset, *FOUR)
     job.trained(3, PATIENCE)

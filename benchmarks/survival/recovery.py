@@ -1,0 +1,163 @@
+"""Seconds from the kill of a rank to the next update: restarts in place, torchrun's agent, torchft.
+
+Two ranks, as a user starts them, on cores that nothing else uses. In place all ranks start again from copies in memory; torchrun's
+agent starts them again from a checkpoint, and the updates after it are repeated; with torchft the other rank goes on alone, and its
+rows of the updates until the killed rank has returned are those of one rank. Each kill waits until BETWEEN updates were made, time
+enough for the imports of the next standby process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import hardware
+from benchmarks.survival.in_place import TRAIN, KeptRanks, children_of
+from benchmarks.survival.life import LIFE_ENDS_WITHIN, Case, Failure, last_step, wait
+
+RANKS = 2
+# updates from a restart to the next kill, at least and at most
+BETWEEN = (600, 900)
+# updates between the checkpoints that torchrun's restarts load
+INTERVAL = 300
+# torchft's fastest recovery: a rank is lost after a second without heartbeats (its default: 5), and those with heartbeats go on
+LIGHTHOUSE = {"min_replicas": 1, "join_timeout_ms": 1000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
+
+
+class RestartedRanks(KeptRanks):
+    """Ranks under torchrun's agent, which ends all of a host when one dies, and starts all again."""
+
+    def _start(self, argv: list[str], hosts: tuple[int, ...]) -> list[Any]:
+        options = [f"--nproc-per-node={len(hosts)}", "--max-restarts=1000", "--monitor-interval=0.1"]
+        options += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}"]
+        return [self._process([sys.executable, "-m", "torch.distributed.run", *options, "--", TRAIN, *argv], {})]
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(children_of(self.processes[0].pid)[rank], signal.SIGKILL)
+
+
+class TorchftRanks:
+    """Ranks of torchft, each started again as soon as it is killed."""
+
+    def __init__(self, data: Path, run: Path, updates: int) -> None:
+        from torchft.coordination import LighthouseServer
+
+        run.mkdir(parents=True)
+        self.run, self.log = run, run.with_name(f"{run.name}.log")
+        self._server = LighthouseServer(bind="[::]:0", **LIGHTHOUSE)
+        self._options = ["--data", str(data), "--run", str(run), "--steps", str(updates)]
+        self._processes = [self._started(rank) for rank in range(RANKS)]
+
+    def _started(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "benchmarks.peers.torchft_loop", "--rank", str(rank), *self._options]
+        env = os.environ | {"TORCHFT_LIGHTHOUSE": self._server.address(), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, env=env, cwd=hardware.ROOT, stdout=log, stderr=log)
+
+    def replace(self, rank: int) -> None:
+        """Kill a rank and start it again."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+        self._processes[rank] = self._started(rank)
+
+    def last(self) -> tuple[int, int]:
+        """The newest update, and the number of ranks that made it."""
+        found = [(0, 0)]
+        for file in self.run.glob("rank-*.jsonl"):
+            if lines := file.read_text().rpartition("\n")[0].splitlines()[-1:]:
+                line = json.loads(lines[0])
+                found.append((line["step"], line["ranks"]))
+        return max(found)
+
+    def wait_until(self, condition: Any) -> float:
+        """Seconds until then. Raises Failure, with the end of the log, where that takes too long."""
+        started = time.monotonic()
+        try:
+            wait(condition, LIFE_ENDS_WITHIN, "no update")
+        except TimeoutError as error:
+            raise Failure(f"torchft: {error}\n{self.log.read_text()[-3000:]}") from None
+        return time.monotonic() - started
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._server.shutdown()
+
+
+def recover(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Seconds of `kills` recoveries each way. Raises Failure."""
+    folder.mkdir()
+    result = {
+        "ranks": RANKS,
+        "kills": kills,
+        "in_place": restarted(KeptRanks, data, folder / "in-place", kills, seed, 0),
+        "torchrun": restarted(RestartedRanks, data, folder / "torchrun", kills, seed, INTERVAL),
+    }
+    if importlib.util.find_spec("torchft"):
+        return result | {"torchft": replaced(data, folder / "torchft", kills, seed)}
+    return result | {"torchft": "not installed"}
+
+
+def restarted(kind: type[KeptRanks], data: Path, run: Path, kills: int, seed: int, interval: int) -> dict[str, Any]:
+    """Restarts of all ranks: seconds from the kill to an update that was not made before it."""
+    case = Case(run.name, RANKS, (kills + 1) * BETWEEN[1], interval, ("checkpoint.keep=1",))
+    argv = [word for word in case.argv(data, run) if word not in ("--run", str(run))]
+    job, chance, seconds = kind(argv, run, (0,) * RANKS), random.Random(seed), []
+    try:
+        for _ in range(kills):
+            job.wait_for_step(last_step(run) + chance.randint(*BETWEEN))
+            started, starts = time.monotonic(), count_starts(run)
+            job.kill_rank(chance.randrange(RANKS))
+            before = last_step(run)
+            job.wait_until(lambda starts=starts: count_starts(run) > starts or job.ended(), "no restart")
+            job.wait_for_step(before + 1)
+            seconds.append(time.monotonic() - started)
+    finally:
+        job.stop()
+    return {"seconds_to_next_update": summary(seconds)}
+
+
+def count_starts(run: Path) -> int:
+    return (run / "starts.jsonl").read_bytes().count(b"\n")
+
+
+def replaced(data: Path, run: Path, kills: int, seed: int) -> dict[str, Any]:
+    """With torchft: seconds from the kill to the next update by any rank and by all ranks, and updates between these."""
+    job, chance = TorchftRanks(data, run, (kills + 1) * BETWEEN[1] * 1000), random.Random(seed)
+    first, whole, alone = [], [], []
+    try:
+        for _ in range(kills):
+            job.wait_until(lambda: job.last()[1] == RANKS)
+            reach = job.last()[0] + chance.randint(*BETWEEN)
+            job.wait_until(lambda reach=reach: job.last() >= (reach, RANKS))
+            job.replace(chance.randrange(RANKS))
+            before = job.last()[0]
+            first.append(job.wait_until(lambda before=before: job.last()[0] > before))
+            whole.append(
+                first[-1] + job.wait_until(lambda before=before: job.last()[0] > before + 1 and job.last()[1] == RANKS)
+            )
+            alone.append(job.last()[0] - before)
+    finally:
+        job.stop()
+    return {
+        "seconds_to_next_update": summary(first),
+        "seconds_to_update_of_all_ranks": summary(whole),
+        "updates_of_one_rank": summary(alone),
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    named = {"median": statistics.median(ordered), "p90": ordered[int(0.9 * len(ordered))], "most": ordered[-1]}
+    return {name: round(value, 2) for name, value in named.items()}
