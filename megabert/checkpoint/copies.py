@@ -60,8 +60,7 @@ class Copies:
             generation = Generation(name, tuple(Member(*place) for place in places))
             if world.is_main:  # left by an earlier job
                 shutil.rmtree(run_dir / keeper.IN_PLACE, ignore_errors=True)
-            (folder / keeper.RANK).write_text(str(world.rank))
-            generation.write(folder)
+            keeper.introduce(folder, generation, world.rank)
         self._generation = generation
         self._peer = generation.peer_of(world.rank)
         self._writing: BackgroundTask | None = None
@@ -93,8 +92,8 @@ class Copies:
                 f"{self._folder}: no copy of the training state ({self._writing.problem}); give it more memory, or train "
                 "without --in-place"
             )
-        delivered, started = self._folder / keeper.DELIVERED, time.monotonic()
-        while self._peer is not None and not (delivered.exists() and delivered.read_text() == str(name)):
+        started = time.monotonic()
+        while self._peer is not None and keeper.delivered(self._folder) != str(name):
             if time.monotonic() - started > SENT_WITHIN:
                 raise Failed(
                     f"host {self._peer.host} did not receive a copy of the training state within {SENT_WITHIN:.0f} s"

@@ -152,6 +152,18 @@ def wait_for_place() -> None:
     os.environ.update(json.loads(text))
 
 
+def introduce(folder: Path, generation: Generation, rank: int) -> None:
+    """Tell this rank's keeper the first generation and its rank in it."""
+    (folder / RANK).write_text(str(rank))
+    generation.write(folder)
+
+
+def delivered(folder: Path) -> str:
+    """Name of the newest copy of this rank that its peer has received; "" if there is none."""
+    path = folder / DELIVERED
+    return path.read_text() if path.exists() else ""
+
+
 def known_owner() -> str:
     """Token of the run's owner (`run_lock`) in the previous generation; "" if there is none."""
     path = Path(os.environ.get(FOLDER, ""), OWNER)

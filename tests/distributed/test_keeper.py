@@ -52,14 +52,12 @@ if first:
     (shared / f"new-{rank}").rename(shared / f"place-{rank}")
     wait_for(lambda: len(list(shared.glob("place-*"))) == size)
     places = [json.loads((shared / f"place-{other}").read_text()) for other in range(size)]
-    (folder / keeper.RANK).write_text(str(rank))
-    Generation("0" * 16, tuple(Member(*one) for one in places)).write(folder)
+    keeper.introduce(folder, Generation("0" * 16, tuple(Member(*one) for one in places)), rank)
     if len({host for host, *_ in places}) > 1:
         name = CopyName(7, rank, size, "0" * 16)
         (folder / ".part").write_text(f"copy of {rank}")
         (folder / ".part").rename(folder / str(name))
-        wait_for(lambda: (folder / keeper.DELIVERED).exists())
-        assert (folder / keeper.DELIVERED).read_text() == str(name)
+        wait_for(lambda: keeper.delivered(folder) == str(name))
     (shared / f"ready-{rank}").touch()
     wait_for(lambda: len(list(shared.glob("ready-*"))) == size)
 copies = {str(copy): (folder / str(copy)).read_text() for copy in keeper.copies_in(folder)}

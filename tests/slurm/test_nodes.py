@@ -126,7 +126,9 @@ def test_a_node_that_vanishes_is_left_behind_in_place(cluster, network, dataset,
         network.set_link("n3", "up")
     job.finished(PATIENCE)
     print(f"{seconds:.0f} s from the fault to the next update")
-    assert "3 of 4 ranks restart, without 2 (host n3)" in job.log and "resuming from copies in memory" in job.log, job.log
+    assert "3 of 4 ranks restart, without 2 (host n3)" in job.log and "resuming from copies in memory" in job.log, (
+        job.log
+    )
     assert list(job.losses()) == list(range(1, steps + 1)) and len(job.losses(2)) == 2
     assert job.log.count("phase1.toml ended with") == 0, job.log
 
