@@ -44,7 +44,7 @@ from megabert.data.mixture import (
 from megabert.data.pairs import read_pairs
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed import keeper, run_lock
+from megabert.distributed import kept_rank, run_lock
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -177,7 +177,7 @@ def complete_config(
         raise ValueError(
             f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
         )
-    keeper.remember_owner(run_lock.take(run_dir, world, keeper.known_owner()))
+    kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
     checkpoints = Checkpoints(run_dir, world, config.checkpoint)
     path = checkpoints.latest()
     state = {} if path is None else checkpoints.state

@@ -88,13 +88,13 @@ def main(argv: list[str] | None = None) -> int:
         code = answer(args)
         if code != OK or args.print_config or args.explain:
             return code
-    from megabert.distributed import keeper
+    from megabert.distributed import keeper, kept_rank
 
     if args.in_place:
-        if not keeper.follow():
+        if not kept_rank.follow():
             return errors.command(keeper.keep)(Path(args.run))
         load_all()
-        keeper.wait_for_place()
+        kept_rank.wait_for_place()
     from megabert.distributed import session
 
     return session.run(lambda ranks: command(args, ranks, started))

@@ -56,7 +56,12 @@ DATA_PREP_MAY_USE = {"megabert.data", "megabert.common"}
 WITHOUT_TORCH = (
     *("megabert.__main__", "megabert.common.arguments", "megabert.common.errors", "megabert.common.logs"),
     *("megabert.common.files", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
-    *("megabert.data.tokenizer", "megabert.distributed.keeper", "megabert.distributed.signals"),
+    *(
+        "megabert.data.tokenizer",
+        "megabert.distributed.keeper",
+        "megabert.distributed.kept_rank",
+        "megabert.distributed.signals",
+    ),
     *("megabert.commands.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.scores"),
     *("megabert.finetune.tasks", "megabert.spikes", "megabert.optim.schedule"),

@@ -25,8 +25,8 @@ from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors
 from megabert.common.logs import log
-from megabert.distributed import keeper
-from megabert.distributed.keeper import CopyName, Generation, Member
+from megabert.distributed import kept_rank
+from megabert.distributed.kept_rank import CopyName, Generation, Member
 from megabert.distributed.ranks import World
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ class Copies:
         self._folder, self._world, self._every = folder, world, every
         generation = Generation.read(folder)
         if generation is None:
-            address = keeper.address_here(world.master) if world.master else "localhost"
-            places = world.gather([host_name(), address, int(os.environ[keeper.PORT])])
+            address = kept_rank.address_here(world.master) if world.master else "localhost"
+            places = world.gather([host_name(), address, int(os.environ[kept_rank.PORT])])
             name = world.broadcast(secrets.token_hex(8))
             generation = Generation(name, tuple(Member(*place) for place in places))
             if world.is_main:  # left by an earlier job
-                shutil.rmtree(run_dir / keeper.IN_PLACE, ignore_errors=True)
-            keeper.introduce(folder, generation, world.rank)
+                shutil.rmtree(run_dir / kept_rank.IN_PLACE, ignore_errors=True)
+            kept_rank.introduce(folder, generation, world.rank)
         self._generation = generation
         self._peer = generation.peer_of(world.rank)
         self._writing: BackgroundTask | None = None
@@ -75,7 +75,7 @@ class Copies:
         if self._last is not None:
             self._finish(self._last)
             self._world.barrier()
-            for copy in keeper.copies_in(self._folder):
+            for copy in kept_rank.copies_in(self._folder):
                 if copy.cursor < self._last.cursor:
                     (self._folder / str(copy)).unlink()
         name = CopyName(int(state["cursor"]), self._world.rank, self._world.size, self._generation.name)
@@ -93,7 +93,7 @@ class Copies:
                 "without --in-place"
             )
         started = time.monotonic()
-        while self._peer is not None and keeper.delivered(self._folder) != str(name):
+        while self._peer is not None and kept_rank.delivered(self._folder) != str(name):
             if time.monotonic() - started > SENT_WITHIN:
                 raise Failed(
                     f"host {self._peer.host} did not receive a copy of the training state within {SENT_WITHIN:.0f} s"
@@ -115,7 +115,7 @@ class Copies:
     def newest(self, after: int) -> NewestCopy | None:
         """The newest copy with a data cursor greater than `after` of which the ranks' folders have every file; None if there is
         none."""
-        copies_by_holder = self._world.gather([list(copy) for copy in keeper.copies_in(self._folder)])
+        copies_by_holder = self._world.gather([list(copy) for copy in kept_rank.copies_in(self._folder)])
         # of each copy: the rank that wrote a file -> the rank that reads it
         holders: dict[tuple[int, str, int], dict[int, int]] = {}
         for holder, copies in enumerate(copies_by_holder):
@@ -147,5 +147,5 @@ class Copies:
 
 def copies_of_keeper(run_dir: Path, world: World, every: int) -> Copies | None:
     """The copies of a rank that has a keeper, otherwise None. A collective."""
-    folder = os.environ.get(keeper.FOLDER)
+    folder = os.environ.get(kept_rank.FOLDER)
     return Copies(Path(folder), run_dir, world, every) if folder else None

@@ -13,7 +13,7 @@ import torch
 from megabert.checkpoint.copies import Copies
 from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
-from megabert.distributed import keeper
+from megabert.distributed import kept_rank
 from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import ParameterSlice
@@ -42,7 +42,7 @@ def whole(cursor: int, kind: str) -> torch.Tensor:
 def opened(world: World, folder: str, host: str) -> Copies:
     place = Path(folder, str(world.rank))
     place.mkdir(exist_ok=True)
-    os.environ |= {keeper.FOLDER: str(place), keeper.PORT: str(7000 + world.rank), "SLURMD_NODENAME": host}
+    os.environ |= {kept_rank.FOLDER: str(place), kept_rank.PORT: str(7000 + world.rank), "SLURMD_NODENAME": host}
     return Copies(place, Path(folder, "run"), world, CheckpointConfig().copy_every)
 
 
@@ -53,8 +53,8 @@ def take(world: World, folder: str, cursors: list[int]) -> list[list[int]]:
         copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1})
         assert copies._last is not None and copies._writing is not None
         copies._writing.join()
-        Path(folder, str(world.rank), keeper.DELIVERED).write_text(str(copies._last))  # as its keeper does
-        found.append(sorted(copy.cursor for copy in keeper.copies_in(Path(folder, str(world.rank)))))
+        Path(folder, str(world.rank), kept_rank.DELIVERED).write_text(str(copies._last))  # as its keeper does
+        found.append(sorted(copy.cursor for copy in kept_rank.copies_in(Path(folder, str(world.rank)))))
     return found
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megabert.distributed.keeper import RESTARTS, Generation, Member
+from megabert.distributed.keeper import RESTARTS
+from megabert.distributed.kept_rank import Generation, Member
 from megabert.distributed.signals import REQUEUE
 from megabert.distributed.watchdog import is_alive
 
@@ -34,33 +35,33 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from megabert.common.errors import leave_exit_code
-from megabert.distributed import keeper
-from megabert.distributed.keeper import CopyName, Generation, Member
+from megabert.distributed import kept_rank
+from megabert.distributed.kept_rank import CopyName, Generation, Member
 
 def wait_for(condition):
     while not condition():
         time.sleep(0.01)
 
-assert keeper.follow()
-keeper.wait_for_place()
-shared, folder = Path(sys.argv[1]), Path(os.environ[keeper.FOLDER])
+assert kept_rank.follow()
+kept_rank.wait_for_place()
+shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.FOLDER])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 first = Generation.read(folder) is None
 if first:
-    place = [os.environ["SLURMD_NODENAME"], "localhost", int(os.environ[keeper.PORT])]
+    place = [os.environ["SLURMD_NODENAME"], "localhost", int(os.environ[kept_rank.PORT])]
     (shared / f"new-{rank}").write_text(json.dumps(place))
     (shared / f"new-{rank}").rename(shared / f"place-{rank}")
     wait_for(lambda: len(list(shared.glob("place-*"))) == size)
     places = [json.loads((shared / f"place-{other}").read_text()) for other in range(size)]
-    keeper.introduce(folder, Generation("0" * 16, tuple(Member(*one) for one in places)), rank)
+    kept_rank.introduce(folder, Generation("0" * 16, tuple(Member(*one) for one in places)), rank)
     if len({host for host, *_ in places}) > 1:
         name = CopyName(7, rank, size, "0" * 16)
         (folder / ".part").write_text(f"copy of {rank}")
         (folder / ".part").rename(folder / str(name))
-        wait_for(lambda: keeper.delivered(folder) == str(name))
+        wait_for(lambda: kept_rank.delivered(folder) == str(name))
     (shared / f"ready-{rank}").touch()
     wait_for(lambda: len(list(shared.glob("ready-*"))) == size)
-copies = {str(copy): (folder / str(copy)).read_text() for copy in keeper.copies_in(folder)}
+copies = {str(copy): (folder / str(copy)).read_text() for copy in kept_rank.copies_in(folder)}
 line = {"rank": rank, "size": size, "local": int(os.environ["LOCAL_RANK"]), "copies": copies, "pid": os.getpid()}
 with open(shared / "starts.jsonl", "a") as file:
     file.write(json.dumps(line) + "\\n")

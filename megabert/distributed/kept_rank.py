@@ -1,0 +1,145 @@
+"""A rank with a keeper (`train --in-place`): what the two tell each other, through the environment and files in memory.
+
+This module must not import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megabert.common.errors import FAILED
+from megabert.common.files import write_whole
+from megabert.distributed import signals
+
+# Environment variables of a rank: its keeper's folder, and the port at which the keeper receives messages.
+FOLDER, PORT = "MEGABERT_KEEPER", "MEGABERT_KEEPER_PORT"
+# Files in the keeper's folder: the ranks of this generation, the keeper's rank, the name of the newest copy that the peer
+# received, a folder of exit codes, and the token of the run's owner.
+MEMBERS, RANK, DELIVERED, EXITS, OWNER = "members.json", "rank", "delivered", "exits", "owner"
+# Folder of a run in which the keepers agree.
+IN_PLACE = "in-place"
+# File name of a copy: data cursor, rank, number of ranks, generation.
+COPY = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.safetensors")
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class CopyName(NamedTuple):
+    """Fields of a copy's file name."""
+
+    cursor: int
+    rank: int
+    size: int
+    generation: str
+
+    def __str__(self) -> str:
+        return f"{self.cursor:012d}-{self.rank:05d}-of-{self.size:05d}-{self.generation}.safetensors"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A keeper: its host's name and address, and the port at which it receives messages."""
+
+    host: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks of one start; a keeper's rank is its index in `members`."""
+
+    name: str
+    members: tuple[Member, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Generation | None:
+        """The generation in a keeper's folder; None before the first ranks have met."""
+        try:
+            tree = json.loads((folder / MEMBERS).read_text())
+        except FileNotFoundError:
+            return None
+        return cls(tree["name"], tuple(Member(**member) for member in tree["members"]))
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / MEMBERS, json.dumps(asdict(self)).encode())
+
+    def following(self, rank: int) -> Member:
+        """The keeper of the next rank, which that of `rank` asks whether it is there."""
+        return self.members[(rank + 1) % len(self.members)]
+
+    def peer_of(self, rank: int) -> Member | None:
+        """The keeper on another host that receives the copies of `rank`; None where all are on one host. The peers of a host's
+        ranks are spread over the ranks of other hosts."""
+        host, size = self.members[rank].host, len(self.members)
+        on_host = [n for n, member in enumerate(self.members) if member.host == host]
+        following = [n % size for n in range(on_host[-1] + 1, on_host[-1] + 1 + size)]
+        others = [n for n in following if self.members[n].host != host]
+        return self.members[others[on_host.index(rank) % len(others)]] if others else None
+
+
+def copies_in(folder: Path) -> Iterator[CopyName]:
+    """The complete copies in a keeper's folder."""
+    for name in os.listdir(folder):
+        if match := COPY.fullmatch(name):
+            yield CopyName(int(match[1]), int(match[2]), int(match[3]), match[4])
+
+
+def follow() -> bool:
+    """Whether this process is a rank that has a keeper; if so, it is killed when the keeper ends."""
+    if FOLDER not in os.environ:
+        return False
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return True
+
+
+def wait_for_place() -> None:
+    """Wait for the environment that the keeper sends, and set it. Exits if the keeper has ended."""
+    with open(int(os.environ[signals.PLACE]), "rb") as pipe:
+        text = pipe.read()
+    if not text:
+        os._exit(FAILED)
+    os.environ.clear()
+    os.environ.update(json.loads(text))
+
+
+def introduce(folder: Path, generation: Generation, rank: int) -> None:
+    """Tell this rank's keeper the first generation and its rank in it."""
+    (folder / RANK).write_text(str(rank))
+    generation.write(folder)
+
+
+def delivered(folder: Path) -> str:
+    """Name of the newest copy of this rank that its peer has received; "" if there is none."""
+    path = folder / DELIVERED
+    return path.read_text() if path.exists() else ""
+
+
+def known_owner() -> str:
+    """Token of the run's owner (`run_lock`) in the previous generation; "" if there is none."""
+    path = Path(os.environ.get(FOLDER, ""), OWNER)
+    return path.read_text() if FOLDER in os.environ and path.exists() else ""
+
+
+def remember_owner(token: str) -> None:
+    """Save the owner's token for the next generation, if there is a keeper."""
+    if FOLDER in os.environ:
+        write_whole(Path(os.environ[FOLDER], OWNER), token.encode())
+
+
+def address_here(master: tuple[str, int]) -> str:
+    """The address at which other ranks reach this host: its local address on the route to `master`; on rank 0's host, that of
+    `master`."""
+    family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        local = probe.getsockname()[0]
+    return master[0] if local in (address[0], "::1") or local.startswith("127.") else local
