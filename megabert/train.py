@@ -102,12 +102,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_all() -> None:
     """Import everything that a rank needs, including modules that are otherwise imported on first use."""
+    import torch._dynamo  # noqa: F401  by the first optimizer
+
     from megabert import pretraining  # noqa: F401
     from megabert.distributed import ranks
     from megabert.engine import import_deepspeed
 
     import_deepspeed(ranks.discover({}))
-    import torch._dynamo  # noqa: F401  by the first optimizer
 
 
 @errors.command

@@ -33,7 +33,7 @@ from megabert.distributed import keeper, signals  # noqa: E402
 
 # Modules that a run imports later, some of them with the first use of an optimizer.
 IMPORTED_LATER = (
-    *("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"),
     *("torch.utils.tensorboard", "safetensors.torch"),
 )
 # PR_SET_PDEATHSIG of prctl(2)
@@ -141,6 +141,7 @@ def kill_rank_of(parent: int) -> bool:
 
 
 def main() -> None:
+    train.load_all()
     for name in IMPORTED_LATER:
         importlib.import_module(name)
     gc.collect()

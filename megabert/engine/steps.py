@@ -9,6 +9,7 @@ and gathers partitions.
 from __future__ import annotations
 
 import hashlib
+import gc
 import importlib
 import inspect
 import logging
@@ -42,8 +43,10 @@ def import_deepspeed(world: World) -> Any:
 
     On the CPU its shared-memory collective, used only for inference, takes a minute to compile on a fresh machine. MLflow is for
     tuning, takes longer to load than all of DeepSpeed, and starts a thread. Its Muon is imported with ZeRO and decorated with
-    torch.compile, which would load the compiler.
+    torch.compile, which would load the compiler. When its engine starts it collects garbage several times, which takes a second in
+    all with the objects of the imported modules: these are frozen.
     """
+    first = "deepspeed" not in sys.modules
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     hidden = {} if "mlflow" in sys.modules else {"mlflow": None}
     sys.modules.update(hidden)  # type: ignore[arg-type]
@@ -60,6 +63,8 @@ def import_deepspeed(world: World) -> Any:
     compile_, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     compiler.compile = compile_
+    if first:
+        gc.freeze()
     return deepspeed
 
 
