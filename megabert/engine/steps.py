@@ -8,8 +8,8 @@ and gathers partitions.
 
 from __future__ import annotations
 
-import hashlib
 import gc
+import hashlib
 import importlib
 import inspect
 import logging
