@@ -236,7 +236,7 @@ def run_killed(
         job.stop()
 
 
-def differences(job: RanksOnNodes, expected: Curve) -> dict[str, float]:
+def differences(job: KeptRanks, expected: Curve) -> dict[str, float]:
     """Updates whose rows, and up to the first start on fewer ranks whose figures differ; relative differences of the losses after it."""
     found, starts = job.curve(), map(json.loads, (job.run / "starts.jsonl").read_text().splitlines())
     fewer = min((start["step"] for start in starts if start["ranks"] < len(PLACES)), default=len(expected))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.survival import kills
+from benchmarks.survival import in_place, kills
 from benchmarks.survival.kills import differences
 from benchmarks.survival.life import Case, Life, Server
 from benchmarks.survival.soak import growth, look_at, soak, typical
@@ -97,6 +97,28 @@ def test_any_difference_is_seen(tmp_path, spoil, expected):
     assert differences(one, two, 3) == []
     spoil(two)
     assert any(expected in line for line in differences(one, two, 3))
+
+
+@pytest.mark.parametrize(
+    ("step", "line", "found"),
+    [
+        (1, (1.0, 0.5, "a"), {}),
+        (2, (0.9, 0.5, "b"), {"figures": 1}),
+        (2, (0.5, 0.5, "x"), {"rows": 1, "figures": 1}),
+        (3, (0.4, 0.5, "c"), {"on_fewer": 0.2, "last": 0.2}),
+        (3, (0.5, 0.5, "x"), {"rows": 1}),
+        (4, (0.5, 0.5, "d"), {"rows": 1, "figures": 1}),
+    ],
+)
+def test_any_difference_of_a_run_in_place_is_seen(tmp_path, step, line, found):
+    """Up to update 2 the run has four ranks, then three."""
+    expected = {1: (1.0, 0.5, "a"), 2: (0.5, 0.5, "b"), 3: (0.5, 0.5, "c")}
+    job = object.__new__(in_place.KeptRanks)
+    job.run, job.curve = tmp_path, lambda: expected | {step: line}
+    starts = [{"step": 0, "ranks": 4}, {"step": 2, "ranks": 3}]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    whole = {"updates": 3, "rows": 0, "figures": 0, "on_fewer": 0.0, "last": 0.0}
+    assert in_place.differences(job, expected) == pytest.approx(whole | found)
 
 
 def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
