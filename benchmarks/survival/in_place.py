@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,22 +169,17 @@ class RanksOnNodes(KeptRanks):
 
 
 def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """At least `kills` kills, in jobs of PER_JOB, each of one of CASES. Raises OSError where nodes cannot be made, and Failure."""
-    chance, victims, results = random.Random(seed), Counter[str](), []
+    """At least `kills` kills, in jobs of PER_JOB, each of one of CASES; after Ctrl-C those of the finished jobs. Raises OSError where
+    nodes cannot be made, and Failure."""
+    victims, results = Counter[str](), []
     folder.mkdir()
-    with Network(folder, NODES) as network:
-        undisturbed: dict[str, Curve] = {}
-        for number in range(-(-kills // PER_JOB)):
-            case = replace(CASES[number % len(CASES)], steps=PER_JOB * STEPS_A_KILL)
-            if case.name not in undisturbed:
-                undisturbed[case.name] = run_whole(network, case, data, folder / f"whole-{len(undisturbed)}")
-            started = time.monotonic()
-            counts, differences = run_killed(
-                network, case, data, folder / f"run-{number}", chance, undisturbed[case.name]
-            )
-            victims += counts
-            results.append(differences)
-            print(f"{case.name}: {dict(counts)}, {differences}, {time.monotonic() - started:.0f} s", flush=True)
+    try:
+        with Network(folder, NODES) as network:
+            for counts, found in finished_jobs(network, data, folder, -(-kills // PER_JOB), random.Random(seed)):
+                victims += counts
+                results.append(found)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(results)} jobs", flush=True)
     return {
         "kills": victims.total(),
         "of": dict(victims),
@@ -191,9 +187,24 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
         "updates": sum(result["updates"] for result in results),
         "updates_with_other_rows": sum(result["rows"] for result in results),
         "updates_that_differ_on_four_ranks": sum(result["figures"] for result in results),
-        "largest_relative_difference_of_a_loss_on_fewer": max(result["on_fewer"] for result in results),
-        "last_losses": max(result["last"] for result in results),
+        "largest_relative_difference_of_a_loss_on_fewer": max((result["on_fewer"] for result in results), default=0.0),
+        "largest_relative_difference_of_a_last_loss": max((result["last"] for result in results), default=0.0),
     }
+
+
+def finished_jobs(
+    network: Network, data: Path, folder: Path, jobs: int, chance: random.Random
+) -> Iterator[tuple[Counter[str], dict[str, float]]]:
+    """Run the jobs, one case after the other; yields each one's kills and differences."""
+    undisturbed: dict[str, Curve] = {}
+    for number in range(jobs):
+        case = replace(CASES[number % len(CASES)], steps=PER_JOB * STEPS_A_KILL)
+        if case.name not in undisturbed:
+            undisturbed[case.name] = run_whole(network, case, data, folder / f"whole-{len(undisturbed)}")
+        started = time.monotonic()
+        counts, found = run_killed(network, case, data, folder / f"run-{number}", chance, undisturbed[case.name])
+        print(f"{case.name}: {dict(counts)}, {found}, {time.monotonic() - started:.0f} s", flush=True)
+        yield counts, found
 
 
 def run_whole(network: Network, case: Case, data: Path, run: Path) -> Curve:
