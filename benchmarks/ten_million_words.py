@@ -79,7 +79,8 @@ def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
     for name in JUDGES:
         file = run.with_name(f"{run.name}-{name}.json")
         command = [sys.executable, "-m", "megabert", "pairs", "--model", str(run), "--pairs", str(pairs / name)]
-        hardware.call([*command, "--json", str(file)], threads, file.with_suffix(".log"))
+        if not file.is_file():  # scored in an earlier call
+            hardware.call([*command, "--json", str(file)], threads, file.with_suffix(".log"))
         table = json.loads(file.read_text())
         scores[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
     return scores
