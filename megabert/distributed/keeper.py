@@ -123,6 +123,8 @@ class Keeper:
         self._child: subprocess.Popen[bytes] | None = None
         # The standby child, which has done its imports, and the pipe to send it its environment.
         self._next: tuple[subprocess.Popen[bytes], int] | None = None
+        # The host of a keeper that was silent while the ranks met; "" if none was.
+        self._silent_host = ""
         # The newest generation of which another keeper reported a failed rank.
         self._failed_generation = ""
         self._ended = threading.Event()
@@ -172,6 +174,7 @@ class Keeper:
         exits = self.folder / EXITS
         shutil.rmtree(exits, ignore_errors=True)
         exits.mkdir()
+        self._silent_host = ""
         if self._next is None or self._next[0].poll() is not None:
             self._next = self._spawn()
         child, pipe = self._next
@@ -189,7 +192,7 @@ class Keeper:
                 if _accepts(member := self.place[0].following(self.place[1])):
                     answered = asked
                 elif asked - answered > SILENT:
-                    (exits / "keeper").write_text(f"failed={member.host}\n")
+                    self._silent_host = member.host
                     child.kill()
             time.sleep(POLL)
         code = child.wait()
@@ -199,9 +202,9 @@ class Keeper:
         """Copy the rank's exit code to a launch script's folder, with the hosts that were lost."""
         if (self.folder / EXITS).is_dir():
             shutil.copytree(self.folder / EXITS, folder, dirs_exist_ok=True)
-        if self.lost:
+        if self.lost:  # not the name under which this process leaves its own code, which would replace the file
             lines = "".join(f"failed={host}\n" for host in self.lost)
-            (folder / f"{socket.gethostname()}-{os.getpid()}").write_text(lines)
+            (folder / f"{socket.gethostname()}-{os.getpid()}-lost").write_text(lines)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through
@@ -252,7 +255,7 @@ class Keeper:
     def _complete(self, generation: Generation, present: Collection[int], waited: float) -> bool:
         """Whether all keepers are `present`, or the time to wait for the missing ones is over."""
         lines = [line for path in (self.folder / EXITS).iterdir() for line in path.read_text().splitlines()]
-        failed = {line.removeprefix("failed=") for line in lines if line.startswith("failed=")}
+        failed = {self._silent_host, *(line.removeprefix("failed=") for line in lines if line.startswith("failed="))}
         missing = {member.host for rank, member in enumerate(generation.members) if rank not in present}
         return not missing or waited >= (NAMED_PATIENCE if missing <= failed else PATIENCE)
 

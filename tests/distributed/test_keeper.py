@@ -24,10 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 KEEPER = """
 import os, sys
 from pathlib import Path
+from megabert.common.errors import code_of
 from megabert.distributed import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
-folder = keeper._make_folder()
-sys.exit(keeper.Keeper(Path(sys.argv[1]) / "run", folder, [sys.executable, *sys.argv[2:]]).run())
+sys.orig_argv = [sys.executable, *sys.argv[2:]]
+sys.exit(code_of(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
 """
 # A rank of the first generation meets the others by files, copies its number, waits until its peer has the copy, and does what
 # `act` says. One of a later generation ends with 0.
@@ -120,7 +121,8 @@ def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
 
 def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     act = "wait_for(lambda: (shared / 'end').exists()); sys.exit(leave_exit_code(4, ['n0']))"
-    started = keepers(tmp_path, act, (0, 0, 1, 1))
+    (tmp_path / "exits").mkdir()
+    started = keepers(tmp_path, act, (0, 0, 1, 1), MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
     first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
     for keeper in started[:2]:
         keeper.kill()
@@ -130,6 +132,9 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     again = sorted(starts(tmp_path, 6)[4:], key=lambda line: line["rank"])
     assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 2, 0), (1, 2, 1)]
     assert {text for line in again for text in line["copies"].values()} == {f"copy of {rank}" for rank in range(4)}
+    # a launch script reads the codes, and the lost host from both keepers
+    exits = Counter("".join(path.read_text() for path in (tmp_path / "exits").iterdir()).split())
+    assert exits["failed=n0"] == 2 and set(exits) == {"0", "failed=n0"}
 
 
 def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
