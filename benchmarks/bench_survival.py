@@ -6,8 +6,8 @@
     python benchmarks/bench_survival.py --recovery 20 --json FILE       seconds from a kill to the next update, and others'
 
 Each case is a model of one layer on the CPU with 1 to 4 ranks and another partitioning of the optimizer. Updates take 10-50 ms and
-checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures but those of --recovery are counts. A failed case is
-in the result with its reason, and the exit code is 1.
+checkpoints are frequent, so that kills meet as many situations as in weeks of a long run. All figures but those of --recovery are
+counts. A failed case is in the result with its reason, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 from benchmarks.common import hardware
 from benchmarks.survival.in_place import survive_in_place
 from benchmarks.survival.kills import survive
-from benchmarks.survival.life import Case, Failure, Server
+from benchmarks.survival.life import MODERN_MUON, Case, Failure, Server
 from benchmarks.survival.recovery import recover
 from benchmarks.survival.soak import soak
 
 # Largest relative difference of a loss that rounding makes: ranks in another number sum in another order, and later updates amplify it.
 ROUNDING = 1e-2
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
-MUON = (
-    *("zero.stage=1", "optimizer.name=muon", "objective.causal_share=0.4"),
-    *("model.kind=modern", "model.norm=pre", "model.nsp=false"),
-)
+MUON = ("zero.stage=1", "objective.causal_share=0.4", *MODERN_MUON)
 # the last number is the case's share of the kills
 CASES = (
     (Case("1 rank, saving in the background", 1, 200, 5), 20),

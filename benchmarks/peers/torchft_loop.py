@@ -4,7 +4,7 @@
 
 Each rank is a replica group of its own, with torchft's Manager, DistributedDataParallel and Optimizer over gloo. After a rank is
 lost the others discard the update they are in and go on without it; a restarted rank takes the state from another. Every committed
-update is a line in RUN/rank-N.jsonl: step, number of ranks, seconds of the clock. The model is transformers' BertForMaskedLM of
+update is a line in RUN/rank-N.jsonl: step and number of ranks. The model is transformers' BertForMaskedLM of
 preset `tiny` with one layer of 32, as in the kills of our own ranks, and the batch eight rows a rank.
 """
 
@@ -72,7 +72,7 @@ def train(rank: int, data: Path, run: Path, steps: int) -> None:
                 replicated(**batch).loss.backward()
                 optimizer.step()
                 if manager.current_step() > before:
-                    line = {"step": manager.current_step(), "ranks": manager.num_participants(), "at": time.monotonic()}
+                    line = {"step": manager.current_step(), "ranks": manager.num_participants()}
                     file.write(json.dumps(line) + "\n")
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import LIFE_ENDS_WITHIN, Case, Failure, Server, last_step, wait
+from benchmarks.survival.life import (
+    MODERN_MUON,
+    Case,
+    Failure,
+    Server,
+    children_of,
+    failure,
+    last_step,
+    start_logged,
+    wait_or_fail,
+)
 from benchmarks.survival.network import Network, address
 
 TRAIN = str(hardware.ROOT / "megabert/train.py")
@@ -35,16 +44,14 @@ PER_JOB, LOST_AT = 60, (39, 59)
 BETWEEN, STEPS_A_KILL = 6, 9
 # share of the kills that follow the one before within a second
 SOON = 0.15
-FP32 = "precision=fp32"
-MUON = ("optimizer.name=muon", "model.kind=modern", "model.norm=pre", "model.nsp=false")
 CASES = (
     Case("ZeRO-1", len(PLACES), 0, 25, ("zero.stage=1",)),
-    Case("ZeRO-0, fp32", len(PLACES), 0, 25, ("zero.stage=0", FP32)),
+    Case("ZeRO-0, fp32", len(PLACES), 0, 25, ("zero.stage=0", "precision=fp32")),
     Case("ZeRO-3", len(PLACES), 0, 25, ("zero.stage=3",)),
     Case(
         "ZeRO-2, LAMB, a loader process", len(PLACES), 0, 25, ("zero.stage=2", "optimizer.name=lamb", "data.workers=1")
     ),
-    Case("ZeRO-1, Muon, modern, no checkpoints", len(PLACES), 0, 0, ("zero.stage=1", *MUON)),
+    Case("ZeRO-1, Muon, modern, no checkpoints", len(PLACES), 0, 0, ("zero.stage=1", *MODERN_MUON)),
 )
 Curve = dict[int, tuple[float, float, str]]
 
@@ -66,23 +73,21 @@ class KeptRanks:
         return processes
 
     def _process(self, command: list[str], env: dict[str, object]) -> Any:
-        texts = {name: str(value) for name, value in env.items()} | {"OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as log:
-            return subprocess.Popen(command, env=os.environ | texts, cwd=hardware.ROOT, stdout=log, stderr=log)
+        return start_logged(command, {name: str(value) for name, value in env.items()}, self.log)
 
     def wait_for_step(self, step: int) -> None:
         """Raises Failure where the run ends or hangs before that update is logged."""
         self.wait_until(lambda: last_step(self.run) >= step or self.ended(), f"no update {step}")
         if last_step(self.run) < step:
-            raise Failure(f"ended before step {step}\n{self.log.read_text()[-3000:]}")
+            raise failure(f"ended before step {step}", self.log)
 
     def wait_until(self, condition: Any, what: str) -> None:
         """Raises Failure, with the end of the log, where that takes too long."""
         try:
-            wait(condition, LIFE_ENDS_WITHIN, what)
-        except TimeoutError as error:
+            wait_or_fail(condition, what, self.log)
+        except Failure:
             self.stop()
-            raise Failure(f"{error}\n{self.log.read_text()[-3000:]}") from None
+            raise
 
     def ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
@@ -106,13 +111,6 @@ class KeptRanks:
         return {line["step"]: (line["train/loss"], line["train/grad_norm"], line["data/row_digest"]) for line in lines}
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids, the oldest process first."""
-    command = ["pgrep", "--parent", str(pid)]
-    found = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-    return sorted(found, key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[19]))
-
-
 class ForkedKeeper:
     """A keeper on a node, by its process id there; None as the exit code of one that was lost with its node."""
 
@@ -132,8 +130,7 @@ class RanksOnNodes(KeptRanks):
     def __init__(self, network: Network, case: Case, data: Path, run: Path) -> None:
         self.network = network
         self.servers = {node: Server(network.inside(node)) for node in NODES}
-        argv = case.argv(data, run)
-        super().__init__([word for word in argv if word not in ("--run", str(run))], run, PLACES)
+        super().__init__(case.words(data), run, PLACES)
 
     def _process(self, command: list[str], env: dict[str, object]) -> ForkedKeeper:
         node = NODES[PLACES[int(str(env["RANK"]))]]
@@ -211,7 +208,7 @@ def run_whole(network: Network, case: Case, data: Path, run: Path) -> Curve:
     job = RanksOnNodes(network, case, data, run)
     try:
         if any(job.codes()):
-            raise Failure(f"{case.name}: {job.codes()}\n{job.log.read_text()[-3000:]}")
+            raise failure(f"{case.name}: {job.codes()}", job.log)
         return job.curve()
     finally:
         job.stop()
@@ -241,7 +238,7 @@ def run_killed(
             kind = "one rank" if len(chosen) == 1 else "all ranks" if len(chosen) == len(ranks) else "several ranks"
             victims[kind + " during a restart" * soon] += 1
         if any(code for code in job.codes() if code is not None):
-            raise Failure(f"{case.name}: {job.codes()}\n{job.log.read_text()[-3000:]}")
+            raise failure(f"{case.name}: {job.codes()}", job.log)
         return victims, differences(job, expected)
     finally:
         job.stop()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ TINY = (
     *("optimizer.lr=2e-3", "schedule.warmup_steps=10", "log.interval=1", "log.tensorboard=false"),
     *("eval.interval=0", "eval.rows=16", "peak_tflops=1.0", "data.workers=0", "checkpoint.keep=2"),
 )
+# settings of ModernBERT's architecture and Muon, besides the ZeRO stage
+MODERN_MUON = ("optimizer.name=muon", "model.kind=modern", "model.norm=pre", "model.nsp=false")
 
 
 class Server:
@@ -73,8 +75,12 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def argv(self, data: Path, run: Path) -> list[str]:
+        return [*self.words(data), "--run", str(run)]
+
+    def words(self, data: Path) -> list[str]:
+        """The arguments without the run folder."""
         steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")
-        return [*("--config", "tiny", "--data", str(data), "--run", str(run), *TINY, *steps), *self.overrides]
+        return ["--config", "tiny", "--data", str(data), *TINY, *steps, *self.overrides]
 
 
 class Failure(AssertionError):
@@ -162,17 +168,45 @@ class Life:
                 os.kill(rank.pid, signal.SIGKILL)
 
 
-def in_sessions(sessions: set[int]) -> list[int]:
-    """Processes of these sessions: each rank leads one, with the workers of its loader in it."""
-    pids = []
+def processes() -> Iterator[tuple[int, list[str]]]:
+    """Process ids, each with the fields of its `stat` from the state on (proc(5)), without those that have ended."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[3]) in sessions and fields[0] != "Z":
-            pids.append(int(path.parent.name))
-    return pids
+        if fields[0] != "Z":
+            yield int(path.parent.name), fields
+
+
+def in_sessions(sessions: set[int]) -> list[int]:
+    """Processes of these sessions: each rank leads one, with the workers of its loader in it."""
+    return [pid for pid, fields in processes() if int(fields[3]) in sessions]
+
+
+def children_of(parent: int) -> list[int]:
+    """Child processes, the oldest first."""
+    return [pid for _, pid in sorted((int(fields[19]), pid) for pid, fields in processes() if int(fields[1]) == parent)]
+
+
+def start_logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process of one thread, whose output is appended to a file."""
+    with log.open("ab") as file:
+        env = os.environ | env | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=env, cwd=hardware.ROOT, stdout=file, stderr=file)
+
+
+def failure(reason: object, log: Path) -> Failure:
+    """The reason, with the end of the log."""
+    return Failure(f"{reason}\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def wait_or_fail(condition: Callable[[], bool], what: str, log: Path) -> None:
+    """Raises Failure, with the end of the log, where that takes too long."""
+    try:
+        wait(condition, LIFE_ENDS_WITHIN, what)
+    except TimeoutError as error:
+        raise failure(error, log) from None
 
 
 def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.in_place import TRAIN, KeptRanks, children_of
-from benchmarks.survival.life import LIFE_ENDS_WITHIN, Case, Failure, last_step, wait
+from benchmarks.survival.in_place import TRAIN, KeptRanks
+from benchmarks.survival.life import Case, Failure, children_of, last_step, start_logged, wait_or_fail
 
 RANKS = 2
 # updates from a restart to the next kill, at least and at most
@@ -60,9 +60,7 @@ class TorchftRanks:
 
     def _started(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "benchmarks.peers.torchft_loop", "--rank", str(rank), *self._options]
-        env = os.environ | {"TORCHFT_LIGHTHOUSE": self._server.address(), "OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as log:
-            return subprocess.Popen(command, env=env, cwd=hardware.ROOT, stdout=log, stderr=log)
+        return start_logged(command, {"TORCHFT_LIGHTHOUSE": self._server.address()}, self.log)
 
     def replace(self, rank: int) -> None:
         """Kill a rank and start it again."""
@@ -82,10 +80,7 @@ class TorchftRanks:
     def wait_until(self, condition: Any) -> float:
         """Seconds until then. Raises Failure, with the end of the log, where that takes too long."""
         started = time.monotonic()
-        try:
-            wait(condition, LIFE_ENDS_WITHIN, "no update")
-        except TimeoutError as error:
-            raise Failure(f"torchft: {error}\n{self.log.read_text()[-3000:]}") from None
+        wait_or_fail(condition, "torchft: no update", self.log)
         return time.monotonic() - started
 
     def stop(self) -> None:
@@ -115,8 +110,7 @@ def recover(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
 def restarted(kind: type[KeptRanks], data: Path, run: Path, kills: int, seed: int, interval: int) -> dict[str, Any]:
     """Restarts of all ranks: seconds from the kill to an update that was not made before it."""
     case = Case(run.name, RANKS, (kills + 1) * BETWEEN[1], interval, ("checkpoint.keep=1",))
-    argv = [word for word in case.argv(data, run) if word not in ("--run", str(run))]
-    job, chance, seconds = kind(argv, run, (0,) * RANKS), random.Random(seed), []
+    job, chance, seconds = kind(case.words(data), run, (0,) * RANKS), random.Random(seed), []
     try:
         for _ in range(kills):
             job.wait_for_step(last_step(run) + chance.randint(*BETWEEN))

@@ -11,7 +11,6 @@ arguments the forked process is a keeper, which forks its rank. Requests are JSO
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -28,16 +27,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads, which a fork would lo
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
+from benchmarks.survival.life import children_of  # noqa: E402
 from megabert import train  # noqa: E402
+from megabert.common.environment import end_with_parent  # noqa: E402
 from megabert.distributed import keeper, signals  # noqa: E402
 
-# Modules that a run imports later, some of them with the first use of an optimizer.
-IMPORTED_LATER = (
-    *("deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("torch.utils.tensorboard", "safetensors.torch"),
-)
-# PR_SET_PDEATHSIG of prctl(2)
-DIE_WITH_PARENT = 1
+# Modules that a run imports later and `train.load_all` does not.
+IMPORTED_LATER = ("torch.utils.tensorboard", "safetensors.torch")
 
 
 def slow_down_the_first_write(seconds: float) -> None:
@@ -56,7 +52,7 @@ def slow_down_the_first_write(seconds: float) -> None:
 
 def become_a_rank(request: dict[str, Any]) -> int:
     """Set up the forked process like a new one; returns the exit code of the command."""
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -132,12 +128,10 @@ class ForkingKeeper(keeper.Keeper):
 
 def kill_rank_of(parent: int) -> bool:
     """SIGKILL the child that trains, which is older than the one that waits to follow it; false if there is no child."""
-    children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-    fields = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children}
-    started = {int(stat[19]): pid for pid, stat in fields.items() if stat[0] != "Z"}
-    if started:
-        os.kill(started[min(started)], signal.SIGKILL)
-    return bool(started)
+    children = children_of(parent)
+    for child in children[:1]:
+        os.kill(child, signal.SIGKILL)
+    return bool(children)
 
 
 def main() -> None:

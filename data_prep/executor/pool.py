@@ -6,7 +6,6 @@ Results may not depend on the worker. Only this file imports mpi4py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -18,13 +17,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from data_prep.common.errors import BadInput, WorkerDied
-from megabert.common.environment import cores
+from megabert.common.environment import cores, end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[Any], object]
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
 # environment variables of launchers; srun --mpi=pmix sets no size among MPI's
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
@@ -40,9 +37,7 @@ def _begin_worker(parent: int) -> None:
     collect_seldom()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by shells for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 

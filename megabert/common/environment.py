@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,8 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 VECTOR_FLAGS = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni", "sve", "bf16"}
 # constants of glibc's malloc.h; other C libraries have no mallopt
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
 # variables set by launchers of several processes
 LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
@@ -162,6 +165,13 @@ def raise_descriptor_limit() -> None:
     hundreds of shards, and its loader processes inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def end_with_parent() -> None:
+    """On Linux, have this process killed when its parent ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_freed_memory() -> bool:

@@ -5,17 +5,16 @@ This module must not import torch.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
-import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megabert.common.environment import end_with_parent
 from megabert.common.errors import FAILED
 from megabert.common.files import write_whole
 from megabert.distributed import signals
@@ -29,7 +28,6 @@ MEMBERS, RANK, DELIVERED, EXITS, OWNER = "members.json", "rank", "delivered", "e
 IN_PLACE = "in-place"
 # File name of a copy: data cursor, rank, number of ranks, generation.
 COPY = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.safetensors")
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class CopyName(NamedTuple):
@@ -97,7 +95,7 @@ def follow() -> bool:
     """Whether this process is a rank that has a keeper; if so, it is killed when the keeper ends."""
     if FOLDER not in os.environ:
         return False
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.hardware import free_port
+from megabert.common.environment import end_with_parent
 from tests.helpers.ranks import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
 
 
 class Forked:
@@ -80,7 +78,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 
 def _command(argv: list[str], env: dict[str, str], output: str, errors: str, driver: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     for target, path in ((1, output), (2, errors)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, target)
