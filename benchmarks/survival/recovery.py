@@ -46,6 +46,10 @@ class RestartedRanks(KeptRanks):
         os.kill(children_of(self.processes[0].pid)[rank], signal.SIGKILL)
 
 
+class SurvivorEnded(Exception):
+    """A rank of torchft that was not killed has ended."""
+
+
 class TorchftRanks:
     """Ranks of torchft, each started again as soon as it is killed."""
 
@@ -62,11 +66,20 @@ class TorchftRanks:
         command = [sys.executable, "-m", "benchmarks.peers.torchft_loop", "--rank", str(rank), *self._options]
         return start_logged(command, {"TORCHFT_LIGHTHOUSE": self._server.address()}, self.log)
 
-    def replace(self, rank: int) -> None:
-        """Kill a rank and start it again."""
-        self._processes[rank].kill()
-        self._processes[rank].wait()
-        self._processes[rank] = self._started(rank)
+    def recovered(self, chance: random.Random) -> tuple[float, float, int]:
+        """Kill a rank and start it again: seconds to the next update and to one of all ranks, and the updates between them.
+        Raises SurvivorEnded."""
+        self._wait_until(lambda: self.last()[1] == RANKS)
+        reach = self.last()[0] + chance.randint(*BETWEEN)
+        self._wait_until(lambda: self.last() >= (reach, RANKS))
+        killed = chance.randrange(RANKS)
+        self._processes[killed].kill()
+        self._processes[killed].wait()
+        self._processes[killed] = self._started(killed)
+        before = self.last()[0]
+        first = self._wait_until(lambda: self.last()[0] > before)
+        rest = self._wait_until(lambda: self.last()[0] > before + 1 and self.last()[1] == RANKS)
+        return first, first + rest, self.last()[0] - before
 
     def last(self) -> tuple[int, int]:
         """The newest update, and the number of ranks that made it."""
@@ -77,11 +90,16 @@ class TorchftRanks:
                 found.append((line["step"], line["ranks"]))
         return max(found)
 
-    def wait_until(self, condition: Any) -> float:
-        """Seconds until then. Raises Failure, with the end of the log, where that takes too long."""
+    def _wait_until(self, condition: Any) -> float:
+        """Seconds until then. Raises SurvivorEnded, and Failure, with the end of the log, where that takes too long."""
         started = time.monotonic()
-        wait_or_fail(condition, "torchft: no update", self.log)
+        wait_or_fail(lambda: self._ended() or condition(), "torchft: no update", self.log)
+        if self._ended():
+            raise SurvivorEnded
         return time.monotonic() - started
+
+    def _ended(self) -> bool:
+        return any(process.poll() is not None for process in self._processes)
 
     def stop(self) -> None:
         for process in self._processes:
@@ -129,29 +147,26 @@ def count_starts(run: Path) -> int:
     return (run / "starts.jsonl").read_bytes().count(b"\n")
 
 
-def replaced(data: Path, run: Path, kills: int, seed: int) -> dict[str, Any]:
-    """With torchft: seconds from the kill to the next update by any rank and by all ranks, and updates between these."""
-    job, chance = TorchftRanks(data, run, (kills + 1) * BETWEEN[1] * 1000), random.Random(seed)
-    first, whole, alone = [], [], []
-    try:
-        for _ in range(kills):
-            job.wait_until(lambda: job.last()[1] == RANKS)
-            reach = job.last()[0] + chance.randint(*BETWEEN)
-            job.wait_until(lambda reach=reach: job.last() >= (reach, RANKS))
-            job.replace(chance.randrange(RANKS))
-            before = job.last()[0]
-            first.append(job.wait_until(lambda before=before: job.last()[0] > before))
-            whole.append(
-                first[-1] + job.wait_until(lambda before=before: job.last()[0] > before + 1 and job.last()[1] == RANKS)
-            )
-            alone.append(job.last()[0] - before)
-    finally:
-        job.stop()
-    return {
-        "seconds_to_next_update": summary(first),
-        "seconds_to_update_of_all_ranks": summary(whole),
-        "updates_of_one_rank": summary(alone),
-    }
+def replaced(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """With torchft: seconds from the kill to the next update by any rank and by all ranks, and updates between these.
+
+    A kill can end the surviving rank too (torchft 0.2.0: an assertion in its communication hook), and with it the state of the job:
+    such kills are counted, and a new job takes the next ones.
+    """
+    chance, ended = random.Random(seed), 0
+    times: list[tuple[float, float, int]] = []
+    while len(times) + ended < kills:
+        job = TorchftRanks(data, folder / f"job-{ended}", (kills + 1) * BETWEEN[1] * 1000)
+        try:
+            while len(times) + ended < kills:
+                times.append(job.recovered(chance))
+        except SurvivorEnded:
+            ended += 1
+        finally:
+            job.stop()
+    result: dict[str, Any] = {"kills_that_ended_both_ranks": ended}
+    names = ("seconds_to_next_update", "seconds_to_update_of_all_ranks", "updates_of_one_rank")
+    return result | {name: summary(values) for name, values in zip(names, zip(*times, strict=True), strict=False)}
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
