@@ -135,8 +135,20 @@ def row(run: PublishedRun, side: str) -> Result:
     }
 
 
+def others(run: PublishedRun) -> float | None:
+    """Error in seconds of a prediction by other submitters: their median rate with as many GPUs of the kind in the round."""
+    same = (run.gpu, run.gpus, run.round)
+    rates = [
+        other.rate
+        for other in published_runs()
+        if not other.left_out and other.submitter != run.submitter and (other.gpu, other.gpus, other.round) == same
+    ]
+    return run.rate / statistics.median(rates) - 1 if rates else None
+
+
 def score() -> Result:
     sides = {"calibration": calibration(), "blind": blind()}
+    by_others = {run.name: found for run in blind() if (found := others(run)) is not None}
     rows = [row(run, side) for side, runs in sides.items() for run in runs]
     judged = [one for one in rows if one["side"] == "blind"]
     kinds = dict.fromkeys(one["gpu"] for one in judged)
@@ -150,6 +162,10 @@ def score() -> Result:
         "calibration": summary(one["error"] for one in rows if one["side"] == "calibration"),
         "samples": summary(one["samples_error"] for one in judged if "samples_error" in one),
         "minutes": summary(one["minutes_error"] for one in judged if "minutes_error" in one),
+        "where others measured the same": {
+            "the planner": summary(one["error"] for one in judged if one["run"] in by_others),
+            "their median": summary(by_others.values()),
+        },
         "rows": rows,
         "left_out": {run.name: run.left_out for run in published_runs() if run.left_out},
     }
@@ -204,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     result = score()
     print(table(result))
-    for name in ("calibration", "samples", "minutes"):
+    for name in ("calibration", "samples", "minutes", "where others measured the same"):
         print(f"{name}: {result[name]}")
     if args.plot:
         plot(result, args.plot)
