@@ -10,7 +10,7 @@ remain what update 0 made of them.
 
 Counts are of the program and the same on any machine. Seconds are of N processes that share its cores: for ranks with cores of
 their own, CPU seconds (of all threads of a rank) say more than those of the clock. A quantity is called constant where no value
-is more than 2% from the mean; otherwise a + b f(N) with f = N, N^2, log2 N or 1 / N is fitted by least squares, and the f that
+is more than 2% from the mean; otherwise a + b f(N) with f = N, N^2, N^3, log2 N or 1 / N is fitted by least squares, and the f that
 leaves the smallest sum of squares is shown with its value at 1,024. Three points tell the shape of a curve, no more.
 """
 
@@ -266,6 +266,7 @@ def fitted(ranks: Sequence[int], values: Sequence[float]) -> tuple[str, float]:
     shapes: dict[str, Callable[[Any], Any]] = {
         "N": np.asarray,
         "N^2": np.square,
+        "N^3": lambda n: n**3,
         "log2 N": np.log2,
         "/ N": np.reciprocal,
     }
