@@ -23,6 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from megabert.config import ModelConfig, OpsConfig
 from megabert.ops import Ops, Rotation, choose_all, norm, rotation
 
+# Heads that start at neighbours: the logit's term at the neighbour itself, and the least angle a position of the pairs of columns
+# that make it fall off.
+PEAK, SLOWEST = 9.0, 0.09
+
 
 def truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
     """Normal values cut at two standard deviations, as the published initialisation (Devlin et al. 2019)."""
@@ -74,6 +78,23 @@ class QueriesKeysValues(Linear):
         super().__init__(cfg.hidden, cfg.qkv_columns, cfg.init_std, cfg.layer_bias)
         self.heads, self.shared, self.matrices = heads, shared, heads // shared + 2
         self.sums_bias = ops.attention_sums_bias and not cfg.gated and cfg.bias and heads == shared
+
+    @torch.no_grad()
+    def start_at_neighbours(self, theta: float) -> None:
+        """Biases by which head 0 attends to the token before and head 1 to the one after, until the weights learn otherwise.
+
+        The bias of a query is that of the keys, turned by the angles of one position. So at distance d from that neighbour the logit has
+        the term PEAK · mean(cos(d · angle)) over the pairs of columns that turn by at least SLOWEST a position.
+        """
+        assert self.bias is not None
+        pairs = self.weight.shape[0] // (self.heads + 2 * self.shared) // 2
+        angles = theta ** (-torch.arange(pairs) / pairs)
+        fast = (angles >= SLOWEST).float()
+        size = (PEAK * (2 * pairs) ** 0.5 / fast.sum()).sqrt() * fast
+        bias = self.bias.view(-1, 2, pairs)  # rotary positions turn column i with column i + pairs
+        bias[self.heads : self.heads + self.shared, 0] = size
+        for head, offset in enumerate((-1, 1)):
+            bias[head, 0], bias[head, 1] = size * (offset * angles).cos(), size * (offset * angles).sin()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
         if not self.sums_bias:
@@ -142,6 +163,8 @@ class Layer(nn.Module):
         super().__init__()
         self.window = cfg.window_of(index)
         self.qkv = QueriesKeysValues(cfg, ops)
+        if cfg.neighbour_heads:
+            self.qkv.start_at_neighbours(cfg.theta_of(index))
         self.attention_output = LinearNorm(cfg.hidden, cfg, ops)
         self.feed_forward = FeedForward(cfg, ops)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, ops)

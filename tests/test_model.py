@@ -16,6 +16,8 @@ from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
 from megabert.hf.mapping import from_huggingface, to_huggingface, to_huggingface_config
 from megabert.model import BertForPreTraining, Output, parameter_count
+from megabert.ops import rotation
+from megabert.ops.rotary import rotate
 
 VOCAB = 1000  # padded to 1,024
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 3, "hidden": 64, "heads": 4, "max_positions": 64}
@@ -371,6 +373,27 @@ def test_layers_that_start_at_zero_change_nothing() -> None:
     inputs = encoder_inputs(batch([[30], [12, 20]], 32))
     states = zero.hidden_states(**inputs)
     assert all(state.equal(states[0]) for state in states[1:-1])  # the residual stream; the last one is normed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads", "theta"), [(128, 2, 0, 10_000.0), (192, 3, 1, 160_000.0), (768, 12, 0, 10_000.0)]
+)
+def test_two_heads_start_at_the_neighbours(hidden: int, heads: int, kv_heads: int, theta: float) -> None:
+    shape = {"kind": "modern", "norm": "pre", "nsp": False, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    start = {"layers": 2, "vocab_size": VOCAB, "rope_theta": theta, "neighbour_heads": True}
+    layers = BertForPreTraining(ModelConfig(**shape, **start), PLAIN, dtype=torch.float32).layers
+    places, size = torch.arange(32), hidden // heads
+    for layer in layers:
+        qkv, _ = layer.qkv(torch.zeros(1, 32, hidden))
+        turned = rotate(qkv, heads, rotation(places[None], size, theta), "torch").view(32, 3, heads, size)
+        attention = torch.einsum("ihd,jhd->hij", turned[:, 0], turned[:, 1]).div(size**0.5).softmax(-1)
+        before, after = attention[0].diagonal(-1), attention[1].diagonal(1)
+        assert before.min() > 0.5 and after.min() > 0.5
+        assert all(attention[0].argmax(-1)[1:] == places[:-1]) and all(attention[1].argmax(-1)[:-1] == places[1:])
+        assert torch.equal(
+            layer.qkv.bias[2 * size : hidden], torch.zeros(hidden - 2 * size)
+        )  # the queries of other heads
 
 
 @backends

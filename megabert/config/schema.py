@@ -61,6 +61,9 @@ class ModelConfig(Section):
     zero_init: bool = Field(
         False, description="zero projections into the residual stream, so that layers start as identities"
     )
+    neighbour_heads: bool = Field(
+        False, description="rotary positions: two heads of each layer start at the token before and the one after"
+    )
     frequency_bias: bool = Field(False, description="initialise the decoder's bias with the tokens' log-frequencies")
     activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
 
@@ -424,6 +427,10 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     yield config.data.seq_len > model.max_positions, longer
     no_bias = "model.frequency_bias=true needs a bias of the decoder; set model.decoder_bias=true"
     yield model.frequency_bias and not model.decoder_bias, no_bias
+    rotary = "model.neighbour_heads=true needs rotary positions and biases: model.kind=modern and model.bias=true"
+    yield model.neighbour_heads and not (model.gated and model.layer_bias), rotary
+    few = f"model.neighbour_heads=true needs two heads or more; model.heads={model.heads}"
+    yield model.neighbour_heads and model.heads < 2, few
     no_gate = f"model.activation={model.activation} needs model.kind=modern or nomic"
     yield model.activation != "gelu" and not model.gated, no_gate
     yield not model.embedding_norm and not model.modern, "model.embedding_norm=false needs model.kind=modern"

@@ -192,6 +192,8 @@ def test_settings_a_modern_model_cannot_have_are_named() -> None:
         ({"window": 7}, "model.window=7 is odd"),
         ({"kind": "bert", "activation": "silu"}, "model.activation=silu needs model.kind=modern"),
         ({"frequency_bias": True, "decoder_bias": False}, "model.frequency_bias=true needs a bias of the decoder"),
+        ({"neighbour_heads": True, "bias": False}, "model.neighbour_heads=true needs rotary positions and biases"),
+        ({"neighbour_heads": True, "heads": 1}, "model.neighbour_heads=true needs two heads or more; model.heads=1"),
         ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
         ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
         ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),
