@@ -10,6 +10,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -87,14 +88,14 @@ class QueriesKeysValues(Linear):
         the term PEAK · mean(cos(d · angle)) over the pairs of columns that turn by at least SLOWEST a position.
         """
         assert self.bias is not None
-        pairs = self.weight.shape[0] // (self.heads + 2 * self.shared) // 2
-        angles = theta ** (-torch.arange(pairs) / pairs)
-        fast = (angles >= SLOWEST).float()
-        size = (PEAK * (2 * pairs) ** 0.5 / fast.sum()).sqrt() * fast
-        bias = self.bias.view(-1, 2, pairs)  # rotary positions turn column i with column i + pairs
+        head = self.weight.shape[1] // self.heads
+        cos, sin = (turn[0] for turn in rotation(torch.ones(1), head, theta))  # of one position, (d / 2)
+        fast = (cos <= math.cos(SLOWEST)).float()
+        size = (PEAK * head**0.5 / fast.sum()).sqrt() * fast
+        bias = self.bias.view(-1, 2, head // 2)  # rotary positions turn column i with column i + d / 2
         bias[self.heads : self.heads + self.shared, 0] = size
-        for head, offset in enumerate((-1, 1)):
-            bias[head, 0], bias[head, 1] = size * (offset * angles).cos(), size * (offset * angles).sin()
+        bias[:2, 0] = size * cos
+        bias[0, 1], bias[1, 1] = -size * sin, size * sin
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
         if not self.sums_bias:
