@@ -13,7 +13,6 @@ from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
 from megabert.commands.plan.published import LARGE, PREDICTED, SQUARES, PublishedRun, published_runs
 from megabert.commands.plan.quality import SAMPLE_TOKENS, target_samples
 from megabert.commands.plan.step_time import (
-    ACHIEVED,
     DEVICES,
     Constants,
     Fabric,
@@ -27,36 +26,46 @@ from megabert.commands.plan.step_time import (
 
 
 def calibration() -> tuple[PublishedRun, ...]:
-    """At most a third of each generation's rows, chosen independently of their figures.
+    """A third of all rows at most, from the first table, chosen independently of their figures.
 
-    Rows of one submitter and one kind of GPU are a group. The groups of a generation are added in the order of SHA-256 of
-    "submitter/gpu" if they still fit into the third.
+    Rows of one submitter are a group within a stratum: a kind of GPU, a network, and 64 nodes or more or fewer. Of each stratum the
+    first group in the order of SHA-256 of "submitter/gpu", and further ones that fit into half of its rows and into five.
     """
-    generations: dict[str, dict[str, list[PublishedRun]]] = defaultdict(lambda: defaultdict(list))
+    strata: dict[tuple[str, str, bool], dict[str, list[PublishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in published_runs():
-        if not run.left_out:
-            generations[DEVICES[run.gpu].generation][f"{run.submitter}/{run.gpu}"].append(run)
+        if not run.left_out and run.table == 1:
+            strata[run.gpu, run.network, run.nodes >= MANY][f"{run.submitter}/{run.gpu}"].append(run)
     chosen: list[PublishedRun] = []
-    for groups in generations.values():
-        room = sum(map(len, groups.values())) // 3
-        for name in sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest()):
-            if len(groups[name]) <= room:
-                room -= len(groups[name])
-                chosen += groups[name]
+    for groups in strata.values():
+        room = min(ROOM, sum(map(len, groups.values())) // 2)
+        first, *rest = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest())
+        taken = list(groups[first])
+        for name in rest:
+            if len(taken) + len(groups[name]) <= room:
+                taken += groups[name]
+        chosen += taken
     return tuple(chosen)
 
 
-def blind() -> tuple[PublishedRun, ...]:
-    """The rows to which no constant was fitted."""
+def known() -> tuple[PublishedRun, ...]:
+    """Rows to which no constant was fitted, but which were seen when the form of the model was chosen."""
     calibrating = set(calibration())
-    return tuple(run for run in published_runs() if not run.left_out and run not in calibrating)
+    return tuple(run for run in published_runs() if not run.left_out and run.table == 1 and run not in calibrating)
 
 
+def blind() -> tuple[PublishedRun, ...]:
+    """The rows of the second table, which were not known when the constants were fitted."""
+    return tuple(run for run in published_runs() if not run.left_out and run.table == 2)
+
+
+# calibrating rows of a stratum, unless its first group has more
+ROOM = 5
+# nodes of a large system, a stratum of its own
+MANY = 64
 # samples of an evaluation
 EVALUATED = 10_000
-# samples a GPU up to which a submission uses static shapes: in 0.7, and later for CUDA graphs of whole iterations
-STATIC = {2020: 20}
-STATIC_LATER = 8
+# samples a GPU up to which a submission after 0.7 uses static shapes, for CUDA graphs of whole iterations
+STATIC = 8
 # FusedLayerNorm and bias + GELU only: half way (assumed)
 PARTLY = (TORCH[0] + NATIVE[0]) / 2
 # seconds before the first update (assumed: MLPerf's clock starts when the model is initialised and warm)
@@ -76,7 +85,7 @@ PADDED_SAMPLE = MicroBatch(512, 512**2, 512, 1.0)
 class Fit:
     """Fitted constants."""
 
-    # share of the peak that products reach, by generation
+    # share of the peak that products reach, by GPU
     achieved: Mapping[str, float]
     constants: Constants
     # speed of a round's software relative to 2.0
@@ -87,18 +96,17 @@ def submission(run: PublishedRun) -> tuple[Software, MicroBatch]:
     """Software and samples of a round's submissions, by NVIDIA's configurations of the round (mlcommons/training_results_v*,
     `config_*.sh`), which other submitters on GPUs used too.
 
-    Static shapes are padded to 512 in 0.7 and 1.x and packed since 2.0; since 3.0 their gradients are sent during the backward pass.
-    With static shapes heads compute all positions. Others have no padding. 0.7 writes scores to memory; FP8 since Hopper, but not in
-    static shapes of a few samples.
+    Static shapes are padded to 512 in 1.x and packed since 2.0; their heads compute all positions, and their gradients are sent during
+    the backward pass. Others have no padding. 0.7 writes scores to memory; FP8 since Hopper, but not in static shapes of a few samples.
     """
-    year = run.year
-    static = run.batch <= STATIC.get(year, STATIC_LATER) * run.gpus
-    if year <= 2021:
-        software = Software(PARTLY, attention=SCORES["fused_softmax"] if year == 2020 else 0.0, kernels=40)
-        unpadded = PACKED_SAMPLE if year == 2020 else REAL_SAMPLE
+    static = run.year > 2020 and run.batch <= STATIC * run.gpus
+    if run.year <= 2021:
+        scores = SCORES["fused_softmax"] if run.year == 2020 else 0.0
+        software = Software(PARTLY, attention=scores, kernels=40, overlap=static)
+        unpadded = PACKED_SAMPLE if run.year == 2020 else REAL_SAMPLE
         return software, PADDED_SAMPLE if static else unpadded
     fp8 = DEVICES[run.gpu].generation not in ("volta", "ampere") and not static
-    software = Software(NATIVE[0], attention=0.0, kernels=NATIVE[1], fp8=fp8, overlap=static and year >= 2023)
+    software = Software(NATIVE[0], attention=0.0, kernels=NATIVE[1], fp8=fp8, overlap=static)
     return software, PACKED_SAMPLE if static else REAL_SAMPLE
 
 
@@ -109,8 +117,8 @@ def terms(run: PublishedRun, fit: Fit) -> dict[str, float]:
     (mlcommons/training_policies).
     """
     software, sample = submission(run)
-    known, factor = DEVICES[run.gpu], fit.rounds.get(SAME_SOFTWARE.get(run.round, run.round), 1.0)
-    device = replace(known, achieved=fit.achieved[known.generation] * factor, memory=known.memory * factor)
+    known, factor = DEVICES[run.gpu].linked(run.link), fit.rounds.get(SAME_SOFTWARE.get(run.round, run.round), 1.0)
+    device = replace(known, achieved=fit.achieved[run.gpu] * factor, memory=known.memory * factor)
     system = System(device, Fabric.of(run.gpus // run.nodes, run.network), software, fit.constants)
     step = step_seconds(LARGE, GpuShare(sample.times(run.batch / run.gpus)), run.gpus, system)
     every = max(1.0, 0.05 * (230.23 * run.batch + 3_000_000) // 25_000) * 25_000
@@ -131,7 +139,7 @@ def error(run: PublishedRun, fit: Fit) -> float:
 
 # result of `python benchmarks/bench_planner.py --fit`
 FROZEN = Fit(
-    ACHIEVED,
+    {name: device.achieved for name, device in DEVICES.items()},
     Constants(),
-    rounds={"0.7": 0.4917, "1.0": 0.8702, "1.1": 0.9921, "2.1": 1.0007, "3.0": 0.9543, "3.1": 0.9336},
+    rounds={"0.7": 0.5066, "1.0": 0.9015, "1.1": 1.0515, "2.1": 1.023, "3.0": 1.0342, "3.1": 1.0028},
 )

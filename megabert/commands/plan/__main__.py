@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="AxG",
         help="network a node: A adapters of G Gbit/s (default: an adapter a GPU, of v100 50, a100 200, later 400)",
     )
+    link = "GB/s in one direction of the links between GPUs, if the host's are slower than the GPU's (PCIe 3.0 x16: 16)"
+    add("--link", type=float, metavar="X", help=link)
     add(
         "--compare",
         action="store_true",
@@ -41,10 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--price", type=float, metavar="X", help="price of a GPU-hour, for the cost of MLPerf's target (large_phase2)")
     args = parser.parse_intermixed_args(argv)
-    for name in ("over", "network", "compare", "price"):
+    for name in ("over", "network", "link", "compare", "price"):
         if not args.gpus and getattr(args, name) is not None:
             raise ValueError(f"--{name} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
-    for name in ("world_size", "memory_gib", "price"):
+    for name in ("world_size", "memory_gib", "link", "price"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return OK
     if args.gpus not in step_time.DEVICES:
         raise ValueError(f"--gpus {args.gpus}: not in the device table; choose one of {', '.join(step_time.DEVICES)}")
-    device = step_time.DEVICES[args.gpus]
+    device = step_time.DEVICES[args.gpus].linked(args.link or 0)
     sizes, network, assumed = args.over or [args.nodes_of], args.network, ""
     if network is None and max(sizes) > args.nodes_of:
         network = f"{args.nodes_of}x{device.adapter:g}"

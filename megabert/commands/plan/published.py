@@ -40,6 +40,10 @@ class PublishedRun:
     samples: int
     # why it is not used to judge the planner
     left_out: str
+    # 2: added after the constants were frozen, which it judges
+    table: int
+    # GB/s of the GPUs' link in one direction where the host's is slower than that of the device table; 0 elsewhere
+    link: float
 
     @property
     def name(self) -> str:
@@ -82,6 +86,8 @@ def published_runs() -> tuple[PublishedRun, ...]:
             rate=float(row["rate"]),
             samples=int(row["samples"] or 0),
             left_out=row["left_out"],
+            table=int(row["table"]),
+            link=float(row["link"] or 0),
         )
         for row in csv.DictReader(text.splitlines())
     )

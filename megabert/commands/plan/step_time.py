@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megabert.common.datasheets import datasheet_tflops
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 GB = 1e9
 MICROSECOND = 1e-6
 
-# Share of the datasheet's peak that matrix products in whole waves of tiles reach on a generation's first GPU, fitted on a
-# third of MLPerf's published runs by benchmarks/bench_planner.py (Volta's on DeepLearningExamples' 1 GPU, length 128). For FP8
-# runs it is the remainder after `Constants.fp8`.
-ACHIEVED = {"volta": 0.5482, "ampere": 0.59, "ada": 0.1931, "hopper": 0.4755, "blackwell": 0.3074}
-
 # Gbit/s of network adapters a GPU in NVIDIA's nodes, by their datasheets: DGX-1 4 x 100 for 8 V100, DGX A100
 # 8 x 200, DGX H100 and DGX B200 8 x 400; of Ada there is none, 200 assumed
 ADAPTERS = {"volta": 50.0, "ampere": 200.0, "ada": 200.0, "hopper": 400.0, "blackwell": 400.0}
+# bytes a second and direction of an adapter's slot, PCIe x16 of the GPUs' generation
+SLOTS = {"volta": 16 * GB, "ampere": 32 * GB, "ada": 32 * GB, "hopper": 64 * GB, "blackwell": 64 * GB}
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class Device:
 
     generation: str
     peak: float
+    # share of the peak that matrix products in whole waves of tiles reach, fitted to MLPerf's published runs by
+    # benchmarks/bench_planner.py; for FP8 runs the remainder after `Constants.fp8`
     achieved: float
     memory: float
     link: float
@@ -54,55 +53,60 @@ class Device:
         """Gbit/s of a GPU's network adapter by default."""
         return ADAPTERS[self.generation]
 
-    @property
-    def relative_power(self) -> float:
-        """W per FLOP/s of the peak, relative to the generation's first GPU in the table."""
-        first = next(device for device in DEVICES.values() if device.generation == self.generation)
-        return self.power / self.peak * first.peak / first.power
+    def linked(self, gigabytes: float) -> Device:
+        """The device on a host whose links between GPUs have so many GB/s in one direction; 0: those of the table."""
+        return replace(self, link=gigabytes * GB) if gigabytes else self
 
 
 def _device(
-    sold_as: str, generation: str, memory: float, link: float, processors: int, power: float, domain: int = 0
+    sold_as: str,
+    generation: str,
+    achieved: float,
+    memory: float,
+    link: float,
+    processors: int,
+    power: float,
+    domain: int = 0,
 ) -> Device:
     peak = datasheet_tflops(sold_as)
     assert peak is not None, sold_as
-    return Device(generation, peak * 1e12, ACHIEVED[generation], memory * GB, link * GB, processors, power, domain)
+    return Device(generation, peak * 1e12, achieved, memory * GB, link * GB, processors, power, domain)
 
 
 # memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink figures are the sum of both
 # directions; PCIe 4.0 x16 has 32 GB/s a direction, 5.0 64. V100-SXM3 is that of DGX-2H. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
-    "v100": _device("V100", "volta", memory=900, link=150, processors=80, power=300),
-    "v100-sxm3": _device("V100", "volta", memory=900, link=150, processors=80, power=450),
-    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108, power=400),
-    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108, power=400),
-    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108, power=300),
-    "a100-pcie-40": _device("A100", "ampere", memory=1_555, link=32, processors=108, power=250),
-    "a30": _device("A30", "ampere", memory=933, link=32, processors=56, power=165),
-    "a5000": _device("RTX A5000", "ampere", memory=768, link=32, processors=64, power=230),
-    "l40s": _device("L40S", "ada", memory=864, link=32, processors=142, power=350),
-    "l40": _device("L40", "ada", memory=864, link=32, processors=142, power=300),
-    "l4": _device("L4", "ada", memory=300, link=32, processors=58, power=72),
-    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132, power=700),
-    "h100-pcie": _device("H100 PCIe", "hopper", memory=2_000, link=64, processors=114, power=350),
-    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132, power=700),
-    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148, power=1_000),
-    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, power=1_200, domain=72),
+    "v100": _device("V100", "volta", achieved=0.528, memory=900, link=150, processors=80, power=300),
+    "v100-sxm3": _device("V100", "volta", achieved=0.8083, memory=900, link=150, processors=80, power=450),
+    "a100": _device("A100", "ampere", achieved=0.5338, memory=2_039, link=300, processors=108, power=400),
+    "a100-40": _device("A100", "ampere", achieved=0.5603, memory=1_555, link=300, processors=108, power=400),
+    "a100-pcie": _device("A100", "ampere", achieved=0.4489, memory=1_935, link=32, processors=108, power=300),
+    "a100-pcie-40": _device("A100", "ampere", achieved=0.444, memory=1_555, link=32, processors=108, power=250),
+    "a30": _device("A30", "ampere", achieved=0.4145, memory=933, link=32, processors=56, power=165),
+    "a5000": _device("RTX A5000", "ampere", achieved=0.4031, memory=768, link=32, processors=64, power=230),
+    "l40s": _device("L40S", "ada", achieved=0.2169, memory=864, link=32, processors=142, power=350),
+    "l40": _device("L40", "ada", achieved=0.3069, memory=864, link=32, processors=142, power=300),
+    "l4": _device("L4", "ada", achieved=0.1899, memory=300, link=32, processors=58, power=72),
+    "h100": _device("H100", "hopper", achieved=0.4401, memory=3_350, link=450, processors=132, power=700),
+    "h100-pcie": _device("H100 PCIe", "hopper", achieved=0.3051, memory=2_000, link=64, processors=114, power=350),
+    "h200": _device("H200", "hopper", achieved=0.4542, memory=4_800, link=450, processors=132, power=700),
+    "b200": _device("B200", "blackwell", achieved=0.2845, memory=8_000, link=900, processors=148, power=1_000),
+    "gb200": _device(
+        "GB200", "blackwell", achieved=0.2388, memory=8_000, link=900, processors=148, power=1_200, domain=72
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants for all systems and rows. `link`, `network`, `power` and `straggling` are fitted like ACHIEVED."""
+    """Constants for all systems and rows. `link` and `network` are fitted like `Device.achieved`."""
 
     # share of the memory bandwidth that streaming kernels reach
     memory: float = 0.85
     # share of NVLink or PCIe that collectives reach inside a node
     link: float = 0.6539
-    # share of the adapters' line rate that collectives reach between nodes
-    network: float = 1.0
-    # exponent of a GPU's relative power in its achieved rate; 0: power has no effect, 1: it is the only limit
-    power: float = 1.0
+    # share of an adapter's slot that collectives between nodes reach, if its line rate is not lower
+    network: float = 0.296
     # seconds of a kernel to fill and drain the device
     kernel: float = 3 * MICROSECOND
     # share of the backward pass that overlaps gradients, if the software overlaps them
@@ -115,16 +119,15 @@ class Constants:
     link_latency: float = 3.4 * MICROSECOND
     # latency of a hop between nodes
     network_latency: float = 14 * MICROSECOND
-    # delay by the slowest node, for an update and a doubling of the nodes
-    straggling: float = 0.5934e-3
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """Accelerators in nodes of `node`, whose network adapters have `network` bytes a second in total (0: one node only)."""
+    """Accelerators in nodes of `node`, each with `adapters` to the network of `line` bytes a second (0: one node only)."""
 
     node: int
-    network: float = 0.0
+    adapters: int = 0
+    line: float = 0.0
 
     @classmethod
     def of(cls, node: int, adapters: str) -> Fabric:
@@ -136,7 +139,7 @@ class Fabric:
         match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", adapters)
         if not match or not math.prod(map(float, match.groups())):
             raise ValueError(f"--network {adapters}: write ADAPTERSxGBITS a node, e.g. 8x400 for eight of 400 Gbit/s")
-        return cls(node, int(match[1]) * float(match[2]) * GB / 8)
+        return cls(node, int(match[1]), float(match[2]) * GB / 8)
 
 
 # ---- collectives
@@ -186,9 +189,10 @@ def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> t
     """Three groups: the ranks of one node; one rank of each node, where one such group for each rank of a node shares its network;
     all ranks. Raises ValueError if they need a network that the fabric lacks."""
     linked = size <= max(device.domain, fabric.node)
-    if not linked and not fabric.network:
+    if not linked and not fabric.adapters:
         raise ValueError(f"{size} GPUs in nodes of {fabric.node} need a network: give --network, e.g. 8x400")
-    link, network = device.link * constants.link, fabric.network * constants.network
+    link = device.link * constants.link
+    network = fabric.adapters * min(fabric.line, SLOTS[device.generation] * constants.network)
     shared, whole = (link if linked else min(link, network / sharing) for sharing in (fabric.node, 1))
     hop = constants.link_latency if linked else constants.network_latency
     ranks = min(size, fabric.node)
@@ -284,14 +288,10 @@ class System:
         """Memory bandwidth of kernels, bytes a second."""
         return self.device.memory * self.constants.memory
 
-    def straggling(self, size: int) -> float:
-        """Seconds that an update of `size` GPUs waits for the slowest node; an NVLink domain counts as one node."""
-        return self.constants.straggling * math.log2(max(1.0, size / max(self.device.domain, self.fabric.node)))
-
     @property
     def rate(self) -> float:
-        """FLOP/s of matrix products in 16 bits, in whole waves; lower for cards of the generation with a lower power limit."""
-        return self.device.peak * self.device.achieved * self.device.relative_power**self.constants.power
+        """FLOP/s of matrix products in 16 bits, in whole waves."""
+        return self.device.peak * self.device.achieved
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System)
     terms = {name: steps * value for name, value in vars(one).items()} | {
         "optimizer": parameters(model) * bytes_each / system.memory + owned / system.rate,
         "inside": inside + moved.after[0],
-        "network": network + moved.after[1] + system.straggling(size),
+        "network": network + moved.after[1],
         "host": software.host,
     }
     waits = max(0.0, share.rows_seconds - math.fsum(terms.values()))
