@@ -640,7 +640,7 @@ def test_the_target_of_mlperfs_task(capsys) -> None:
     assert float(cells["minutes"]) == pytest.approx(60 * hours, abs=0.05)
     assert float(cells["kWh"]) == pytest.approx(8 * hours * 0.7, abs=0.05)
     assert float(cells["cost"]) == pytest.approx(8 * hours * 2.5, abs=0.005)
-    assert text.count("MLPerf 4.0") == 3 and "this forecast" in text
+    assert text.count("MLPerf 4.1") == 3 and "this forecast" in text
     assert plan.main(TARGET) == 0
     assert "published are 256 to 14,336, set batch.global_size" in capsys.readouterr().out
 
@@ -648,7 +648,7 @@ def test_the_target_of_mlperfs_task(capsys) -> None:
 def test_the_nearest_published_runs() -> None:
     assert {(run.gpu, run.gpus) for run in nearest("h100", 512, 2)} == {("h100", 512), ("h100", 768)}
     # of a GPU with few rows its generation's follow
-    assert [run.gpu for run in nearest("b200", 64)] == ["b200", "gb200", "gb200"]
+    assert [run.gpu for run in nearest("a5000", 4)] == ["a5000", "a5000", "a100-pcie"]
 
 
 @pytest.mark.parametrize(
@@ -664,6 +664,8 @@ def test_the_nearest_published_runs() -> None:
         ([*TINY, "--over", "8"], "--over belongs to a forecast"),
         ([*TINY, "--compare"], "--compare belongs to a forecast"),
         ([*COMMAND, "--price", "0"], "--price 0: give a number above 0"),
+        ([*COMMAND, "--link", "0"], "--link 0: give a number above 0"),
+        ([*TINY, "--link", "16"], "--link belongs to a forecast"),
         ([*TINY, "--world-size", "0"], "--world-size 0: give a number above 0"),
         ([*TINY, "--data", "nowhere"], "nowhere"),
         ([*TINY, "--deepspeed_config", "none.json"], "none.json: No such file"),
