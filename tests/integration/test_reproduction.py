@@ -181,7 +181,7 @@ def test_updates_that_are_not_repeated_are_named(copy: Path) -> None:
 def test_other_code_repeats_to_rounding(trained: Path, tmp_path: Path, scale: float, code: int, said: str) -> None:
     (tmp_path / "driver.py").write_text(OTHER_CODE.replace("SCALE", str(scale)))
     arguments = ["replay", str(trained / "run"), "--from", "8"]
-    job = Forked(arguments, os.environ, tmp_path / "log", driver=str(tmp_path / "driver.py"))
+    job = Forked(arguments, os.environ | {"OMP_NUM_THREADS": "1"}, tmp_path / "log", driver=str(tmp_path / "driver.py"))
     assert job.wait(60) == code
     *_, line = (tmp_path / "log").read_text().splitlines()
     assert said in line and "not as then are source" in line, line
