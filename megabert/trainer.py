@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import Any, Protocol
 
 from megabert.checkpoint import Checkpoints, Copies
 from megabert.checkpoint.rate_record import RateRecord
@@ -20,7 +20,8 @@ from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
-from megabert.distributed.ranks import World, refuse_together
+from megabert.distributed.agreement import Agreement, Sync
+from megabert.distributed.ranks import World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
@@ -71,83 +72,6 @@ class Workload(Protocol):
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state."""
-
-
-# -- reduction over ranks --------------------------------------------------------------------------------------------
-
-
-# Reductions of a field of `Sync` over the ranks, in rank order; a dict is reduced per key.
-Max = Annotated[int, max]
-Sum = Annotated[int, sum]
-Sums = Annotated[dict[str, int], sum]
-ByRank = Annotated[dict[str, Any], list]
-
-
-@dataclass(frozen=True)
-class Sync:
-    """A rank's report on an update and, reduced over the ranks field by field, the report of all ranks."""
-
-    # time of the update, on the slowest rank
-    nanoseconds: Max
-    # 1 if a rank was asked to stop
-    stop: Max
-    # `Checkpoints.status` of the save in flight
-    saving: Max
-    # exit code of a problem with the data; 0 without one
-    problem: Max
-    # tokens of the update, without padding
-    tokens: Sum
-    # `RowDigest.counts` of all updates of this process
-    rows: Sums
-    # `Meter.counts` and `RankFigures.counts` since the last log line
-    counts: Sums
-    ranks: ByRank
-
-    def values(self) -> list[int]:
-        """All numbers, in the order of the fields, a dict's in the order of its keys."""
-        numbers: list[int] = []
-        for name in REDUCTIONS:
-            value = getattr(self, name)
-            numbers += [value[key] for key in sorted(value)] if isinstance(value, dict) else [int(value)]
-        return numbers
-
-    def reduce(self, rows: list[list[int]]) -> Sync:
-        """The report of all ranks, from the `values` of each."""
-        columns = zip(*rows, strict=True)
-        reduced: dict[str, Any] = {}
-        for name, reduction in REDUCTIONS.items():
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                reduced[name] = {key: reduction(next(columns)) for key in sorted(value)}
-            else:
-                reduced[name] = reduction(next(columns))
-        return Sync(**reduced)
-
-
-REDUCTIONS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sync, include_extras=True).items()}
-
-
-class Agreement:
-    """All-gather of the ranks' reports on the newest update, asynchronous during the next update."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sent: tuple[Sync, str, Callable[[], list[list[int]]]] | None = None
-
-    def start(self, report: Sync, problem: str) -> None:
-        """Send this rank's report on an update. `problem`: the text for `report.problem`."""
-        assert self._sent is None, "finish the previous report first"
-        self._sent = report, problem, self._world.start_gather(report.values())
-
-    def finish(self) -> Sync | None:
-        """Wait for the reports of all ranks; None if no report was sent. Raises RankRefused if a rank has a problem."""
-        if self._sent is None:
-            return None
-        (report, problem, gathered), self._sent = self._sent, None
-        sync = report.reduce(gathered())
-        if sync.problem:
-            refuse_together(self._world, problem, report.problem)
-        return sync
 
 
 # -- state and saves -------------------------------------------------------------------------------------------------

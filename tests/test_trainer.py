@@ -18,9 +18,10 @@ from megabert.checkpoint.rate_record import FILE, RECORD
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed import ranks
+from megabert.distributed.agreement import Sync
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.watchdog import Watchdog
-from megabert.trainer import Sync, Trainer
+from megabert.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.loop import Killed, StopAt, Workload
 from tests.helpers.ranks import run_ranks
