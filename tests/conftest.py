@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import signal
 import sys
@@ -22,6 +23,15 @@ def messages() -> None:
     from megabert.common import logs
 
     logs.setup()
+
+
+@pytest.fixture(autouse=True)
+def freed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a slow test has freed is returned to the system: glibc keeps up to 9 GB of the largest models, and later tests start
+    ranks beside this process."""
+    yield
+    if request.node.get_closest_marker("slow") and sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture

@@ -28,15 +28,22 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 def export(
     run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False, pool: str = ""
 ) -> Pretrained:
-    """Write config, weights, tokenizer and model card of a run's newest complete checkpoint, or of one checkpoint.
+    """`write` of a run's newest complete checkpoint, or of one checkpoint; returns it."""
+    from megabert import hf
+
+    pretrained = hf.load(run, tokenizer)
+    write(pretrained, output, overwrite, pool)
+    return pretrained
+
+
+def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, pool: str = "") -> None:
+    """Write config, weights, tokenizer and model card.
 
     `pool`: "mean" or "cls" adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what
     cannot be exported or a wrong `output`, without writing anything.
     """
-    from megabert import hf
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
-    pretrained = hf.load(run, tokenizer)
     model = pretrained.config.model
     family = mapping.family_of(model)
     config = mapping.to_huggingface_config(
@@ -56,7 +63,6 @@ def export(
         copies = (family.decoder, family.bias_copy) if model.tied else ()
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
-    return pretrained
 
 
 def export_finetuned(args: argparse.Namespace) -> None:
