@@ -87,6 +87,17 @@ def phrases(tasks: Path, scratch: Path) -> TaskFiles:
     )
 
 
+def entailments(tasks: Path, scratch: Path) -> TaskFiles:
+    """RTE's tables of sentence pairs."""
+    head, *rows = (tasks / "rte/train.tsv").read_text(encoding="utf-8").splitlines()
+    train, chosen_on = hold_out(rows)
+    return TaskFiles(
+        train=write_lines(scratch / "rte-train.tsv", [head, *train]),
+        chosen_on=write_lines(scratch / "rte-chosen-on.tsv", [head, *chosen_on]),
+        reported=tasks / "rte/dev.tsv",
+    )
+
+
 def sentences(tasks: Path, scratch: Path) -> TaskFiles:
     """WNUT-17's sentences of tagged words."""
     text = (tasks / "wnut17/wnut17train.conll").read_text(encoding="utf-8")
@@ -150,6 +161,7 @@ def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
 
 CASES = (
     TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", phrases, label_tallies),
+    TaskCase("RTE", "--task rte --epochs 8", "accuracy", entailments, label_tallies),
     TaskCase("WNUT-17", "--kind tag --epochs 8", "f1", sentences, entity_tallies),
     TaskCase("SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", questions, answer_tallies),
 )
@@ -247,7 +259,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN",
         help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
-    add("--tasks", type=Path, required=True, help="folder with sst2, wnut17, squad1.1")
+    add("--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17, squad1.1")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="only these tasks")
     add("--seeds", type=int, default=3)

@@ -66,6 +66,8 @@ CAUSAL_ROWS = 1
 # weight of the discriminator's loss (Clark et al. 2020), and the layers of the generator over those of the model
 REPLACED_WEIGHT, GENERATOR = 50.0, 0.5
 JUDGES = ("blimp", "zorro")
+# options of fine-tuning, as in bench_finetune.py, for one pass over all phrases
+SST2 = ("--epochs", "1", "--batch", "64", "--lr", "3e-4")
 # sentences of a replaced-token model's batch
 SENTENCES = 256
 
@@ -344,7 +346,7 @@ def judge(module: Objective, config: Config, data: RaceData, tokenizer: Tokenize
         found[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
     write(pretrained, folder, overwrite=True)
     tuned = folder.with_name(f"{folder.name}-sst2")
-    command = [sys.executable, "-m", "megabert", "finetune", "--model", str(folder), "--task", "sst2", "--epochs", "1"]
+    command = [sys.executable, "-m", "megabert", "finetune", "--model", str(folder), "--task", "sst2", *SST2]
     command += ["--train", str(args.tasks / "sst2/train.tsv"), "--dev", str(args.tasks / "sst2/dev.tsv")]
     hardware.call([*command, "--output", str(tuned)], args.threads, tuned.with_suffix(".log"))
     points = json.loads((tuned / "summary.json").read_text())["points"]
