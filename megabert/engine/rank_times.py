@@ -187,7 +187,8 @@ class RankFigures:
     def __init__(
         self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
     ) -> None:
-        """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes."""
+        """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes. A collective."""
+        self._hosts = world.gather(host_name()) if world.size > 1 else [host_name()]
         self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
         self._record, self._recorded = record, list[SlowRank]()
         if world.is_main:
@@ -217,7 +218,7 @@ class RankFigures:
 
     def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
         """`perf/…` values, lists by rank, of the updates since the last call up to `step`, from `counts` of all ranks; warns of
-        new slow ranks and records them. A collective."""
+        new slow ranks and records them."""
         updates = max(self._updates, 1)
         figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
         values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}
@@ -225,8 +226,7 @@ class RankFigures:
             values[f"perf/rank_{name}_seconds"] = [round(value / updates, 6) for value in figures[name]]
         if self._world.size > 1:
             if self._slow is None:
-                hosts, config = self._world.gather(host_name()), self._config
-                self._slow = SlowRanks(hosts, config.slow_ratio, 60 * config.slow_minutes)
+                self._slow = SlowRanks(self._hosts, self._config.slow_ratio, 60 * self._config.slow_minutes)
             elif self._updates:
                 self._warn(self._slow.add(self._updates, seconds, figures), self._slow.minutes)
             total = [c + w for c, w in zip(figures["compute"], figures["data_wait"], strict=True)]
