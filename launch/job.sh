@@ -125,15 +125,17 @@ name_nodes() {
   for node in "${slow[@]}"; do if ! has "$node" "${named[@]}"; then named+=("$node"); fi; done
 }
 
-# drop_failed: give the failed nodes back to SLURM, so that it does not end the job for them; false if too few nodes remain
+# drop_failed: give the failed nodes but this one, whose ranks a node that is cut off may report, back to SLURM, so that it does not
+# end the job for them; prints them; false if too few nodes remain
 drop_failed() {
-  local all node keep=()
+  local all node keep=() lost=()
   mapfile -t all < <(job_nodes)
   for node in "${all[@]}"; do
-    if [ "$node" = "${SLURMD_NODENAME:-}" ] || ! has "$node" "${failed[@]}"; then keep+=("$node"); fi
+    if [ "$node" = "${SLURMD_NODENAME:-}" ] || ! has "$node" "${failed[@]}"; then keep+=("$node"); else lost+=("$node"); fi
   done
   [ "${#keep[@]}" -ge "$NODES" ] && [ "${#keep[@]}" -lt "${#all[@]}" ] || return 1
-  (cd "$job" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null
+  (cd "$job" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null || return 1
+  echo "$(date -Is) given back, because they do not answer: ${lost[*]}"
 }
 
 # on_nodes: whether the ranks' job step is still running on a node
@@ -150,7 +152,7 @@ wait_for_lost_node() {
     if [ -n "$stopping" ] || ends_itself; then return 1; fi
     on_nodes || return 0
     if [ "$waited" = 5 ]; then
-      if drop_failed; then echo "$(date -Is) given back, because they do not answer: ${failed[*]}" && return; fi
+      if drop_failed; then return; fi
       echo "$(date -Is) a node does not answer: waiting until SLURM marks it as down"
     fi
     rest 1

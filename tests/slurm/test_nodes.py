@@ -124,6 +124,10 @@ def test_a_node_that_vanishes_is_left_behind_in_place(cluster, network, dataset,
         job.trained(steps, 2 * PATIENCE)
     finally:
         network.set_link("n3", "up")
+    # rebooted: SLURM asks a node that is down only every few minutes, and ends what runs there of a job that was requeued
+    network.kill("n3")
+    network.boot("n3")
+    cluster.start_node("n3")
     job.finished(PATIENCE)
     print(f"{seconds:.0f} s from the fault to the next update")
     assert "3 of 4 ranks restart, without 2 (host n3)" in job.log and "resuming from copies in memory" in job.log, (
