@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,27 +75,16 @@ def write_lines(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-def phrases(tasks: Path, scratch: Path) -> TaskFiles:
-    """SST-2's tables; a longer training file is sampled once."""
-    head, *rows = (tasks / "sst2/train.tsv").read_text(encoding="utf-8").splitlines()
+def tables(name: str, tasks: Path, scratch: Path) -> TaskFiles:
+    """The tables of sst2 or rte; a longer training file is sampled once."""
+    head, *rows = (tasks / name / "train.tsv").read_text(encoding="utf-8").splitlines()
     train, chosen_on = hold_out(rows)
     if len(train) > TRAIN_ROWS:
         train = random.Random(0).sample(train, TRAIN_ROWS)
     return TaskFiles(
-        train=write_lines(scratch / "sst2-train.tsv", [head, *train]),
-        chosen_on=write_lines(scratch / "sst2-chosen-on.tsv", [head, *chosen_on]),
-        reported=tasks / "sst2/dev.tsv",
-    )
-
-
-def entailments(tasks: Path, scratch: Path) -> TaskFiles:
-    """RTE's tables of sentence pairs."""
-    head, *rows = (tasks / "rte/train.tsv").read_text(encoding="utf-8").splitlines()
-    train, chosen_on = hold_out(rows)
-    return TaskFiles(
-        train=write_lines(scratch / "rte-train.tsv", [head, *train]),
-        chosen_on=write_lines(scratch / "rte-chosen-on.tsv", [head, *chosen_on]),
-        reported=tasks / "rte/dev.tsv",
+        train=write_lines(scratch / f"{name}-train.tsv", [head, *train]),
+        chosen_on=write_lines(scratch / f"{name}-chosen-on.tsv", [head, *chosen_on]),
+        reported=tasks / name / "dev.tsv",
     )
 
 
@@ -160,8 +150,8 @@ def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
 
 
 CASES = (
-    TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", phrases, label_tallies),
-    TaskCase("RTE", "--task rte --epochs 8", "accuracy", entailments, label_tallies),
+    TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", partial(tables, "sst2"), label_tallies),
+    TaskCase("RTE", "--task rte --epochs 8", "accuracy", partial(tables, "rte"), label_tallies),
     TaskCase("WNUT-17", "--kind tag --epochs 8", "f1", sentences, entity_tallies),
     TaskCase("SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", questions, answer_tallies),
 )

@@ -85,7 +85,7 @@ class Masker:
     """Draws the masks of an objective. `weights` fp32 [V]: relative probability of each token id to be masked."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        known = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
+        known = MaskingVocabulary.of(tokenizer)
         self.special, self.mask_id = torch.from_numpy(known.special), tokenizer.mask_id
         self.ordinary = torch.from_numpy(known.ordinary.astype(np.int64))
         self.generator = torch.Generator().manual_seed(seed)
@@ -133,6 +133,7 @@ class Objective(nn.Module):
     """`forward(batch)` is the loss of an update and its FLOPs; `model` is what the training is for."""
 
     model: BertForPreTraining
+    masker: Masker
 
 
 class MaskedLm(Objective):
@@ -233,8 +234,8 @@ class ReplacedTokens(Objective):
 
     def original(self, batch: Any, ids: Tensor) -> Tensor:
         """Logits [B, T] of each token to be original."""
-        named = {"embeddings.word.weight": self.table()}
-        found = torch.func.functional_call(_Encoder(self.model), _below("model", named), (encoder_inputs(batch, ids),))
+        table = {"model.embeddings.word.weight": self.table()}
+        found = torch.func.functional_call(_Encoder(self.model), table, (encoder_inputs(batch, ids),))
         return self.decide(self.head(found))[..., 0]
 
     @torch.no_grad()
@@ -260,10 +261,6 @@ class _Encoder(nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> Tensor:
         return self.model.encode(**inputs)
-
-
-def _below(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -296,8 +293,7 @@ def train(objective: str, seed: int, config: Config, data: Dataset, tokenizer: T
     )
     module.train()
     if config.model.frequency_bias and not replaced:
-        known = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
-        counts = token_counts(data, ~known.special)
+        counts = token_counts(data, ~module.masker.special.numpy())
         module.model.start_from_frequencies(torch.from_numpy(counts))
     steps = optimizers(module, config)
     rows = config.batch.global_size

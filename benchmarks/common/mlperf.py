@@ -3,6 +3,7 @@ software."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import defaultdict
@@ -25,6 +26,7 @@ from megabert.commands.plan.step_time import (
 )
 
 
+@functools.cache
 def calibration() -> tuple[PublishedRun, ...]:
     """A third of all rows at most, from the first table, chosen independently of their figures.
 

@@ -60,7 +60,7 @@ class _Source:
         if isinstance(tokenizer, MaskingVocabulary):
             vocabulary = tokenizer
         elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
-            vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
+            vocabulary = MaskingVocabulary.of(tokenizer)
         else:
             raise ValueError(
                 f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megabert.common.random_numbers import stream_keys
 from megabert.config import Config, MaskingConfig, phases_of
+
+if TYPE_CHECKING:
+    from megabert.data.tokenizer import Tokenizer
 
 # label of a position without prediction: torch's `ignore_index`, and `kIgnore` of csrc
 IGNORE = -100
@@ -53,6 +57,10 @@ class MaskingVocabulary:
         self.last_special = int(np.flatnonzero(self.special)[-1])
         self.ordinary = np.flatnonzero(~self.special).astype(np.uint32)
         assert self.special[mask_id] and len(self.ordinary)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> MaskingVocabulary:
+        return cls(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
 
 
 @dataclass(frozen=True)

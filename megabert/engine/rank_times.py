@@ -188,7 +188,7 @@ class RankFigures:
         self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
     ) -> None:
         """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes. A collective."""
-        self._hosts = world.gather(host_name()) if world.size > 1 else [host_name()]
+        self._hosts = world.gather(host_name())
         self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
         self._record, self._recorded = record, list[SlowRank]()
         if world.is_main:

@@ -21,7 +21,7 @@ def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path, monkeypatch: pyte
     rows, blocks = [f"{n % 2}\trow {n}" for n in range(100)], [f"w{n}\tB-person\nx\tO" for n in range(21)]
     (tmp_path / "sst2/train.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
     (tmp_path / "wnut17/wnut17train.conll").write_bytes("\n\n".join(blocks).replace("\n", "\r\n").encode())
-    files = bench.phrases(tmp_path, tmp_path)
+    files = bench.tables("sst2", tmp_path, tmp_path)
     train, chosen_on = (path.read_text().splitlines() for path in (files.train, files.chosen_on))
     assert train[0] == "label\tsentence" and chosen_on == ["label\tsentence", *rows[::10]]
     assert len(set(train)) == 1 + 30 and set(train[1:]) <= set(rows) - set(chosen_on)

@@ -99,7 +99,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants for all systems and rows. `link` and `network` are fitted like `Device.achieved`."""
+    """Constants for all systems and rows. `network` is fitted like `Device.achieved`, `link` was for the first blind test."""
 
     # share of the memory bandwidth that streaming kernels reach
     memory: float = 0.85
