@@ -39,7 +39,6 @@ from tqdm import tqdm
 from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes
 from benchmarks.race.dataset import RaceData, Scorer
-from benchmarks.race.recipes import track_of
 from megabert import config as configuration
 from megabert.commands.export import write
 from megabert.config import Config, ModelConfig
@@ -55,6 +54,7 @@ from megabert.hf import Pretrained
 from megabert.metrics import training_flops
 from megabert.minimal_pairs import score_pairs, sentences_of, table_of
 from megabert.model import BertForPreTraining
+from megabert.optim.schedule import learning_rate
 
 OBJECTIVES = ("masked", "bell", "adaptive", "mixed", "replaced")
 RATE = 0.3
@@ -279,13 +279,8 @@ def optimizers(module: nn.Module, config: Config) -> list[torch.optim.Optimizer]
     return [muon, torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)]
 
 
-def rate(used: float) -> float:
-    """Learning rate over its peak at a share of the budget: warm-up, constant, linear decay over the last 30%."""
-    return max(min(used / 0.06, (1 - used) / 0.3, 1.0), 1e-3)
-
-
-def train(objective: str, seed: int, config: Config, data: Dataset, tokenizer: Tokenizer, tokens: float) -> Objective:
-    """The trained objective."""
+def train(objective: str, seed: int, config: Config, data: Dataset, tokenizer: Tokenizer) -> Objective:
+    """The trained objective. The schedule's tokens are those of masked LM with the FLOPs used so far."""
     torch.manual_seed(seed)
     replaced = objective == "replaced"
     module: Objective = (
@@ -298,15 +293,17 @@ def train(objective: str, seed: int, config: Config, data: Dataset, tokenizer: T
     steps = optimizers(module, config)
     rows = config.batch.global_size
     loader = iter(Loader(data, tokenizer, global_batch=rows, micro_batch=rows, seed=seed))
-    spent, budget, losses = 0.0, 0.0, []
+    tokens, spent, budget = config.schedule.budget_tokens, 0.0, 0.0
+    losses: list[float] = []
     bar = tqdm(total=1.0, desc=f"{objective} {seed}", disable=None, leave=False)
     while not budget or spent < budget:
         (batch,) = next(loader).batches
         if not budget:  # the FLOPs of masked LM, from the first update's rows
             budget = tokens * flops(config.model, batch, round(RATE * batch.tokens)) / batch.tokens
+        lr = learning_rate(config.schedule, config.optimizer.lr, len(losses), tokens=round(tokens * spent / budget))
         for optimizer in steps:
             for group in optimizer.param_groups:
-                group["lr"] = config.optimizer.lr * rate(spent / budget)
+                group["lr"] = lr
         loss, used = module(batch)
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], config.optimizer.clip)
@@ -390,7 +387,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     recipe = recipes.load(args.recipe)
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
-    overrides, _ = recipes.our_config(recipe, track_of("1m-tokens", args.threads), data.tokens_a_row, 0)
+    overrides = [*recipe.overrides(), "schedule.by=tokens", f"schedule.budget_tokens={round(args.tokens)}"]
+    overrides += [f"schedule.budget_warmup={recipe.warmup}", "schedule.total_steps=1000000000"]
     train_data = Dataset(data.train)
     tokenizer = Tokenizer.load(train_data.tokenizer_path)
     config = configuration.load(recipe.preset, [*overrides, f"model.vocab_size={tokenizer.vocab_size}"])
@@ -400,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
             about = {"objective": objective, "recipe": recipe.name, "seed": seed, "tokens": args.tokens}
             if about.items() in [{key: row[key] for key in about}.items() for row in rows]:
                 continue
-            module = train(objective, seed, config, train_data, tokenizer, args.tokens)
+            module = train(objective, seed, config, train_data, tokenizer)
             rows.append(about | judge(module, config, data, tokenizer, args, args.run / f"{objective}-{seed}"))
             hardware.write_json(args.json, {"rows": rows})
     print(table(rows))

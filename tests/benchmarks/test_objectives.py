@@ -25,6 +25,8 @@ CONFIG = from_dict(
         | {"vocab_size": TOKENIZER.vocab_size, "dropout": 0.0, "attention_dropout": 0.0},
         "batch": {"global_size": 16, "micro_size": 16},
         "optimizer": {"name": "muon", "lr": 3e-3},
+        "schedule": {"name": "wsd", "decay_share": 0.3, "by": "tokens", "budget_tokens": 60_000}
+        | {"budget_warmup": 0.06, "total_steps": 1_000_000_000},
     }
 )
 
@@ -97,7 +99,7 @@ def test_the_models_of_replaced_tokens_share_embeddings_one_way() -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_learns_within_the_flops(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = objectives.train(objective, 3, CONFIG, DATA, TOKENIZER, 60_000.0)
+    module = objectives.train(objective, 3, CONFIG, DATA, TOKENIZER)
     updates = int(capsys.readouterr().err.split(": ")[1].split()[0])
     tokens = DATA.manifest.statistics["tokens"] / DATA.manifest.rows * CONFIG.batch.global_size
     assert updates <= math.ceil(60_000 / tokens) + 3
