@@ -1,8 +1,8 @@
 """Train a record of the race again from its committed description, and compare the result with those of its seeds.
 
-    python benchmarks/reproduce.py 30min-2cores/modern-192                     exit code 0: inside the 95% band
-    python benchmarks/reproduce.py 30min-2cores/modern-192 --in-tokens         with the same tokens, on another machine
-    python benchmarks/reproduce.py 30min-2cores/modern-192 --share 0.01        a short trial without the comparison
+    python benchmarks/reproduce.py 30min-2cores/modern-192-init                exit code 0: inside the 95% band
+    python benchmarks/reproduce.py 30min-2cores/modern-192-init --in-tokens    with the same tokens, on another machine
+    python benchmarks/reproduce.py 30min-2cores/modern-192-init --share 0.01   a short trial without the comparison
 
 A band is the prediction interval of one more seed, by the mean and the deviation of the record's seeds (Student's t). The text
 must have the record's held-out documents, which is checked by their digest. The code is that of this tree; the record's revisions,

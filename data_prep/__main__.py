@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
     except KeyboardInterrupt:
         kept = ": finished parts are kept, the same command resumes" if args.command == "build" else ""
+        print(file=sys.stderr)  # Ctrl-C may have come before a bar was cleared
         log.error(f"interrupted{kept}")
         return INTERRUPTED
 

@@ -186,12 +186,15 @@ def ticking(bar: tqdm[Any]) -> Iterator[None]:
         while not ended.wait(1.0):
             bar.refresh()
 
+    ticker = threading.Thread(target=tick, daemon=True)
     if not bar.disable:
-        threading.Thread(target=tick, daemon=True).start()
+        ticker.start()
     try:
         yield
     finally:
         ended.set()
+        if ticker.is_alive():
+            ticker.join()  # so that nothing is drawn after the bar is cleared
 
 
 class Stages:

@@ -89,7 +89,7 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
 
 
 def test_the_preset_is_the_recipe_of_the_record() -> None:
-    _, raced = recipes.our_config(recipes.load("modern-192"), track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
+    _, raced = recipes.our_config(recipes.load("modern-192-init"), track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
     preset = configuration.load("mini_modern", ["seed=1"])
     kept = {"checkpoint", "eval", "log"}
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
