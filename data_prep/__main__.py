@@ -12,9 +12,8 @@ from __future__ import annotations
 import sys
 
 from data_prep import commands
-from megabert.common.errors import INTERRUPTED, code_of, command
+from megabert.common.errors import code_of, command, interrupted
 from megabert.common.files import refuse_url
-from megabert.common.logs import log
 
 
 @command
@@ -29,10 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         error.filename = error.filename or folder
         raise
     except KeyboardInterrupt:
-        kept = ": finished parts are kept, the same command resumes" if args.command == "build" else ""
-        print(file=sys.stderr)  # Ctrl-C may have come before a bar was cleared
-        log.error(f"interrupted{kept}")
-        return INTERRUPTED
+        return interrupted("finished parts are kept, the same command resumes" if args.command == "build" else "")
 
 
 if __name__ == "__main__":

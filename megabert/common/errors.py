@@ -98,10 +98,16 @@ def command(main: Callable[[Any], int]) -> Callable[..., int]:
             log.error(describe(error))
             return exit_code(error)
         except KeyboardInterrupt:
-            log.error("interrupted: nothing was written")
-            return INTERRUPTED
+            return interrupted("nothing was written")
 
     return wrapped
+
+
+def interrupted(consequence: str = "") -> int:
+    """Report Ctrl-C on a line of its own, since it may come before a progress bar was cleared; returns the exit code."""
+    print(file=sys.stderr)
+    log.error(f"interrupted: {consequence}" if consequence else "interrupted")
+    return INTERRUPTED
 
 
 def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
