@@ -1,0 +1,16 @@
+"""What the tests of the plan share."""
+
+from __future__ import annotations
+
+from megabert import config as configuration
+from megabert.commands.plan.step_time import DEVICES, Fabric, Software
+from megabert.config import Config
+
+H100, FABRIC = DEVICES["h100"], Fabric.of(8, "8x400")
+PLAIN = Software(elementwise=166, attention=0, kernels=60, accumulate=27, optimizer=67)
+TINY = ["--config", "tiny"]
+BASE = ["model.vocab_size=30000", "schedule.total_steps=1000", "schedule.warmup_steps=100"]
+
+
+def base(*overrides: str) -> Config:
+    return configuration.load("base", [*BASE, *overrides])
