@@ -5,8 +5,8 @@
 The words are taken from the race's text by a rule: all documents that the race does not hold out, novels first, then Wikipedia in the
 order of the documents' BLAKE2b digests, up to --words words (separated by white space); the last document is cut. The
 SHA-256 of the text is in the result. A recipe is a TOML file of benchmarks/recipes, trained for at most --epochs passes over the
-words. `megabert pairs` scores BLiMP (folder `blimp`) and Zorro (`zorro`) as masked models; bits a byte are of the race's held-out
-documents. Finished runs are kept in RUN/runs for `bench_finetune.py`; the same command resumes and adds missing ones. Budgets are in
+words. `megabert pairs` scores BLiMP (folder `blimp`) and Zorro (`zorro`) as a masked and as a causal model; bits a byte are of the
+race's held-out documents. Finished runs are kept in RUN/runs for `bench_finetune.py`; the same command resumes and adds missing ones. Budgets are in
 words, so results do not depend on the machine's speed.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -32,7 +33,7 @@ from megabert.common.files import appearing
 WORDS, EPOCHS = 10_000_000, 10
 # WikiExtractor's tags around a document
 TAGS = re.compile(r"</?doc\b[^>]*>\n?")
-JUDGES = ("blimp", "zorro")
+JUDGES, SCORES = ("blimp", "zorro"), ("masked", "causal")
 
 
 def documents(text: Path) -> Iterator[str]:
@@ -74,16 +75,16 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
 
 
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
-    """Scores of the minimal pairs in the folders of `pairs`, by field."""
-    scores = {}
-    for name in JUDGES:
-        file = run.with_name(f"{run.name}-{name}.json")
+    """{judge: {score: table}} of the minimal pairs in the folders of `pairs`, by field."""
+    tables: dict[str, Any] = {name: {} for name in JUDGES}
+    for name, score in itertools.product(JUDGES, SCORES):
+        file = run.with_name(f"{run.name}-{name}-{score}.json")
         command = [sys.executable, "-m", "megabert", "pairs", "--model", str(run), "--pairs", str(pairs / name)]
         if not file.is_file():  # scored in an earlier call
-            hardware.call([*command, "--json", str(file)], threads, file.with_suffix(".log"))
+            hardware.call([*command, "--score", score, "--json", str(file)], threads, file.with_suffix(".log"))
         table = json.loads(file.read_text())
-        scores[name] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
-    return scores
+        tables[name][score] = {key: table[key] for key in ("accuracy", "pairs", "ties", "fields")}
+    return tables
 
 
 def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -132,9 +133,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown; minimal pairs are scored masked / causally."""
     lines = ["| recipe | seed | words | epochs | hours | BLiMP | Zorro | bits a byte |", "|---|" + "---|" * 7]
     for row in rows:
-        judges = " | ".join(f"{100 * row[name]['accuracy']:.1f}" for name in JUDGES)
+        judges = " | ".join(" / ".join(f"{100 * row[name][s]['accuracy']:.1f}" for s in SCORES) for name in JUDGES)
         cells = f"{row['seed']} | {row['words']:,} | {row['epochs']:g} | {row['seconds'] / 3600:.1f} | {judges}"
         lines.append(f"| `{row['recipe']}` | {cells} | {row['held_out']['bits']:.3f} |")
     return "\n".join(lines)

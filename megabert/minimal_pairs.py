@@ -35,11 +35,20 @@ class SentenceScorer:
     """Scores of sentences by a model: log-likelihoods (natural logarithms), pseudo-log-likelihoods of a masked model."""
 
     def __init__(
-        self, model: nn.Module, config: Config, tokenizer: Tokenizer, device: torch.device, line: bool
+        self,
+        model: nn.Module,
+        config: Config,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        *,
+        line: bool,
+        causal: bool | None = None,
     ) -> None:
-        """`model`: a `BertForPreTraining` or a callable like it; `line`: batches are one row without padding."""
+        """`model`: a `BertForPreTraining` or a callable like it; `line`: batches are one row without padding; `causal`: scores are
+        log-likelihoods, by default if the model is trained so."""
         self.model, self.tokenizer, self.device = model, tokenizer, device
-        self.causal, self.most = config.data.masking.causal, config.model.max_positions
+        self.causal = config.data.masking.causal if causal is None else causal
+        self.most = config.model.max_positions
         self._pack = pack_line if line else pack
 
     def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
@@ -84,15 +93,15 @@ class SentenceScorer:
 
 
 def score_sentences(
-    pretrained: Pretrained, sentences: Sequence[str], precision: torch.dtype = torch.float32
+    pretrained: Pretrained, sentences: Sequence[str], precision: torch.dtype = torch.float32, causal: bool | None = None
 ) -> np.ndarray:
-    """fp64 [n], in their order, on a GPU where there is one; shows progress. Raises ValueError as `SentenceScorer.encode`, and for a
-    Hugging Face folder without weights of a language model."""
+    """fp64 [n], in their order, on a GPU where there is one; shows progress. `causal`: as in `SentenceScorer`. Raises ValueError as
+    `SentenceScorer.encode`, and for a Hugging Face folder without weights of a language model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = pretrained.language_model(device, precision)
     pack_weights(model)
     line = device.type == "cpu" and model.backends.attention.name == "native"
-    scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line)
+    scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line=line, causal=causal)
     encoded, scores = scorer.encode(sentences), np.zeros(len(sentences))
 
     def compute(job: list[int]) -> list[int]:
@@ -164,9 +173,9 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
 
 
 def score_pairs(
-    pretrained: Pretrained, pairs: Sequence[Pair], precision: torch.dtype = torch.float32
+    pretrained: Pretrained, pairs: Sequence[Pair], precision: torch.dtype = torch.float32, causal: bool | None = None
 ) -> dict[str, Any]:
-    """`table_of` for a model; each distinct sentence is scored once. Raises ValueError as `score_sentences` does."""
+    """`table_of` for a model; each distinct sentence is scored once. Arguments and errors as of `score_sentences`."""
     sentences = sentences_of(pairs)
-    scores = score_sentences(pretrained, sentences, precision)
+    scores = score_sentences(pretrained, sentences, precision, causal)
     return table_of(pairs, dict(zip(sentences, scores.tolist(), strict=True)))

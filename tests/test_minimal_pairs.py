@@ -31,7 +31,7 @@ def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float
     """By transformers alone, one masked copy after another."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     kind_of_model = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
-    peer = kind_of_model.from_pretrained(folder).eval()
+    peer = kind_of_model.from_pretrained(folder, is_decoder=causal).eval()
     found = []
     for sentence in sentences:
         ids = tokenizer(sentence, return_tensors="pt")["input_ids"]
@@ -46,13 +46,14 @@ def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float
     return found
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_scores_are_those_of_a_plain_loop(causal: bool, tmp_path: Path) -> None:
-    run = runs.make(tmp_path / "run", "uncased", causal=causal)
+@pytest.mark.parametrize(("trained", "score"), [(False, None), (True, None), (False, True), (True, False)])
+def test_scores_are_those_of_a_plain_loop(trained: bool, score: bool | None, tmp_path: Path) -> None:
+    """Of a model trained causally or not, scored causally or not (None: as it was trained)."""
+    run = runs.make(tmp_path / "run", "uncased", causal=trained)
     export.export(run, tmp_path / "hf")
     pretrained = hf.load(run)
-    want = plain_scores(tmp_path / "hf", SENTENCES, causal)
-    np.testing.assert_allclose(score_sentences(pretrained, SENTENCES), want, rtol=1e-5)
+    want = plain_scores(tmp_path / "hf", SENTENCES, trained if score is None else score)
+    np.testing.assert_allclose(score_sentences(pretrained, SENTENCES, causal=score), want, rtol=1e-5)
     with pytest.raises(ValueError, match="'' has 0 tokens; the model scores 1 to"):
         score_sentences(pretrained, ["the", ""])
 
@@ -111,9 +112,11 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
     run = runs.make(tmp_path / "run", "uncased")
     (tmp_path / "npi-question.txt").write_text("the fox the\nthe quick fox\n" * 3)
     command = ["--model", str(run), "--pairs", str(tmp_path / "npi-question.txt"), "--json", str(tmp_path / "out.json")]
+    assert pairs.main([*command, "--score", "causal"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["score"] == "causal" and capsys.readouterr().out
     assert pairs.main(command) == 0
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
+    assert written["score"] == "masked" and written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
     shown = capsys.readouterr().out
     assert "2 sentences in " in shown and " a minute" in shown
     assert (

@@ -4,7 +4,8 @@ megabert pairs --model DIR --pairs blimp/                   BLiMP's .jsonl files
 megabert pairs --model DIR --pairs zorro/ --json FILE       Zorro's .txt files; the same as JSON
 
 DIR is a run folder, one of its checkpoints, or a Hugging Face folder. A masked model scores a sentence by its
-pseudo-log-likelihood, a causal one by its likelihood. Ties count half; the BabyLM challenge's scorer counts them as correct.
+pseudo-log-likelihood, a causal one by its likelihood; one trained on both can do either (--score). Ties count half; the BabyLM
+challenge's scorer counts them as correct.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISION)
+    add("--score", default="", choices=("masked", "causal"), help="as which model (default: as it was trained last)")
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     args = parser.parse_args(argv)
     if args.each < 0:
@@ -63,11 +65,12 @@ def main(argv: list[str] | None = None) -> int:
 
     keep_freed_memory()
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()
-    table = score_pairs(model, pairs, DTYPES[args.precision])
+    score = args.score or model.config.data.masking.objective
+    table = score_pairs(model, pairs, DTYPES[args.precision], score == "causal")
     seconds, sentences = time.perf_counter() - started, len(sentences_of(pairs))
     log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:
-        text = json.dumps({"model": args.model} | table, indent=1) + "\n"
+        text = json.dumps({"model": args.model, "score": score} | table, indent=1) + "\n"
         write_whole(Path(args.json), text.encode())
     print(as_text(table))
     return OK
