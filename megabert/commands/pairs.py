@@ -48,7 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISION)
-    add("--score", default="", choices=("masked", "causal"), help="as which model (default: as it was trained last)")
+    add(
+        "--score",
+        default="",
+        choices=("masked", "causal"),
+        help="the likelihood (default: causal for a causal model, else masked)",
+    )
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     args = parser.parse_args(argv)
     if args.each < 0:
