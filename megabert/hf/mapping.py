@@ -481,6 +481,12 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
     return result
 
 
+def of_tokens(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """A Hugging Face state dict with the embeddings of the first cfg.vocab_size ids alone."""
+    padded = {theirs for ours, parts in names(cfg).items() if ours in PADDED for theirs in parts}
+    return {name: tensor[: cfg.vocab_size] if name in padded else tensor for name, tensor in state.items()}
+
+
 def _take(state: dict[str, Tensor], name: str) -> Tensor:
     if name not in state:
         raise ValueError(f"weights: no tensor named {name}; check that the configuration fits the weights")

@@ -26,7 +26,7 @@ from megabert.common.hub import WEIGHTS, is_model_folder, located
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
-from megabert.hf import mapping
+from megabert.hf import first_nomic, mapping
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a run folder, and in a Hugging Face folder
@@ -34,6 +34,8 @@ TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 CONFIG = "config.json"
 LARGEST_JSON = 256 << 20
+# Embeddings behind the tokenizer's last one, as of a vocabulary padded to a multiple of up to this number, are left out.
+MOST_PADDING = 128
 # prefixes of tensors in a class without heads
 ENCODER = ("embeddings.", "emb_ln.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
 # heads, and the prefixes of their tensors
@@ -154,18 +156,24 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrain
     """
     config_file = folder / CONFIG
     tree = read_json(config_file)
+    first = first_nomic.is_first(tree)
+    tree = first_nomic.present_config(tree, str(config_file)) if first else tree
     model = mapping.from_huggingface_config(tree, str(config_file))
     causal = mapping.is_causal(tree, str(config_file))
     model = model.model_copy(update={"nsp": nsp and not causal and model.nsp})
     file, tensors = read_weights(folder, model)
+    tensors = first_nomic.present_tensors(tensors) if first else tensors
     weights, initialised, ignored = complete(tensors, model, str(file))
     loaded_tokenizer = named_tokenizer(tokenizer or folder)
     if loaded_tokenizer.kind == "wordpiece" and not tokenizer:
         refuse_other_tokenizer(tree, config_file)
-    if loaded_tokenizer.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
-        )
+    tokens, rows = loaded_tokenizer.vocab_size, model.vocab_size
+    if not 0 <= rows - tokens < MOST_PADDING:
+        raise ValueError(f"{loaded_tokenizer.path}: {tokens} tokens, but {config_file} says vocab_size={rows}")
+    if tokens < rows:
+        model = model.model_copy(update={"vocab_size": tokens})
+        weights = mapping.of_tokens(weights, model)
+        ignored = [*ignored, f"the embeddings of ids {tokens:,} to {rows - 1:,}, which are no tokens"]
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
