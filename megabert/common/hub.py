@@ -12,8 +12,11 @@ from megabert.common.run_files import holds_checkpoint
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # of a Hugging Face folder: safetensors, and the older form
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# ending of the file that names the files of weights, where they are several
+INDEX = ".index.json"
 # files of a repository with safetensors that a model is read from
-FILES = ("*.json", "vocab.txt", "*.model", WEIGHTS[0])
+SAFETENSORS = ("model.safetensors", "model-*.safetensors")
+FILES = ("*.json", "vocab.txt", "*.model", *SAFETENSORS)
 
 
 def located(source: str | Path) -> Path:
@@ -42,7 +45,7 @@ def located(source: str | Path) -> Path:
 
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder has weights under Hugging Face's names, in one file or several."""
-    return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
+    return any((folder / name).is_file() for file in WEIGHTS for name in (file, file + INDEX))
 
 
 def download(name: str) -> Path:
@@ -51,8 +54,8 @@ def download(name: str) -> Path:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        if not (folder / WEIGHTS[0]).is_file():
-            folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHTS[1]]))
+        if not any(found for pattern in SAFETENSORS for found in folder.glob(pattern)):
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHTS[1], "pytorch_model-*.bin"]))
         return folder
     except errors.LocalEntryNotFoundError:
         raise Failed(

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
-from megabert.common.hub import WEIGHTS, is_model_folder, located
+from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, located
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
@@ -209,24 +209,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tensor]]:
-    """The weights file of a folder and its tensors, fp32, under Hugging Face's present names for a class with heads.
+    """The weights file of a folder, or its index of several, and the tensors, fp32, under Hugging Face's present names for a class with heads.
 
     Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
     not run), and a tensor that is no floating-point one.
     """
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        if any((folder / f"{name}.index.json").is_file() for name in WEIGHTS):
-            raise ValueError(f"{folder}: its weights are in several files; save them as one {WEIGHTS[0]}")
+    present = [name for file in WEIGHTS for name in (file, file + INDEX) if (folder / name).is_file()]
+    if not present:
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
+    path = folder / present[0]
     tensors = {}
-    for name, tensor in _load(path).items():
-        if name.endswith(mapping.BUFFERS):
-            continue  # buffers that count up, saved by old versions
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise ValueError(f"{path}: {name} is no floating-point tensor; save the model unquantised")
-        tensors[present_name(name, mapping.family_of(model).encoder)] = tensor.float()
+    for part in _parts(path):
+        for name, tensor in _load(part).items():
+            if name.endswith(mapping.BUFFERS):
+                continue  # buffers that count up, saved by old versions
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise ValueError(f"{part}: {name} is no floating-point tensor; save the model unquantised")
+            tensors[present_name(name, mapping.family_of(model).encoder)] = tensor.float()
     return path, tensors
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of weights: one, or those of an index. Raises ValueError naming one that is missing."""
+    if not path.name.endswith(INDEX):
+        return [path]
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{path}: weight_map names no files")
+    parts = [path.parent / Path(file).name for file in sorted(set(files.values()))]
+    for part in parts:
+        if not part.is_file():
+            raise ValueError(f"{part}: not found, but {path.name} names it")
+    return parts
 
 
 def _load(path: Path) -> dict[str, Any]:

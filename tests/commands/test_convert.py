@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -158,6 +159,12 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
+def index(folder: Path, files: dict[str, str]) -> None:
+    """In the place of the weights an index of several files."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: t for name, t in state.items() if name not in names}
 
@@ -168,8 +175,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is no Hugging Face folder"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
-    "several files": (
-        lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "are in several files"
+    "index without files": (lambda f: index(f, {}), "model.safetensors.index.json: weight_map names no files"),
+    "a file of several is missing": (
+        lambda f: index(f, {QUERY: "model-1-of-2.safetensors"}), "model-1-of-2.safetensors: not found, but model.safetensors.index.json"
     ),
     "tensor missing": (lambda f: rewrite(f, lambda s: without(s, QUERY)), f"no tensor named {QUERY}"),
     "half a head": (lambda f: rewrite(f, lambda s: without(s, BIAS)), f"no tensor named {BIAS}"),

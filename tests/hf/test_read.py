@@ -49,6 +49,16 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     assert files_of(tmp_path) == before
 
 
+def test_weights_in_several_files_are_those_of_one(tmp_path: Path) -> None:
+    peer = make(tmp_path / "hf")
+    whole = pretrained.load(tmp_path / "hf").weights
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    peer.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    parts = pretrained.load(tmp_path / "hf").weights
+    assert parts.keys() == whole.keys() and all(parts[name].equal(whole[name]) for name in whole)
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path) -> None:
     make(tmp_path / "hf")
