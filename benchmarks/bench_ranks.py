@@ -11,7 +11,7 @@ remain what update 0 made of them.
 Counts are of the program and the same on any machine. Seconds are of N processes that share its cores: for ranks with cores of
 their own, CPU seconds (of all threads of a rank) say more than those of the clock. A quantity is called constant where no value
 is more than 2% from the mean; otherwise a + b f(N) with f = N, N^2, N^3, log2 N or 1 / N is fitted by least squares, and the f that
-leaves the smallest sum of squares is shown with its value at 1,024. Three points tell the shape of a curve, no more.
+leaves the smallest sum of squares is shown with its value at 1,024. Three points show the shape of a curve, no more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds from the kill of a rank to the next update: restarts in place, torchrun's agent, torchft.
 
 Two ranks, as a user starts them, on cores that nothing else uses. In place all ranks start again from copies in memory; torchrun's
-agent starts them again from a checkpoint, and the updates after it are repeated; with torchft the other rank goes on alone, and its
+agent starts them again from a checkpoint, and the updates after it are repeated; with torchft the other rank continues alone, and its
 rows of the updates until the killed rank has returned are those of one rank. Each kill waits until BETWEEN updates were made, time
 enough for the imports of the next standby process.
 """

@@ -82,7 +82,7 @@ def keep(run_dir: Path) -> int:
         return keeper.run()
     finally:
         if keeper.lost is None:
-            os.environ.pop("MEGABERT_EXIT_DIR", None)  # the launch script hears from the others
+            os.environ.pop("MEGABERT_EXIT_DIR", None)  # the other keepers report to the launch script
         elif exits := os.environ.get("MEGABERT_EXIT_DIR"):
             keeper.report(Path(exits))
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""A rank with a keeper (`train --in-place`): what the two tell each other, through the environment and files in memory.
+"""A rank with a keeper (`train --in-place`): messages between the two, in the environment and in files in memory.
 
 This module must not import torch.
 """
@@ -110,7 +110,7 @@ def wait_for_place() -> None:
 
 
 def introduce(folder: Path, generation: Generation, rank: int) -> None:
-    """Tell this rank's keeper the first generation and its rank in it."""
+    """Send this rank's keeper the first generation and the rank's number in it."""
     (folder / RANK).write_text(str(rank))
     generation.write(folder)
 
