@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from megabert.common.errors import Failed
@@ -15,8 +16,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # ending of the file that names the files of weights, where they are several
 INDEX = ".index.json"
 # files of a repository with safetensors that a model is read from
-SAFETENSORS = ("model.safetensors", "model-*.safetensors")
-FILES = ("*.json", "vocab.txt", "*.model", *SAFETENSORS)
+FILES = ("*.json", "vocab.txt", "*.model", "model.safetensors", "model-*.safetensors")
 
 
 def located(source: str | Path) -> Path:
@@ -45,7 +45,13 @@ def located(source: str | Path) -> Path:
 
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder has weights under Hugging Face's names, in one file or several."""
-    return any((folder / name).is_file() for file in WEIGHTS for name in (file, file + INDEX))
+    return bool(weights_in(folder))
+
+
+def weights_in(folder: Path, names: Sequence[str] = WEIGHTS) -> list[Path]:
+    """Files of weights in a folder, or the indexes that name several, in the order of `names`."""
+    paths = [folder / name for file in names for name in (file, file + INDEX)]
+    return [path for path in paths if path.is_file()]
 
 
 def download(name: str) -> Path:
@@ -54,7 +60,7 @@ def download(name: str) -> Path:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        if not any(found for pattern in SAFETENSORS for found in folder.glob(pattern)):
+        if not weights_in(folder, WEIGHTS[:1]):
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHTS[1], "pytorch_model-*.bin"]))
         return folder
     except errors.LocalEntryNotFoundError:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import NOMIC
+from megabert.hf.mapping import NOMIC, refuse_others, value_of
 
 # their first names -> the present ones
 FIELDS = {
@@ -42,13 +42,10 @@ def is_first(tree: Mapping[str, Any]) -> bool:
 
 def present_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Its fields under the present names. Raises ValueError naming a field whose value transformers' NomicBERT cannot have."""
-    for name, (value, usual) in FIXED.items():
-        if (found := tree.get(name, usual)) != value:
-            raise ValueError(f"{where}: {name}={found!r:.40} is not supported, only {value!r}")
+    refuse_others(tree, where, FIXED)
     present = {FIELDS.get(name, name): value for name, value in tree.items() if name not in FIXED}
-    lengths = [tree.get("n_positions"), tree.get("max_trained_positions", 2048)]
-    if not all(isinstance(length, int) for length in lengths):
-        raise ValueError(f"{where}: n_positions and max_trained_positions must be numbers")
+    usual = {"n_positions": None, "max_trained_positions": 2048}
+    lengths = [value_of(tree, name, where, value, int) for name, value in usual.items()]
     present["max_position_embeddings"] = min(length for length in lengths if length > 0)
     return present | {"rope_theta": tree.get("rotary_emb_base", 10_000)}
 

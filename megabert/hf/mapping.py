@@ -81,13 +81,20 @@ class Family:
         return self.embeddings["embeddings.word.weight"].partition(".")[0] + "."
 
 
-def _value(tree: Tree, name: str, where: str, usual: Any, allowed: type | tuple[type, ...]) -> Any:
+def value_of(tree: Tree, name: str, where: str, usual: Any, allowed: type | tuple[type, ...]) -> Any:
     """A field's value, checked, or its usual one where it is missing."""
     value = tree.get(name, usual)
     if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
         kind = "true or false" if allowed is bool else "a number"
         raise ValueError(f"{where}: {name} must be {kind}, is {value!r:.40}")
     return value
+
+
+def refuse_others(tree: Tree, where: str, fixed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises ValueError naming a field that has another value than `fixed` gives it first; the second is that of a missing one."""
+    for name, (value, default) in fixed.items():
+        if (found := tree.get(name, default)) != value:
+            raise ValueError(f"{where}: {name}={found!r:.40} is not supported, only {value!r}")
 
 
 def _theta(tree: Tree, where: str, kind: str, old: str, usual: float) -> float:
@@ -97,7 +104,7 @@ def _theta(tree: Tree, where: str, kind: str, old: str, usual: float) -> float:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
         raise ValueError(f"{where}: rope_parameters: only rotary positions without scaling are supported")
     value = rope.get("rope_theta", tree.get(old, usual))
-    return float(_value({"rope_theta": value}, "rope_theta", where, usual, (int, float)))
+    return float(value_of({"rope_theta": value}, "rope_theta", where, usual, (int, float)))
 
 
 # Published are all four of ModernBERT false, and those of its ancestor true.
@@ -105,24 +112,24 @@ MODERN_BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
 
 
 def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
-    biases = {name: _value(tree, name, where, False, bool) for name in MODERN_BIASES}
+    biases = {name: value_of(tree, name, where, False, bool) for name in MODERN_BIASES}
     for name, value in biases.items():
         if value != biases["attention_bias"]:
             raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
-    layers = _value(tree, "num_hidden_layers", where, None, int)
-    every = max(1, _value(tree, "global_attn_every_n_layers", where, 3, int))
+    layers = value_of(tree, "num_hidden_layers", where, None, int)
+    every = max(1, value_of(tree, "global_attn_every_n_layers", where, 3, int))
     types = tree.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     full = [i for i, name in enumerate(types) if name == "full_attention"]
     if full != list(range(0, layers, every)):  # what releases before 5 read is not there
         every = full[1] if len(full) > 1 else layers
     if len(types) != layers or full != list(range(0, layers, every)):
         raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
-    window = _value(tree, "local_attention", where, 128, int)
+    window = value_of(tree, "local_attention", where, 128, int)
     local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
     if local:
         local["local_rope_theta"] = _theta(tree, where, "sliding_attention", "local_rope_theta", 10_000.0)
     theta = _theta(tree, where, "full_attention", "global_rope_theta", 160_000.0)
-    bias = {"bias": biases["attention_bias"], "decoder_bias": _value(tree, "decoder_bias", where, True, bool)}
+    bias = {"bias": biases["attention_bias"], "decoder_bias": value_of(tree, "decoder_bias", where, True, bool)}
     return bias | local | {"rope_theta": theta}
 
 
@@ -144,8 +151,8 @@ def _write_modern(cfg: ModelConfig) -> dict[str, Any]:
 
 def _read_roberta(tree: Tree, where: str) -> dict[str, Any]:
     """Positions count from the one behind the padding's, whose row is there but not used."""
-    first = _value(tree, "pad_token_id", where, 1, int) + 1
-    rows = _value(tree, "max_position_embeddings", where, None, int)
+    first = value_of(tree, "pad_token_id", where, 1, int) + 1
+    rows = value_of(tree, "max_position_embeddings", where, None, int)
     return {"first_position": first, "max_positions": rows - first}
 
 
@@ -155,8 +162,8 @@ def _write_roberta(cfg: ModelConfig) -> dict[str, Any]:
 
 def _heads(tree: Tree, where: str) -> int:
     """Number of heads, which are as wide as their share of the residual stream."""
-    heads = _value(tree, "num_attention_heads", where, None, int)
-    hidden = _value(tree, "hidden_size", where, None, int)
+    heads = value_of(tree, "num_attention_heads", where, None, int)
+    hidden = value_of(tree, "hidden_size", where, None, int)
     size = tree.get("head_dim")
     if size is not None and size * heads != hidden:
         raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
@@ -165,7 +172,7 @@ def _heads(tree: Tree, where: str) -> int:
 
 def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
     heads = _heads(tree, where)
-    shared = _value(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
+    shared = value_of(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
     theta = _theta(tree, where, "", "rope_theta", 10_000.0)
     return {"kv_heads": 0 if shared == heads else shared, "rope_theta": theta, "dropout": 0.0}
 
@@ -538,16 +545,14 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         supported = ", ".join(FAMILIES)
         raise ValueError(f"{where}: model_type={kind!r:.40} is not supported, only {supported}; the nearest is {near}")
     family = FAMILIES[kind]
-    for name, (value, default) in family.fixed.items():
-        if (found := tree.get(name, default)) != value:
-            raise ValueError(f"{where}: {name}={found!r:.40} is not supported, only {value!r}")
+    refuse_others(tree, where, family.fixed)
     for name in ("pruned_heads", "quantization_config"):
         if tree.get(name):
             raise ValueError(f"{where}: {name} is not supported; save the model without it")
-    tied = _value(tree, "tie_word_embeddings", where, kind not in UNTIED, bool)
+    tied = value_of(tree, "tie_word_embeddings", where, kind not in UNTIED, bool)
     fields: dict[str, Any] = family.ours | {"tied": tied}
     for ours, (theirs, usual) in family.fields.items():
-        fields[ours] = _value(tree, theirs, where, usual, int if usual is None else (int, float))
+        fields[ours] = value_of(tree, theirs, where, usual, int if usual is None else (int, float))
         fields[ours] = fields[ours] if usual is None else float(fields[ours])
     fields |= family.read(tree, where)
     if tree.get("embedding_size", fields["hidden"]) != fields["hidden"]:
@@ -563,4 +568,4 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
     """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
-    return bool(_value(tree, "is_decoder", where, False, bool))
+    return bool(value_of(tree, "is_decoder", where, False, bool))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
-from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, located
+from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, located, weights_in
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
@@ -214,10 +214,9 @@ def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tens
     Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
     not run), and a tensor that is no floating-point one.
     """
-    present = [name for file in WEIGHTS for name in (file, file + INDEX) if (folder / name).is_file()]
-    if not present:
+    path = next(iter(weights_in(folder)), None)
+    if path is None:
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
-    path = folder / present[0]
     tensors = {}
     for part in _parts(path):
         for name, tensor in _load(part).items():

@@ -47,11 +47,8 @@ def test_an_error_is_described_by_path_and_reason() -> None:
     [
         (ValueError("--top 0"), 2, "error: --top 0\n"),
         (os_error(errno.ESTALE), 4, "error: /data/file: Stale file handle\n"),
-        (
-            KeyboardInterrupt(),
-            130,
-            "\nerror: interrupted: nothing was written\n",
-        ),  # it may come in the middle of a progress line
+        # a line of its own: it may come in the middle of a progress line
+        (KeyboardInterrupt(), 130, "\nerror: interrupted: nothing was written\n"),
     ],
 )
 def test_a_command_ends_with_one_line_and_its_code(error: BaseException, code: int, line: str, capsys) -> None:

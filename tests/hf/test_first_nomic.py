@@ -77,7 +77,7 @@ def test_its_encoder_alone_gets_a_new_head(tmp_path: Path) -> None:
         ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction=0.5 is not supported, only 1.0"),
         ({"qkv_proj_bias": True}, "qkv_proj_bias=True is not supported, only False"),
         ({"prenorm": True}, "prenorm=True is not supported, only False"),
-        ({"n_positions": None}, "n_positions and max_trained_positions must be numbers"),
+        ({"n_positions": None}, "n_positions must be a number, is None"),
         ({"n_inner": "80"}, "intermediate_size must be a number, is '80'"),
     ],
 )
