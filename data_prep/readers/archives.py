@@ -1,7 +1,7 @@
 """Members of zip and tar archives as streams in the archive's order, without extraction to disk.
 
 A tar may be compressed as a whole. Hidden members and those that are not regular files are skipped. A damaged or truncated archive is
-an error with the member's name.
+an error with the member's name. A zip's members can be read one without another; nothing of a tar is read behind its damage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any, cast
 
 from data_prep.common.errors import BadInput
@@ -23,8 +24,12 @@ from data_prep.readers.files import open_regular
 ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 TAR_MAGIC_AT = 257
 
-# (name, content from its first byte)
-Member = tuple[str, IO[bytes]]
+# (name, a function that opens the content; raises BadInput)
+Member = tuple[str, Callable[[], IO[bytes]]]
+
+
+class DamagedArchive(BadInput):
+    """Nothing more of an archive can be read."""
 
 
 def kind_of(head: bytes) -> str:
@@ -35,7 +40,7 @@ def kind_of(head: bytes) -> str:
 
 
 def members(part: FileRange) -> Iterator[Member]:
-    """The members of an archive; each must be read before the next. Raises BadInput for a damaged archive."""
+    """The members of an archive; each must be read before the next. Raises DamagedArchive."""
     yield from _zip_members(part.path) if part.format == "zip" else _tar_members(part)
 
 
@@ -47,7 +52,7 @@ def chunks(path: str, member: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Guarded:
-    """A member, of which the bytes `head` were read before. Errors of the archive become BadInput."""
+    """A member, of which the bytes `head` were read before. Errors of a zip become BadInput, those of a tar DamagedArchive."""
 
     head = b""
 
@@ -58,8 +63,10 @@ class _Guarded:
         head, self.head = self.head, b""
         try:
             return head or self._member.read(size)
-        except (*ERRORS, tarfile.TarError) as error:
+        except ERRORS as error:
             raise BadInput(f"{self._path}: damaged in its archive ({error})") from None
+        except tarfile.TarError as error:
+            raise DamagedArchive(f"{self._path}: damaged in its archive ({error})") from None
 
 
 def _shown(name: str) -> bool:
@@ -71,20 +78,19 @@ def _zip_members(path: str) -> Iterator[Member]:
         try:
             archive = zipfile.ZipFile(file)
         except ERRORS as error:
-            raise BadInput(f"{path}: damaged zip archive ({error})") from None
+            raise DamagedArchive(f"{path}: damaged zip archive ({error})") from None
         for info in archive.infolist():
-            if info.is_dir() or not _shown(info.filename):
-                continue
-            if info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size):
-                raise BadInput(
-                    f"{path}: {info.filename}: unpacks to more than {BOMB_RATIO} times its size; unpack it first"
-                )
-            try:
-                member = archive.open(info)
-            except ERRORS as error:
-                raise BadInput(f"{path}: {info.filename}: cannot be read ({error})") from None
-            with member:
-                yield info.filename, member
+            if not info.is_dir() and _shown(info.filename):
+                yield info.filename, partial(_open_zipped, archive, info, path)
+
+
+def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> IO[bytes]:
+    if info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size):
+        raise BadInput(f"{path}: {info.filename}: unpacks to more than {BOMB_RATIO} times its size; unpack it first")
+    try:
+        return archive.open(info)
+    except ERRORS as error:
+        raise BadInput(f"{path}: {info.filename}: cannot be read ({error})") from None
 
 
 class _DamagedHeader(Exception):
@@ -118,16 +124,23 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
+def _unpacked(part: FileRange) -> Iterator[bytes]:
+    """Unpacked bytes of a tar. Raises DamagedArchive."""
+    try:
+        yield from decompress.read_chunks(part.path, part.compression)
+    except BadInput as error:
+        raise DamagedArchive(str(error)) from None
+
+
 def _tar_members(part: FileRange) -> Iterator[Member]:
-    stream = io.BufferedReader(_Unpacked(decompress.read_chunks(part.path, part.compression)), PLAIN_CHUNK)
+    stream = io.BufferedReader(_Unpacked(_unpacked(part)), PLAIN_CHUNK)
     last = "its first member"
     try:
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
             for info in archive:
                 last = info.name
                 archive.members.clear()  # type: ignore[attr-defined]
-                content = archive.extractfile(info) if info.isreg() and _shown(info.name) else None
-                if content is not None:
-                    yield info.name, content
+                if info.isreg() and _shown(info.name):
+                    yield info.name, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
     except (tarfile.TarError, _DamagedHeader) as error:
-        raise BadInput(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None
+        raise DamagedArchive(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None

@@ -17,6 +17,7 @@ from typing import TypeVar
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
@@ -61,11 +62,20 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
 
 
 def _member_documents(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
-    """Documents of the members of an archive, each with a detected format."""
-    for name, content in archives.members(part):
+    """Documents of the members of an archive, each with a detected format. Those that can't be read follow the policy."""
+    for name, open_member in archives.members(part):
         path = f"{part.path}: {name}"
         member = FileRange(path, format=options.format)
-        yield from _chunk_documents(archives.chunks(path, content), 0, member, path, RangeEnd(), options, problems)
+        try:
+            with open_member() as content:
+                chunks = archives.chunks(path, content)
+                yield from _chunk_documents(chunks, 0, member, path, RangeEnd(), options, problems)
+        except DamagedArchive:
+            raise
+        except BadInput:
+            if problems.policy == "stop":
+                raise
+            problems.counts["unreadable member of an archive"] += 1
 
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:

@@ -43,7 +43,8 @@ OTHER_WIKI = re.compile(r"\s*:?[a-z][a-z-]{1,14}:")
 # possessive, since an unclosed one would be tried at every length
 EXTERNAL = re.compile(r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE)
 BREAK = re.compile(r"<(?:br|p|hr|/p|/div|div|li|/li|blockquote|/blockquote|poem|/poem|center|/center)\b[^<>]*>", re.IGNORECASE)  # fmt: skip
-TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<ref\b[^<>\n]*", re.IGNORECASE)
+# bare or with attributes; a comparison (a<b) is no tag
+TAG = re.compile(r"</?[a-zA-Z][\w-]*(?:\s*/?>|\s[^<>]{0,200}=[^<>]*>)|<ref\b[^<>\n]*", re.IGNORECASE)
 QUOTES = re.compile(r"'{2,}")
 MAGIC = re.compile(r"__[A-Z]{3,}__|-\{|\}-")
 LEFT_OVER = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}|\|-+")

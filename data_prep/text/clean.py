@@ -14,11 +14,12 @@ from megabert.data.text import GLUED, GLUED_END
 # C0 controls and DEL are removed, except for tab and line feed; VT and FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
 _SPACES = bytes.maketrans(b"\x0b\x0c", b"  ")
+# A tag with `>`, which is bare or has attributes, or one that is cut off at the end of a line; a comparison (a<b) is neither.
 TAG = re.compile(
     r"</?(?:br|dl|dd|dt|ul|ol|li|p|ref|references|nowiki|noinclude|onlyinclude|includeonly|div|span|center|"
     r"small|big|sub|sup|table|tr|td|th|gallery|blockquote|poem|font|math|tt|code|pre|hr|em|strong|cite|i|b|u|s)"
-    r"\b[^<>\n]{0,200}>?",
-    re.IGNORECASE,
+    r"\b(?:[ \t]*/?>|[ \t]+[\w:-]+[ \t]*=[^<>\n]{0,200}>|(?:[ \t]+[\w:-]+=[^\s<>]+)*[ \t]*$)",
+    re.IGNORECASE | re.MULTILINE,
 )
 BLANK_LINES = re.compile(r"\n\s*\n")
 # first bytes of these marks

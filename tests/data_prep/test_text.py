@@ -2,6 +2,7 @@
 
 import pytest
 
+from data_prep.readers import mediawiki
 from data_prep.text import clean, sentences
 from megabert.data.text import clean_word
 
@@ -24,11 +25,15 @@ def test_hard_wrapped_lines_are_rejoined():
 
 
 def test_leftover_markup_goes_and_comparisons_stay():
-    text = "One</dl> two<br clear=all> three <br\nif a < b and c > d then <ref name=x>e</ref>"
+    text = "One</dl> two<br clear=all> three<BR/> <br\nif a < b and c > d then <ref name=x>e</ref>\n<li class=a id=b\nEnd."
     assert [p.split() for p in clean.paragraphs(text, True)] == [
         ["One", "two", "three"],
         ["if", "a", "<", "b", "and", "c", ">", "d", "then", "e"],
+        [],
+        ["End."],
     ]
+    for comparison in ("If a<b then it is not empty. The converse is true.", "a<b and c>d", "x<s, 0<i<p."):
+        assert clean.paragraphs(comparison, True) == mediawiki.prose(comparison).split("\n") == [comparison]
 
 
 @pytest.mark.parametrize(

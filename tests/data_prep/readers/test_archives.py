@@ -90,6 +90,18 @@ def test_a_wrong_checksum_of_a_member_is_named(tmp_path):
         read_all([tmp_path / "a.zip"])
 
 
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_members_that_cannot_be_read_are_skipped_alone(kind, tmp_path):
+    members = {"1.txt": b"First.", "logo.png": b"\x89PNG", "cut.txt.gz": gzip.compress(b"Gone." * 99)[:-20], "2.txt": b"Last."}
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(packed_zip(members) if kind == "zip" else tar(members))
+    with pytest.raises(BadInput, match=r"logo\.png: unknown suffix '\.png'"):
+        read_all([path])
+    found, problems = read_all([path], policy="skip")
+    assert [found[0], found[-1]] == ["First.", "Last."]
+    assert problems.counts == {"unreadable member of an archive": 2}
+
+
 def test_columns_of_a_csv_are_named(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbftitle;body;n\r\nOne;"Text; of one";1\r\n\r\nTwo;;2\r\n')
