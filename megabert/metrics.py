@@ -327,10 +327,10 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, config: Config, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
         self._config = config
         text = json.dumps(config.model_dump(), indent=2)
-        self._writer.add_text("config", f"```json\n{text}\n```", resume_step)
+        self._writer.add_text("config", f"```json\n{text}\n```", max(resume_step, 0))
 
     def write(self, values: dict[str, Any]) -> None:
         step = values["step"]
@@ -400,9 +400,8 @@ class WeightsAndBiases(Sink):
 class Sinks:
     """All sinks of a run; without a folder there are none."""
 
-    def __init__(self, folder: Path | None, config: Config, step: int, saved_step: int) -> None:
-        """Continue from `step`; `saved_step` is that of the newest checkpoint, -1 without one. Raises ValueError if a requested sink
-        is unavailable."""
+    def __init__(self, folder: Path | None, config: Config, saved_step: int) -> None:
+        """Continue from `saved_step`, -1 without a checkpoint. Raises ValueError if a requested sink is unavailable."""
         self._sinks: list[Sink] = []
         if folder is None:
             return
@@ -411,7 +410,7 @@ class Sinks:
             self._sinks.append(WeightsAndBiases(folder, config, fresh))
         self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step)]
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(folder / "tensorboard", config, step))
+            self._sinks.append(TensorBoard(folder / "tensorboard", config, saved_step))
 
     def write(self, values: dict[str, Any]) -> None:
         for sink in self._sinks:

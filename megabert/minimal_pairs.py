@@ -79,6 +79,7 @@ class SentenceScorer:
         inputs = packed.to(self.device).inputs() | {
             "seed": no_dropout,
             "logits_at": torch.from_numpy(at).to(self.device),
+            "causal": self.causal,
         }
         values = self.model(**inputs).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]  # (N)
         first = np.cumsum([0, *(len(ids) - 2 for ids in sentences[:-1])])

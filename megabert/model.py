@@ -405,7 +405,9 @@ class BertForPreTraining(nn.Module):
         sums and correct counts of each source follow those of `terms`.
         """
         if key_end is None:
-            hidden = self.encode(**unpacked_inputs(input_ids, segment_ids), seed=seed)  # (B, T, D)
+            hidden = self.encode(
+                **unpacked_inputs(input_ids, segment_ids, causal), seed=seed, causal=causal
+            )  # (B, T, D)
             return self.mlm_logits(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
         assert segment_ids is not None and position_ids is not None and key_start is not None and lengths is not None
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)

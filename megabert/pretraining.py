@@ -27,7 +27,7 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config, DataConfig, phases_of
+from megabert.config import Config, DataConfig, fit_micro_size, phases_of
 from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
@@ -203,7 +203,8 @@ def build_engine(
     """The engine with a new model, initialised from the seed or from a teacher. Backends are chosen by their speed on the longest
     phase. A collective."""
     phase, dataset = max(zip(phases_of(config), datasets, strict=True), key=lambda pair: pair[0].end - pair[0].begin)
-    measured = config.model_copy(update={"batch": phase.config.batch})
+    config = fit_micro_size(config, world.size)
+    measured = config.model_copy(update={"batch": fit_micro_size(phase.config, world.size).batch})
     chosen = choose_backends(measured, dataset, world, origin.run_dir, progress)
     config, counts = config.model_copy(update={"ops": chosen.ops}), None
     if config.model.frequency_bias and not origin.state and not (config.init_from or config.distill.teacher):
@@ -286,7 +287,7 @@ def resume(
 def cursor_after(source: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
     """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
     run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
-    same = all(source.get(name) == value for name, value in dataset.identity.items())
+    same = source.get("dataset") == dataset.manifest.fingerprint
     if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
         return 0
     size = phases_of(config)[0].config.batch.global_size
@@ -370,9 +371,9 @@ class Pretraining:
     def __init__(
         self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
     ) -> None:
-        self.config, self.world, self.engine = config, world, engine
+        self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
         self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
-        self.phases = [phase.config for phase in phases_of(config)]
+        self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
         self.meter = PretrainingMeter(world, config.model, engine.terms, peak)
         self.shown = Shown()
@@ -454,10 +455,18 @@ class Pretraining:
         )
         batches, sources = evaluation.with_sources(batches, split.dataset), split.dataset.source_names
         problems: list[Exception] = []
-        sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
+        try:
+            sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
+        except ValueError:
+            # of all ranks: one of them has no batch, perhaps since it could not read its first
+            self._refuse_unread(problems)
+            raise
+        self._refuse_unread(problems)
+        return evaluation.summary(sums, sources)
+
+    def _refuse_unread(self, problems: Sequence[Exception]) -> None:
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse_together(self.world, *problem)
-        return evaluation.summary(sums, sources)
 
     def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
         """The model's predictions for a few masked held-out rows. Rank 0 computes them; with ZeRO stage 3 all ranks take part."""

@@ -144,7 +144,6 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     if args.debug:
         make_debuggable()
     stop = ranks.join(ends)
-    config = configuration.fit_micro_size(config, ranks.world.size)
     watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     trainer = open_run(
         Path(args.run),

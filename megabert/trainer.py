@@ -517,8 +517,9 @@ class Trainer:
         self.spike, self.unjudged = None, []
         self.updates.close()
         self.sinks.close()
+        spiked = self.state.spiked
         self.resume(self.checkpoints.load(self.engine, path))
-        self.state.cursor = spike.cursor + 1
+        self.state.cursor, self.state.spiked = spike.cursor + 1, spiked
         self.sinks = self.open_sinks()
         self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is skipped")
@@ -556,7 +557,7 @@ class Trainer:
         """The run's sinks, which write on rank 0 only. Log lines after the current step are removed."""
         resumed = self.state.step > 0 or self.saves.step >= 0
         folder = self.run_dir if self.world.is_main else None
-        return Sinks(folder, self.config, self.state.step, self.state.step if resumed else -1)
+        return Sinks(folder, self.config, self.state.step if resumed else -1)
 
     def close(self) -> None:
         """End the loader's workers, close the sinks and write the profile, each even if another fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -44,6 +45,22 @@ def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float
             total += logits.log_softmax(-1)[ids[0, i]].item()
         found.append(total)
     return found
+
+
+def test_the_model_is_told_that_scores_are_causal(tmp_path: Path) -> None:
+    """Attention over whole sequences knows it from that alone."""
+    pretrained, told = hf.load(runs.make(tmp_path, "uncased")), []
+    cpu = torch.device("cpu")
+    model = pretrained.language_model(cpu, torch.float32)
+
+    def recorded(**inputs: Any) -> torch.Tensor:
+        told.append(inputs["causal"])
+        return model(**inputs)
+
+    for causal in (True, False):
+        scorer = SentenceScorer(recorded, pretrained.config, pretrained.tokenizer, cpu, line=False, causal=causal)  # type: ignore[arg-type]
+        scorer.score(scorer.encode(SENTENCES))
+    assert told == [True, False]
 
 
 @pytest.mark.parametrize(("trained", "score"), [(False, None), (True, None), (False, True), (True, False)])

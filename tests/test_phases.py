@@ -282,6 +282,15 @@ def test_phases_begin_where_their_shares_say() -> None:
     assert [phase_at(tenths, step / 10) for step in range(10)] == [0, 1, 1, *[2] * 7]
 
 
+def test_micro_batches_are_fitted_to_each_phase(world: World, tmp_path: Path) -> None:
+    """Not to the run: a larger batch of a phase is not divided by the run's smaller one."""
+    tables = "phases=[{share=0.5},{share=0.5,batch.global_size=8}]"
+    trainer = opened(world, tmp_path, "objective.causal_share=0", "batch.global_size=3", "batch.micro_size=8", tables)
+    assert [phase.batch.micro_size for phase in trainer.workload.phases] == [3, 8]  # type: ignore[attr-defined]
+    assert trainer.train() and trainer.engine.accumulation == 1
+    trainer.close()
+
+
 def test_another_dataset_has_its_own_row_length() -> None:
     kept, other = 'data.mix={"b"=0.5}', 'data.path="b"'
     tables = f"phases=[{{share=0.2}},{{share=0.2,{kept}}},{{share=0.2,{other}}},{{share=0.4,{other},data.seq_len=256}}]"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
-from megabert.common.run_files import CONFIG, METRICS, checkpoints_of
+from megabert.common.run_files import CONFIG, METRICS, checkpoints_of, json_lines
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # prefixes of figures that depend on the clock
 TIMES = ("perf/", "time/")
+# figures of a section that are not means over the updates since the last log line
+OF_THE_UPDATE = ("train/lr", "train/skipped", "train/spikes", "train/phase")
 # name of the weights of a chain entry
 WEIGHTS = "weights"
 # relative limits of figures, by the end of their names, and of weights, relative to their change in the interval
@@ -79,29 +81,29 @@ def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
             break
     else:
         raise ValueError(f"{run}: the configuration of these updates is in no checkpoint that is kept")
-    if tree["schedule"]["by"] == "minutes" and not resumed:
-        raise ValueError("--from 0: the rates of this run follow the clock; name a checkpoint to start from")
     tree["log"] |= {"tensorboard": False, "wandb": ""}
     tree["data"]["path"] = data or tree["data"]["path"]
-    return from_dict(tree)
+    config = from_dict(tree)
+    if config.schedule.unit == "minutes" and not resumed:
+        raise ValueError("--from 0: the rates of this run follow the clock; name a checkpoint to start from")
+    return config
 
 
 def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
-    from megabert import config as configuration
     from megabert.distributed.ranks import on_main
     from megabert.metrics import as_json
     from megabert.metrics import figures as update_figures
     from megabert.pretraining import open_run
 
+    stop = ranks.join()
     # as many as in the run, since sums are divided among them
     torch.set_num_threads(of.entries[-1]["threads"])
-    stop = ranks.join()
     folder = Path(ranks.world.broadcast(str(folder)))
     on_main(ranks.world, lambda: copy_start(of, folder))
-    config = configuration.fit_micro_size(of.config, ranks.world.size)
+    config = of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 0.0})})
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end)
     ranks.apart = True
@@ -132,13 +134,20 @@ def copy_start(of: Interval, folder: Path) -> None:
 
 
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
-    """The run's records of the updates, by step and name: figures of log lines, and digests of weights."""
+    """The run's records of the updates, by step and name: figures of log lines, and digests of weights. Means since the last log
+    line are left out if that depended on the clock."""
     from megabert.checkpoint import chain
 
-    lines = list(map(json.loads, (run / METRICS).read_text().splitlines()))
+    by_clock = of.config.log.seconds > 0
+    lines = list(json_lines(run / METRICS))
     lines += [{"step": entry["step"], WEIGHTS: entry[WEIGHTS]} for entry in chain.read(run / "checkpoints")]
     inside = [(line.pop("step"), line) for line in lines if of.begin < line["step"] <= of.end]
-    return {(step, name): line[name] for step, line in inside for name in line if not name.startswith(TIMES)}
+    return {
+        (step, name): value
+        for step, line in inside
+        for name, value in line.items()
+        if not name.startswith(TIMES) and not (by_clock and name.startswith("train/") and name not in OF_THE_UPDATE)
+    }
 
 
 def compare(of: Interval, folder: Path) -> str:
@@ -154,19 +163,31 @@ def compare(of: Interval, folder: Path) -> str:
         return f"{what} bit for bit"
     reasons = differences_of_place(of, folder)
     how = f"to rounding, as not as then are {reasons}" if reasons else "bit for bit, as machine and code are as then"
-    distance = distance_of_weights(of, folder, both[-1][0])
+    saved = [step for step, name in both if name == WEIGHTS]
+    distances = (distance_of_weights(of, folder, step) for step in reversed(saved))
+    distance = next((value for value in distances if value is not None), None)
     for step, name, was, now in unequal:
-        far = distance > ROUNDING[WEIGHTS] if name == WEIGHTS else not near(name, was, now)
+        if name == WEIGHTS:
+            far = distance is not None and not distance <= ROUNDING[WEIGHTS]
+        else:
+            far = not near(name, was, now)
         if far or not reasons:
             raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {now}, compared {how}")
     allowed = ", ".join(f"{name} {share:g}" for name, share in ROUNDING.items())
-    return f"{what} {how} ({allowed}); weights differ by {distance:.2g} of how far they moved"
+    if distance is not None:
+        return f"{what} {how} ({allowed}); weights differ by {distance:.2g} of how far they moved"
+    figures, not_kept = len(both) - len(saved), "the weights were not compared, as their checkpoints are not kept"
+    if not figures:
+        raise ValueError(f"{of.run}: {not_kept}, and there is no log line of steps {of.begin + 1} to {of.end}")
+    return f"{figures} figures of steps {both[0][0]} to {both[-1][0]} are equal {how} ({allowed}); {not_kept}"
 
 
 def near(name: str, was: Any, now: Any) -> bool:
     """Whether a value is equal to rounding; True for values that are neither of the data nor in ROUNDING."""
     far = [
-        abs(float(was) - float(now)) > share * abs(float(was)) for end, share in ROUNDING.items() if name.endswith(end)
+        not abs(float(was) - float(now)) <= share * abs(float(was))  # also of NaN
+        for end, share in ROUNDING.items()
+        if name.endswith(end)
     ]
     return not any(far) and not name.startswith("data/")
 
@@ -184,14 +205,14 @@ def differences_of_place(of: Interval, folder: Path) -> str:
     return ", ".join(unlike)
 
 
-def distance_of_weights(of: Interval, folder: Path, step: int) -> float:
-    """|repeated - saved| / |saved - start| of all weights at a step; NaN if the run has no checkpoint there or at the start."""
+def distance_of_weights(of: Interval, folder: Path, step: int) -> float | None:
+    """|repeated - saved| / |saved - start| of all weights at a step; None if the run has no checkpoint there or at the start."""
     from megabert.checkpoint import load_weights
 
     of_runs = (folder, step), (of.run, step), (of.run, of.begin)
     places = [run / "checkpoints" / f"step-{at:08d}" for run, at in of_runs]
     if not all(place.exists() for place in places):
-        return math.nan
+        return None
     now, was, before = (load_weights(place)[0] for place in places)
     differ, moved = (sum(float((w - other[name]).square().sum()) for name, w in was.items()) for other in (now, before))
     return math.sqrt(differ / moved)

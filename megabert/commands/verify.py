@@ -111,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
     uncovered = chain.check_logs(run, entries)
     steps, state = check_checkpoints(run, entries)
+    if "phase_datasets" not in state:
+        raise ValueError(f"{run}: was converted or averaged, not trained, so there is no data to verify it by")
     check_config(run, state)
     print(
         f"chain        {len(entries)} entries of steps {entries[0]['step']:,} to {last['step']:,}, as they were written"

@@ -60,9 +60,9 @@ def exit_code(error: Exception) -> int:
 
 
 def describe(error: Exception) -> str:
-    """The message of an error; of an OSError path and reason."""
+    """The message of an error, never empty; of an OSError path and reason."""
     if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
+        return str(error) or type(error).__name__
     reason = error.strerror
     if error.errno in FULL_ERRNO:
         reason = "the disk is full (or a quota or file size limit is reached); with more room the same command resumes"

@@ -1,10 +1,12 @@
-"""Files in a run folder, beside `checkpoints/`: their names, and the step of a log line."""
+"""Files in a run folder, beside `checkpoints/`: their names, and the lines of their logs."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CONFIG = "config.json"
 # one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or had a spike
@@ -37,3 +39,17 @@ def step_of(line: str | bytes) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects with a step in a JSON-lines file, without a partial last line. Nothing without a file."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line

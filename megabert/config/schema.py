@@ -278,7 +278,11 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out rows, under a fixed mask."""
 
-    interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0: only at the end")
+    interval: int = Field(
+        1000,
+        ge=0,
+        description="updates between held-out evaluations; 0: only before the first and after the last update",
+    )
     rows: int = Field(4096, gt=0, description="most held-out rows to evaluate")
     patience: int = Field(
         0,

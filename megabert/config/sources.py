@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megabert.common.arguments import PRESETS, toml_names
-from megabert.config.phases import check_phases
+from megabert.config.phases import check_phases, phases_of
 from megabert.config.schema import Config, check, flat, validated
 
 
@@ -67,6 +67,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     config = validated(tree)
     for number, phase in enumerate(config.phases, 1):
         refuse_unknown({key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
+    phases_of(config)  # first, as other checks read the tables of phases
     check(config)
     check_phases(config)
     return config

@@ -38,13 +38,16 @@ CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
 
 def largest_capacity(config: Config, seq_len: int) -> int:
     """The largest number of prediction slots of a row in any update."""
-    return seq_len if config.causal_updates else config.data.masking.capacity(seq_len)
+    if config.causal_updates:
+        return seq_len
+    return max(phase.config.data.masking.capacity(seq_len) for phase in phases_of(config))
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
     """The masking of held-out rows in every phase: that of the last phase, at the rate of evaluation."""
     options = phases_of(config)[-1].config.data.masking
-    return options.model_copy(update={"rate": config.eval.rate or options.rate})
+    # the most predictions of a row are for the run's own rate
+    return options.model_copy(update={"rate": config.eval.rate, "max_predictions": 0}) if config.eval.rate else options
 
 
 class MaskingVocabulary:

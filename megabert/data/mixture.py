@@ -267,5 +267,7 @@ def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
     for first in range(0, len(chosen), COUNTED_ROWS):
         row_ids = chosen[first : first + COUNTED_ROWS]
         dataset.read_ahead(row_ids)
-        counts += np.bincount(dataset.read(row_ids).ids.ravel(), minlength=len(predicted))
+        rows = dataset.read(row_ids)
+        used = np.arange(manifest.seq_len) < rows.bounds[:, :, 0].sum(1, keepdims=True)
+        counts += np.bincount(rows.ids[used], minlength=len(predicted))
     return counts * predicted

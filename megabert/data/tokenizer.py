@@ -338,14 +338,6 @@ class _SentencePiece(Tokenizer):
         messages: Any = sentencepiece_model_pb2
         return messages.ModelProto.FromString(self.processor.serialized_model_proto())
 
-    @functools.cached_property
-    def _normalises_nothing(self) -> bool:
-        """Whether the model was trained without normalisation of the text."""
-        return bool(self.proto.normalizer_spec.name == "identity")
-
-    def prepared(self, text: str) -> str:
-        return text if self._normalises_nothing else prepared(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=1)
 

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import socketserver
 import subprocess
@@ -181,6 +182,8 @@ class Keeper:
         self._child, self._next = child, None
         os.write(pipe, json.dumps(self.env).encode())
         os.close(pipe)
+        if self.stopping:  # asked before there was a child
+            child.send_signal(signal.SIGTERM)
         if self.place is not None and self._failed_generation == self.place[0].name:
             child.kill()
         asked = answered = time.monotonic()
@@ -403,14 +406,14 @@ def _reached(generation: Generation, ranks: Collection[int]) -> set[int]:
 
 def _propose(path: Path, ranks: list[int], port: int) -> None:
     """Make these ranks the next generation, which meets at `port` of the first one's host, unless there is a plan already."""
-    plan = {"name": secrets.token_hex(8), "ranks": ranks, "port": port}
+    name = secrets.token_hex(8)
+    own = path.with_name(f"{path.name}.{name}")
+    write_whole(own, json.dumps({"name": name, "ranks": ranks, "port": port}).encode())
     try:
-        with path.open("x") as file:
-            file.write(json.dumps(plan))
-            file.flush()
-            os.fsync(file.fileno())
+        os.link(own, path)  # complete from the first moment
     except FileExistsError:
         log.debug("another keeper has proposed the next generation")
+    own.unlink()
 
 
 def _read(path: Path) -> Any:

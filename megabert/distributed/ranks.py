@@ -161,13 +161,13 @@ def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
 
 
 def refuse_together(world: World, problem: str, code: int) -> None:
-    """Raises RankRefused on every rank if any has a `problem` (not ""), whose exit code is `code`. A collective.
+    """Raises RankRefused on every rank if any has a `problem`, whose exit code is `code` (0: none). A collective.
 
     Names the first rank with a fault (code 4), since other problems may be its consequence; without faults the first rank.
     """
     if not world.max_ints([code])[0]:
         return
-    reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
+    reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[1]]
     for rank, text, exit_code in sorted(reports, key=lambda report: report[2] != errors.FAILED):
         raise RankRefused(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
 

@@ -144,4 +144,6 @@ def test_held_out_rows_are_masked_as_in_the_last_phase() -> None:
     late = config("phases=[{share=0.5},{share=0.5, data.masking.causal_every=4}]")
     assert not held_out_masking(late).causal and largest_capacity(late, 128) == 128
     cfg = config("phases=[{share=0.5, data.masking.rate=0.4},{share=0.5, data.masking.rate=0.3}]")
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.3)
+    assert held_out_masking(cfg) == MaskingConfig(rate=0.3) and largest_capacity(cfg, 128) == 53
+    cfg = config("data.masking.max_predictions=20", "eval.rate=0.4")
+    assert held_out_masking(cfg).capacity(128) == 53, "the most predictions are for the run's rate"

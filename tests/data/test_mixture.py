@@ -115,8 +115,11 @@ def test_tokens_are_counted_at_even_places(tmp_path, monkeypatch):
     monkeypatch.setattr(mixture, "COUNTED_PLACES", 8)
     monkeypatch.setattr(mixture, "COUNTED_ROWS", 16)
     taken = [i * 100 // 8 + row for i in range(8) for row in range(5)]
-    plain = Counter(arrays[0][taken].ravel().tolist())
+    ids, bounds, _ = arrays
+    plain = Counter(token for row in taken for token in ids[row, : bounds[row, :, 0].sum()].tolist())
     assert token_counts(dataset, PREDICTED).tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]
+    assert plain[0] == 0 and (ids[taken] == 0).any(), "id 0 may be a token: padding is not counted"
+    assert token_counts(dataset, np.ones(VOCAB, bool)).tolist() == [plain[i] for i in range(VOCAB)]
     damage(dataset.folder)
     with pytest.raises(DamagedRow, match="block 0, row 0"):
         token_counts(Dataset(dataset.folder), PREDICTED)

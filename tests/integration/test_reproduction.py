@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megabert.checkpoint import chain
+from megabert.commands import replay as repetition
 from megabert.commands import verify
 from megabert.common.files import canonical, compact, digest
-from tests.helpers import once
+from tests.helpers import once, runs
 from tests.helpers.forked import Forked
 from tests.helpers.job import SMALL
 from tests.integration.conftest import command
@@ -60,6 +61,16 @@ def checked(folder: Path, *more: str) -> list[str]:
     return ["verify", str(folder / "run"), "--data", str(folder / "data"), *more]
 
 
+def write_again(run: Path, changes: dict[int, dict[str, object]]) -> None:
+    """Rewrite a run's chain with other values in the entries of these steps."""
+    previous, lines = "", []
+    for entry in chain.read(run / "checkpoints"):
+        entry |= changes.get(entry["step"], {}) | {"previous": previous}
+        previous = digest(entry, "sha256", compact)
+        lines.append(compact(entry | {"sha256": previous}))
+    (run / "checkpoints/chain.jsonl").write_bytes(b"\n".join([*lines, b""]))
+
+
 def test_a_run_is_verified_up_to_its_published_head(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = chain.read(copy / "run/checkpoints")
     assert [entry["step"] for entry in entries] == [4, 7, 8, 12, 14]
@@ -69,17 +80,15 @@ def test_a_run_is_verified_up_to_its_published_head(copy: Path, capsys: pytest.C
     assert verify.main([*checked(copy)[1:], "--head", entries[1]["sha256"]]) == 0
     assert "as published, at step 7" in capsys.readouterr().out
     # all of it written again: only the published head finds that
-    path, previous, lines = copy / "run/checkpoints/chain.jsonl", "", []
-    for entry in entries:
-        if entry["step"] == 7:
-            entry["revision"] = "another"
-        entry["previous"] = previous
-        previous = digest(entry, "sha256", compact)
-        lines.append(compact(entry | {"sha256": previous}))
-    path.write_bytes(b"\n".join([*lines, b""]))
+    write_again(copy / "run", {7: {"revision": "another"}})
     assert verify.main(checked(copy)[1:]) == 0
     assert verify.main([*checked(copy)[1:], "--head", entries[-1]["sha256"]]) == 2
     assert "is not the run whose head was published" in capsys.readouterr().err
+
+
+def test_a_run_that_was_not_trained_here_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main([str(runs.make(tmp_path / "run", "uncased"))]) == 2
+    assert "run: was converted or averaged, not trained" in capsys.readouterr().err
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -158,6 +167,28 @@ def replay(folder: Path, *more: object, **env: str) -> tuple[int, str]:
 def test_updates_are_repeated_bit_for_bit(trained: Path) -> None:
     code, line = replay(trained, "--from", 8, "--to", 13)
     assert code == 0 and "of steps 10 to 12 are equal bit for bit" in line, line
+
+
+def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
+    other, data = copy / "other", str(copy / "data")
+    shutil.copytree(copy / "run", other)
+    write_again(other, {12: {"weights": "another"}, 14: {"threads": 99}})
+    of = repetition.interval(copy / "run", 8, 13, data)
+    assert "equal to rounding, as not as then are threads" in repetition.compare(of, other)
+    shutil.rmtree(other / "checkpoints/step-00000012")
+    assert "the weights were not compared, as their checkpoints are not kept" in repetition.compare(of, other)
+    logged = other / "metrics.jsonl"
+    lines = [json.loads(line) for line in logged.read_text().splitlines()]
+    logged.write_text("".join(json.dumps(line | {"train/loss": "nan"}) + "\n" for line in lines) + '{"cut')
+    with pytest.raises(ValueError, match=r"train/loss of step 10 was .* and is nan, compared to rounding"):
+        repetition.compare(of, other)
+    logged.unlink()
+    with pytest.raises(ValueError, match="not kept, and there is no log line of steps 9 to 13"):
+        repetition.compare(of, other)
+    # means between log lines that the clock decided
+    slow = of._replace(config=of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 5.0})}))
+    names = {name for _, name in repetition.recorded(copy / "run", slow)}
+    assert {"train/lr", "data/row_digest", "weights"} <= names and not {"train/loss", "train/grad_norm"} & names
 
 
 @pytest.mark.slow

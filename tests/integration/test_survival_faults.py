@@ -320,6 +320,7 @@ def test_rollback_leaves_out_the_data_through_the_spike(dataset, tmp_path):
     found = curve(run)
     assert sorted(found) == list(range(1, 17))
     assert [found[s]["data/cursor"] for s in (8, 9, 10, 16)] == [8, 11, 12, 18]  # data 8 and 9 were left out
+    assert found[16]["train/spikes"] == 1
     assert [entry["action"] for entry in trouble(run)] == ["rollback"]
 
 
