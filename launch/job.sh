@@ -40,7 +40,10 @@ read_places() {
   done
 }
 mapfile -t read_from < <(read_places "${CORPUS:-} ${PREP:-}")
-mounted=("$PROJECT" "$RUNS" "$DATA" "$DATA_128" "$DATA_512" "${read_from[@]}")
+mounted=("$PROJECT" "$RUNS" "$DATA")
+# before the first build they are not there
+for path in "$DATA_128" "$DATA_512"; do if [ -e "$path" ]; then mounted+=("$path"); fi; done
+mounted+=("${read_from[@]}")
 
 # shellcheck disable=SC2034 # read by the scripts
 inside=() # prefix of a command that runs it in the container
@@ -57,6 +60,7 @@ elif [ "$CONTAINER_RUNTIME" = apptainer ]; then
   # shellcheck disable=SC2034
   inside=(apptainer exec --nv --bind "$(IFS=, && echo "${mounted[*]}")" --pwd "$PROJECT" "$CONTAINER")
 else
+  mkdir -p "$DATA"
   mounts=
   for path in "${mounted[@]}"; do mounts+="${mounts:+,}$path:$path"; done
   # shellcheck disable=SC2034

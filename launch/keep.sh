@@ -18,10 +18,7 @@ check_rendezvous
 
 run='' previous=
 for word in "$@"; do # find the run folder, whose checkpoints show progress
-  case $previous=$word in
-    --run=*) run=$word ;;
-    *=--run=*) run=${word#--run=} ;;
-  esac
+  if [ "$previous" = --run ]; then run=$word; elif [[ $word == --run=* ]]; then run=${word#--run=}; fi
   previous=$word
 done
 [ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, whose checkpoints show its progress"

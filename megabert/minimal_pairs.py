@@ -24,7 +24,7 @@ from megabert.data.pairs import Pair
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
-from megabert.hf.inference import on_every_core, pack_weights
+from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.model import evaluating
 
 # tokens of masked copies in a batch, on the CPU for each core
@@ -101,8 +101,7 @@ def score_sentences(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = pretrained.language_model(device, precision)
     pack_weights(model)
-    line = device.type == "cpu" and model.backends.attention.name == "native"
-    scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line=line, causal=causal)
+    scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line=one_row(model), causal=causal)
     encoded, scores = scorer.encode(sentences), np.zeros(len(sentences))
 
     def compute(job: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
 from megabert.data.packing import pack, pack_line
-from megabert.hf.inference import can_pack, pack_weights
+from megabert.hf.inference import can_pack, one_row, pack_weights
 from megabert.model import BertForPreTraining
 
 CPU = torch.device("cpu")
@@ -27,6 +27,12 @@ def model(dtype: torch.dtype = torch.float32, **backends: str) -> BertForPreTrai
 def sequences() -> list[np.ndarray]:
     draw = np.random.default_rng(0)
     return [draw.integers(5, 60, length).astype(np.int32) for length in (1, 40, 7, 3, 16)]
+
+
+def test_native_attention_on_the_cpu_takes_one_row() -> None:
+    native = model(attention="native")
+    assert one_row(native) and not one_row(model(attention="sdpa"))
+    assert not one_row(native.to("meta"))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])

@@ -34,14 +34,15 @@ if TYPE_CHECKING:
         load_weights,
         newest_step,
         note_changes,
+        settings_of,
         start_engine,
         write_start,
     )
     from megabert.checkpoint.store import Checkpoints
 
 START = (
-    *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "start_engine"),
-    "write_start",
+    *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "settings_of"),
+    *("start_engine", "write_start"),
 )
 COPIES = ("Copies", "NewestCopy", "copies_of_keeper")
 MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"}

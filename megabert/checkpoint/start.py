@@ -75,7 +75,7 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
     """Log each setting that differs from the checkpoint's. Raises ValueError if the run was finished and would continue by the
     new schedule, unless `extend`."""
-    old, new = _settings(saved["config"]), _settings(config.model_dump())
+    old, new = settings_of(saved["config"]), settings_of(config.model_dump())
     for name in old | new:
         if old.get(name) != new.get(name):
             log.info(f"{name} was {old.get(name)!r} and is {new.get(name)!r} from here on")
@@ -85,7 +85,7 @@ def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None
         raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
 
 
-def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Values by `section.key`, and those that phases change by `phases.N.section.key`."""
     settings = flat(tree)
     phases = settings.pop("phases", [])

@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.last < 0 or args.last == 1:
         raise ValueError(f"--last {args.last}: give at least 2 checkpoints")
+    if len(set(args.steps)) == 1:
+        raise ValueError(f"--steps {args.steps[0]}: give at least 2 checkpoints")
     chosen = average(args.run, args.output, args.last, args.steps)
     log.info(
         f"{args.output}: the mean of steps {', '.join(f'{step:,}' for step in chosen)}. To use it, --model {args.output}"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import TOKENIZER, Parser, called_as, refuse_missing
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import appearing, refuse_existing, write_tensors
 from megabert.common.hub import located
@@ -89,7 +89,7 @@ def export_finetuned(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.export"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="run folder, or a checkpoint in it")
+    add("--model", required=True, metavar="MODEL", help=f"{MODEL}; or a fine-tuned model's folder or name")
     add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("--overwrite", action="store_true", help="replace an exported folder")

@@ -27,7 +27,7 @@ from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained
-from megabert.hf.inference import on_every_core, pack_weights
+from megabert.hf.inference import on_every_core, one_row, pack_weights
 
 # batches that are sorted by length together, and whose vectors are in memory together
 SORTED = 8
@@ -92,7 +92,7 @@ class Extractor:
         self.model = pretrained.model(self.device, DTYPES[precision])
         pack_weights(self.model)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[self.device.type]
-        self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
+        self.line = one_row(self.model)
         # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
         self.width = model.hidden * len(self.layers)

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
-from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE
+from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE, json_lines
 
 OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
 # beginning of a report; no other file is overwritten
@@ -112,20 +112,6 @@ def read_run(folder: Path) -> ReportedRun:
         if not content:
             run.missing.append(f"no {what}: {file} is not there or empty")
     return run
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects with a step in a JSON-lines file, without a partial last line. Nothing without a file."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield line
 
 
 def texts(line: dict[str, Any]) -> list[list[str]]:
@@ -279,15 +265,22 @@ def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
     }
 
 
+def displayed(token: str) -> str:
+    """A token as `megabert fill` shows it: letters that continue the word before them begin with ##."""
+    shown = f"##{token}" if token[:1].isalnum() else token.strip()
+    return shown if shown.isprintable() and shown else ascii(token)
+
+
 def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
-    """The held-out samples: each text with its masks, and the model's predictions for each at the start and at the end."""
+    """The held-out samples: each text with its masks, and the model's predictions for each at the start and at the end, with
+    probability and whether they are the hidden token."""
     tables = []
     for number, sample in enumerate(run.samples[-1]["samples"] if run.samples else []):
         rows, tokens = [], sample["tokens"]
         for i, mask in enumerate(sample["masks"]):
-            said = [line["samples"][number]["masks"][i]["said"] for line in run.samples]
-            predictions = [[(word.strip() or ascii(word), p) for word, p in words] for words in said]
-            rows.append((tokens[mask["at"]].strip() or ascii(tokens[mask["at"]]), predictions))
+            hidden, said = tokens[mask["at"]], [line["samples"][number]["masks"][i]["said"] for line in run.samples]
+            predictions = [[(displayed(word), p, word == hidden) for word, p in words] for words in said]
+            rows.append((displayed(hidden), predictions))
         heads = [f"update {line['step']:,}" for line in run.samples]
         masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}
         tables.append({"row": sample["row"], "tokens": tokens, "masks": masks, "heads": heads, "rows": rows})

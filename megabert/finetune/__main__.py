@@ -37,6 +37,9 @@ from megabert.finetune.tasks import KINDS, Task
 if TYPE_CHECKING:
     from megabert.distributed.session import Session
 
+# Options that have a use with --predict.
+PREDICTING = ("model", "output", "predict", "lines", "text", "id", "precision", "local_rank")
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.finetune"), description=__doc__)
@@ -45,8 +48,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip
-    add("--lines", action="store_true", help="with --predict: each line of FILE is a text; of a tag task the spans of its "
-        "characters are written, as JSON lines")  # fmt: skip
+    add("--lines", action="store_true", help="with --predict: each line of FILE that is not blank is a text, numbered from 0; "
+        "of a tag task the spans of its characters are written, as JSON lines")  # fmt: skip
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
@@ -77,8 +80,12 @@ def check(args: argparse.Namespace) -> int:
     """Returns OK, or raises ValueError for mistakes in the options."""
     refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
     if args.predict:
-        if args.limit:
-            raise ValueError("--limit: is for training, not for --predict")
+        usual = vars(parse(["--model=", "--output="]))
+        for name, value in vars(args).items():
+            if name not in PREDICTING and value != usual[name]:
+                raise ValueError(f"--{name.replace('_', '-')}: is for training, not for --predict")
+        if args.lines and (args.text or args.id):
+            raise ValueError(f"--{'text' if args.text else 'id'}: names a column, and with --lines the file has none")
         tasks.located_finetuned(args.model)
         return OK
     task = task_of(args)

@@ -95,6 +95,17 @@ def stream(task: Task, path: str | Path, labelled: bool = True, lines: bool = Fa
         raise ValueError(f"{path}: holds no example")
 
 
+def has_ids(task: Task, path: Path) -> bool:
+    """Whether an unlabelled file has the task's id column beside its texts."""
+    if not task.id:
+        return False
+    try:
+        next(tables.rows(path, task.columns(labelled=False), False, task.cut_rows, task.ragged), None)
+    except ValueError:
+        return False
+    return True
+
+
 def _lines(task: Task, path: Path, labelled: bool) -> Iterator[TextExample | SentenceExample]:
     if task.pair or task.kind == "span":
         raise ValueError(f"{path}: --lines is of one text each, and {task.name} reads two")

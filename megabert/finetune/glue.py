@@ -88,7 +88,10 @@ def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
 
 def _files_in(folder: Path) -> dict[str, Path]:
     """The files of a task's folder by split, a .tsv before others; {} without a training or a dev file."""
-    named = [(FILE.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
+    named = [
+        (FILE.fullmatch(path.name), path)
+        for path in sorted(folder.iterdir(), key=lambda path: (".tsv" in path.suffixes, path))
+    ]
     files = {
         ("train" if match[1] == "train" else f"reported{PARTS[match[2] or '']}"): path for match, path in named if match
     }

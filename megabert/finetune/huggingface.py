@@ -37,11 +37,13 @@ def load(source: str | Path) -> Finetuned:
     if finetuned.described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
         raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
-    kind, family = architecture(finetuned.described), mapping.family_of(finetuned.described.config.model)
-    if finetuned.described.task.kind == "span" and not family.spans:
-        raise ValueError(f"{finetuned.folder}: Hugging Face has no {kind}")
+    # Its dropout is that of fine-tuning, which EuroBERT's classes lack.
+    family = mapping.family_of(finetuned.described.config.model.model_copy(update={"dropout": 0.0}))
+    kind = family.prefix + HUB_KINDS[finetuned.described.task.kind].class_of
     if not family.text_layer:
         raise ValueError(f"{finetuned.folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
+    if finetuned.described.task.kind == "span" and not family.spans:
+        raise ValueError(f"{finetuned.folder}: Hugging Face has no {kind}")
     return finetuned
 
 

@@ -27,7 +27,7 @@ from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
-from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import one_row, one_thread, pack_weights, threads_apart, workers
 from megabert.model import evaluating
 
 # Tokens of a forward pass in evaluations.
@@ -59,10 +59,7 @@ def logits_of(
     orders = [[i for group in groups[rank :: world.size] for i in group] for rank in range(world.size)]
     most = max(sum(len(items[i].positions) for i in order) for order in orders)
     computed = torch.zeros(most, module.outputs, device=world.device)
-    # With native attention on the CPU a row as long as a batch costs no more than short ones.
-    encoder = module.encoder
-    on_cpu = encoder.embeddings.word.weight.device.type == "cpu"
-    line = threads > 0 and on_cpu and encoder.backends.attention.name == "native"
+    line = threads > 0 and one_row(module.encoder)
 
     @torch.no_grad()
     def compute(group: list[int]) -> torch.Tensor:
@@ -108,8 +105,8 @@ def predict_file(
 ) -> int:
     """Write a fine-tuned model's predictions for a file, ignoring its labels; returns their number.
 
-    `text` and `identity` name the file's columns if they differ from those in training; `precision` is by default that of training;
-    with `lines` each line of the file is a text. Raises ValueError naming what cannot be used, without writing anything.
+    `text` and `identity` name the file's columns if they differ from those in training; without an id column examples are numbered.
+    `precision` is by default that of training; with `lines` each line of the file is a text. Raises ValueError naming what cannot be used, without writing anything.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
@@ -120,7 +117,9 @@ def predict_file(
     task = model.described.task
     columns = tuple(text) or task.text
     # The label column is not read, so it may be any existing one.
-    task = replace(task, text=columns, label=columns[0] if columns else "", id=identity)
+    task = replace(task, text=columns, label=columns[0] if columns else "", id=identity or task.id)
+    if not identity and (lines or not datasets.has_ids(task, Path(path))):
+        task = replace(task, id="")
     return predict_with(model, task, Path(path), Path(output), world, lines)
 
 

@@ -27,6 +27,8 @@ from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 # Most tokens of an answer, and number of candidate answers; both from the code of Devlin et al. 2019.
 MAX_ANSWER = 30
 N_BEST = 20
+# Largest log odds of a threshold; its probability would be rounded to 1 beyond 36.
+MOST_ODDS = 30.0
 
 
 # ---- logits to predictions
@@ -79,7 +81,7 @@ def margins(logits: Sequence[np.ndarray]) -> np.ndarray:
 
 def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
     """The probability above which predicting the second of two labels has the best F1; a half if no example has it. It is midway, in
-    log odds, between two examples, so that rounding cannot change a prediction."""
+    log odds, between two examples, so that rounding cannot change a prediction, but within +-MOST_ODDS."""
     from sklearn import metrics
 
     odds = margins(logits)
@@ -88,14 +90,14 @@ def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: S
     precision, recall, least = metrics.precision_recall_curve([label == labels[1] for label in truth], odds)
     at = int(np.argmax(2 * precision * recall / np.maximum(precision + recall, 1e-12)))
     middle = float(least[at] + least[at - 1]) / 2 if at else float(least[0]) - 1
-    return 1 / (1 + math.exp(-middle))
+    return 1 / (1 + math.exp(-min(max(middle, -MOST_ODDS), MOST_ODDS)))
 
 
 def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float) -> dict[str, Any]:
     """The best answer over a question's windows, each a pair (char spans [p, 2], logits [p, 2])."""
     best, answer, null = -math.inf, "", math.inf
     for spans, logits in windows:
-        # Score of [CLS] in the window with the strongest answer.
+        # Lowest score of [CLS] over all windows, as in run_squad.py of Devlin et al. 2019.
         null = min(null, float(logits[0].sum()))
         tokens = len(spans) - 1
         ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))

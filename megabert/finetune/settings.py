@@ -51,7 +51,7 @@ class Settings:
 
 
 # Width of the smaller model of Devlin et al. 2019, and their rates (section 4.1). For narrower models the three highest of Turc et
-# al. 2019, and 1e-3, which was best for a model of width 192 (docs/using-a-model.md).
+# al. 2019, and 1e-3, the best of these for a model of width 192 (4,000 phrases of SST-2, one seed).
 BASE_WIDTH = 768
 BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-3, 1e-4, 5e-5)
 

@@ -3,7 +3,7 @@
     classify    one label of a set for a text or a pair of texts
     multilabel  any number of labels of a set for a text or a pair of texts
     score       one number for a text or a pair of texts, or for each text in the list of a query
-tag         one label for each word of a sentence
+    tag         one label for each word of a sentence
     span        the span of a context that answers a question, or none
 
 The presets are GLUE's nine (Wang et al. 2019), with the file layouts its site publishes and the metrics of its leader board,

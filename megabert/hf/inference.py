@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabert.common.streaming import in_order
-from megabert.model import FeedForward, Linear
+from megabert.model import BertForPreTraining, FeedForward, Linear
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -53,6 +53,12 @@ def can_pack(device: str, dtype: torch.dtype) -> bool:
 def _packed_linear(packed: Tensor, x: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
     """x [..., in] -> x W^T + bias [..., out], or the exact GELU of it."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "gelu" if gelu else "none", [], "none" if gelu else "")
+
+
+def one_row(model: BertForPreTraining) -> bool:
+    """Whether batches should be one row without padding: with native attention on the CPU a row as long as a batch costs no more
+    than short ones."""
+    return model.embeddings.word.weight.device.type == "cpu" and model.backends.attention.name == "native"
 
 
 def workers(device: torch.device) -> int:

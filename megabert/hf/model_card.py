@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megabert.checkpoint import settings_of
 from megabert.common.logs import duration
-from megabert.common.run_files import METRICS
+from megabert.common.run_files import METRICS, json_lines
 from megabert.config import changed, flat
 from megabert.hf.read import Pretrained
 
@@ -52,9 +53,9 @@ def render(pretrained: Pretrained, name: str, architecture: str) -> str:
 def recipe(pretrained: Pretrained) -> dict[str, Any]:
     """How a model was trained: the model's config keys and those that differ from the defaults, paths by their last name."""
     config, state = pretrained.config, pretrained.state
-    keys = flat({"model": config.model.model_dump()}) | changed(config.model_dump())
+    keys = settings_of(flat({"model": config.model.model_dump()}) | changed(config.model_dump()))
     rows = {key: Path(value).name if isinstance(value, str) else value for key, value in keys.items()}
-    rows = {key: value for key, value in rows.items() if not key.startswith(("data.path", "data.mix"))}
+    rows = {key: value for key, value in rows.items() if not re.match(r"(phases\.\d+\.)?data\.(path|mix)", key)}
     names = {"dataset": "dataset fingerprint", "revision": "revision", "config_sha256": "config SHA-256"}
     rows |= {shown: state.get(key, "unknown") for key, shown in names.items()}
     return {"updates": f"{pretrained.step:,}"} | rows | {"tokenizer SHA-256": pretrained.tokenizer.sha256}
@@ -65,13 +66,7 @@ def figures(pretrained: Pretrained) -> dict[str, Any]:
     seconds = pretrained.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     newest: dict[str, tuple[int, Any]] = {}
-    path = pretrained.run_dir / METRICS
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            # cut by a kill
-            continue
+    for entry in json_lines(pretrained.run_dir / METRICS):
         if entry["step"] <= pretrained.step:
             newest |= {key: (entry["step"], value) for key, value in entry.items() if isinstance(value, int | float)}
     model = "next-token" if pretrained.config.data.masking.causal else "masked-LM"

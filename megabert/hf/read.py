@@ -290,12 +290,13 @@ def complete(
         )
     shapes = their_shapes(model)
     initialised = []
-    torch.manual_seed(Config().seed)
-    for head, prefixes in HEADS.items():
-        missing = [name for name in shapes if name.startswith(prefixes)]
-        if missing and not any(name in left for name in missing):
-            left |= {name: initial(name, shapes[name], model.init_std) for name in missing}
-            initialised.append(head)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Config().seed)
+        for head, prefixes in HEADS.items():
+            missing = [name for name in shapes if name.startswith(prefixes)]
+            if missing and not any(name in left for name in missing):
+                left |= {name: initial(name, shapes[name], model.init_std) for name in missing}
+                initialised.append(head)
     weights = {}
     for name, shape in shapes.items():
         if name not in left:

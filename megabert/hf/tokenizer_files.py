@@ -223,11 +223,12 @@ def _character_rules(proto: Any) -> list[Any]:
     from tokenizers import Regex, normalizers
 
     table = proto.normalizer_spec.precompiled_charsmap
+    cleaning = _cleaning(" " if proto.normalizer_spec.remove_extra_whitespaces else "")
     if not table:
-        return []
+        return cleaning
     mapped = normalizers.Precompiled(table)
     return [
-        *_cleaning(" " if proto.normalizer_spec.remove_extra_whitespaces else ""),
+        *cleaning,
         normalizers.Replace(Regex(rf"(?=[{EXTENDS}])|(?<=\r)(?=\n)"), SEPARATOR),
         mapped,
         normalizers.Replace(Regex(r"(?<=\p{M})(?=\p{M})"), SEPARATOR),

@@ -73,6 +73,7 @@ def test_what_cannot_be_averaged_is_named(
     assert "--steps 7: " in (text := refused(run, "--steps", "1", "7")) and "it has 1, 2, 3" in text
     assert "3 checkpoints to average, of 4; checkpoint.keep" in refused(run, "--last", "4")
     assert "--last 1: give at least 2" in refused(run, "--last", "1")
+    assert "--steps 3: give at least 2" in refused(run, "--steps", "3")
     other = Path(shutil.copytree(run, tmp_path / "other"))
     trained(world, tmp_path / "wider", "model.hidden=64", "schedule.total_steps=1")
     shutil.rmtree(other / "checkpoints/step-00000001")

@@ -147,6 +147,10 @@ def test_the_card_gives_the_runs_settings_and_figures(tmp_path: Path) -> None:
     pretrained = hf.load(run)
     changes: dict[str, Any] = {"init_from": "/a/b/first", "distill": {"teacher": "/a/b/big"}}
     changes["data"] = {"path": "/a/b/data", "mix": {"/a/b/more": 0.5}}
+    changes["phases"] = [
+        {"share": 0.5, "data": {"path": "/a/b/first", "mix": {"/a/b/third": 0.5}}},
+        {"share": 0.5, "optimizer": {"lr": 0.002}},
+    ]
     cfg = config.from_dict(pretrained.config.model_dump() | changes)
     card = model_card.render(dataclasses.replace(pretrained, config=cfg), "my-model", "BertForPreTraining")
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n# my-model\n" in card
@@ -159,6 +163,8 @@ def test_the_card_gives_the_runs_settings_and_figures(tmp_path: Path) -> None:
         "| model.layers | 2 |",
         "| init_from | first |",
         "| distill.teacher | big |",
+        "| phases.1.share | 0.5 |",
+        "| phases.2.optimizer.lr | 0.002 |",
         f"| dataset fingerprint | {'d' * 64} |",
     ):
         assert row in card, row

@@ -77,6 +77,15 @@ def test_folders_by_task_name_and_missing_ones(tmp_path, caplog) -> None:
     assert "has no CoLA, MRPC, STS-B, QQP, QNLI, RTE, WNLI (no train or no dev file): left out" in caplog.text
 
 
+def test_a_tsv_is_taken_before_other_files(tmp_path: Path) -> None:
+    names = "train.tsv", "train.tsv.gz", "train-00000-of-00001.parquet", "dev.tsv", "validation-00000-of-00001.parquet"
+    for name in (*names, "train.jsonl"):
+        (tmp_path / "RTE" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "RTE" / name).touch()
+    ((_, files),) = glue.find_tasks(tmp_path, ["rte"])
+    assert {split: path.name for split, path in files.items()} == {"train": "train.tsv.gz", "reported": "dev.tsv"}
+
+
 def texts(count: int, same: int = 1) -> list[TextExample]:
     return [TextExample(str(n), f"f, line {n}", f"first {n // same}", f"second {n}", "0") for n in range(count)]
 

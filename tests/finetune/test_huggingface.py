@@ -175,6 +175,17 @@ def test_answers_of_a_nomic_model_are_refused(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_eurobert_is_refused_with_any_dropout(tmp_path: Path, capsys) -> None:
+    shape = FIELDS["modern"] | {"activation": "silu", "rms_norm": True, "embedding_norm": False, "transform": False}
+    task, path = problem("classify", tmp_path)
+    for dropout in (0.0, 0.1):
+        folder = tmp_path / str(dropout)
+        fields = shape | {"decoder_bias": False, "bias": False, "dropout": 0.0}
+        source = finetuned.make(folder, task, path, {"dropout": dropout}, "unigram", fields)
+        assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
+        assert "EuroBertForSequenceClassification has other layers behind its encoder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post"), ("classify", "nomic")])
 @torch.no_grad()

@@ -43,6 +43,11 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
     return given
 
 
+# nothing but a file to predict for
+PREDICT = dict.fromkeys(("train", "dev", "kind", "text", "label", "max_length", "batch", "epochs"), "")
+PREDICT |= {"predict": "dev.tsv"}
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [
@@ -60,8 +65,12 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
         ({"batch": "0"}, "--batch 0"),
         ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
-        ({"predict": "dev.tsv", "limit": "3"}, "--limit: is for training"),
-        ({"predict": "dev.tsv"}, "not a fine-tuned model"),
+        ({"predict": "dev.tsv"}, "--kind: is for training"),
+        (PREDICT | {"limit": "3"}, "--limit: is for training"),
+        (PREDICT | {"max_length": "32"}, "--max-length: is for training"),
+        (PREDICT | {"train": "train.tsv"}, "--train: is for training"),
+        (PREDICT | {"lr": "1e-4"}, "--lr: is for training"),
+        (PREDICT | {"text": "text"}, "not a fine-tuned model"),
     ],
 )
 def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, capsys) -> None:

@@ -102,6 +102,15 @@ def test_area_threshold_and_errors_equal_oracles() -> None:
     assert score(error, texts([1.0, -2.0]), [1.5, 0.0]) == {"mae": 1.25}
 
 
+def test_thresholds_of_confident_models_are_finite() -> None:
+    truth, labels = ["yes", "no", "yes"], ("no", "yes")
+    for odds, limit, found in (((60, 40, 58), 30, "yes"), ((-1500, -1600, -1400), -30, "no")):
+        chosen = best_threshold(truth, two(*odds), labels)
+        assert math.log(chosen / (1 - chosen)) == pytest.approx(limit, rel=1e-4)
+        items = [item(i) for i in range(3)]
+        assert decode(CLASSES, texts(truth), items, two(*odds), labels, chosen) == [found] * 3
+
+
 def test_rankings_by_hand() -> None:
     """Ties count against the reciprocal rank, and are averaged in nDCG; a query without a choice counts in neither."""
     task = custom("score", ["a", "b"], "y", ["mrr", "ndcg"])

@@ -159,8 +159,10 @@ def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_pa
     peer_of(built).base_model.save_pretrained(tmp_path)
     model = from_huggingface_config(read.read_json(tmp_path / "config.json"), "config.json")
     file, tensors = read.read_weights(tmp_path, model)
+    before = torch.get_rng_state()
     weights, made, ignored = read.complete(tensors, model, str(file))
     assert (made, ignored) == (["masked-LM head"], [])
+    assert torch.get_rng_state().equal(before)
     back = from_huggingface(weights, model)
     for name, tensor in built.state_dict().items():
         assert back[name].equal(tensor) or name.startswith(("mlm.", "embeddings.word.bias")), name

@@ -134,6 +134,14 @@ def test_only_recoverable_ends_are_restarted(plan, starts, code, tmp_path) -> No
     assert ("2 restarts in a row made no new checkpoint" in errors) == (code in (4, 85))
 
 
+@pytest.mark.parametrize("spelled", ["--run DIR", "--run=DIR"])
+def test_the_run_folder_is_found_however_spelled(spelled, tmp_path) -> None:
+    words = [word.replace("DIR", str(tmp_path)) for word in spelled.split()]
+    process = start("sh", "-c", "exit 4", "sham", *words, "--data", "D", MAX_RESTARTS="0")
+    _, errors = process.communicate(timeout=60)
+    assert f"made no new checkpoint in {tmp_path}\n" in errors, errors
+
+
 def test_restarts_without_progress_wait_longer_each_time_up_to_a_limit(tmp_path) -> None:
     waits = {"MAX_RESTARTS": "3", "RESTART_WAIT": "1", "LONGEST_WAIT": "2"}
     process = start(sys.executable, "-c", SHAM, "4", "--run", tmp_path, **waits)

@@ -17,17 +17,17 @@ from megabert.common.errors import OK, code_of, command
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Raises ValueError for an option that only a forecast accepts, and for a value that is not a positive number."""
+    """Raises ValueError for an option of a forecast without --gpus or of a plan with it, and for a value that is not a positive number."""
     parser = Parser(prog=called_as("megabert.commands.plan"), description=__doc__)
     add_config_options(parser)
     add = parser.add_argument
-    add("--world-size", type=int, default=1, metavar="N", help="ranks to plan for")
+    add("--world-size", type=int, metavar="N", help="ranks to plan for (default: 1)")
     add("--memory-gib", type=float, metavar="X", help="memory of a GPU, for the largest micro-batch")
     add = parser.add_argument_group("forecast").add_argument
     add("--gpus", metavar="NAME", help="predict the seconds of an update on this GPU, e.g. h100")
     numbers = "numbers of GPUs to predict for (default: one node); overrides go before it"
     add("--over", type=int, nargs="+", metavar="N", help=numbers)
-    add("--nodes-of", type=int, default=8, metavar="N", help="GPUs a node")
+    add("--nodes-of", type=int, metavar="N", help="GPUs a node (default: 8)")
     add(
         "--network",
         metavar="AxG",
@@ -43,9 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--price", type=float, metavar="X", help="price of a GPU-hour, for the cost of MLPerf's target (large_phase2)")
     args = parser.parse_intermixed_args(argv)
-    for name in ("over", "network", "link", "compare", "price"):
-        if not args.gpus and getattr(args, name) is not None:
-            raise ValueError(f"--{name} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
+    given = [name for name, value in vars(args).items() if value is not None and value != ""]
+    for option in ("--over", "--nodes-of", "--network", "--link", "--compare", "--price"):
+        if not args.gpus and option[2:].replace("-", "_") in given:
+            raise ValueError(f"{option} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
+    for option in ("--world-size", "--memory-gib", "--deepspeed_config"):
+        if args.gpus and option[2:].replace("-", "_") in given:
+            raise ValueError(f"{option} belongs to a plan without --gpus: leave out one of both")
     for name in ("world_size", "memory_gib", "link", "price"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -61,16 +65,17 @@ def main(argv: list[str] | None = None) -> int:
     if not args.gpus:
         from megabert.commands.plan import workload
 
-        print(workload.report(config, args.world_size, args.memory_gib, extra))
+        print(workload.report(config, args.world_size or 1, args.memory_gib, extra))
         return OK
     if args.gpus not in step_time.DEVICES:
         raise ValueError(f"--gpus {args.gpus}: not in the device table; choose one of {', '.join(step_time.DEVICES)}")
     device = step_time.DEVICES[args.gpus].linked(args.link or 0)
-    sizes, network, assumed = args.over or [args.nodes_of], args.network, ""
-    if network is None and max(sizes) > args.nodes_of:
-        network = f"{args.nodes_of}x{device.adapter:g}"
+    node = 8 if args.nodes_of is None else args.nodes_of
+    sizes, network, assumed = args.over or [node], args.network, ""
+    if network is None and max(sizes) > node:
+        network = f"{node}x{device.adapter:g}"
         assumed = " (assumed, as NVIDIA sells this GPU in nodes; --network names another)"
-    fabric = step_time.Fabric.of(args.nodes_of, network or "")
+    fabric = step_time.Fabric.of(node, network or "")
     for size in sizes:
         if size < 1:
             raise ValueError(f"--over {size}: give numbers of GPUs from 1 on")
@@ -79,9 +84,15 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.commands.plan import forecast, published, quality, workload
 
     place = f"{args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}"
+    jobs: list[forecast.ForecastJob] = []
+    for phase in phases:
+        jobs.append(forecast.job_of(phase.config, phase.end - phase.begin, sum(job.steps for job in jobs)))
+    if args.price and not any(map(quality.applies, jobs)):
+        raise ValueError(
+            "--price is for MLPerf's target, which this run does not have: leave it out, or plan large_phase2"
+        )
     days = dict.fromkeys(sizes, 0.0)
-    for number, phase in enumerate(phases, 1):
-        job = forecast.job_of(phase.config, phase.end - phase.begin)
+    for number, (phase, job) in enumerate(zip(phases, jobs, strict=True), 1):
         points = forecast.forecast(job, sizes, device, fabric)
         work = f"{job.update.rows:,} rows of {job.update.seq_len} tokens an update, ZeRO-{config.zero.stage}"
         print(f"projection, not measured: {place}: {work}{f', phase {number} of {len(phases)}' * (len(phases) > 1)}")

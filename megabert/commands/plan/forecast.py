@@ -20,7 +20,7 @@ from megabert.commands.plan.step_time import (
     launch_seconds,
     step_seconds,
 )
-from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, with_vocabulary, work
+from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, steps_of, with_vocabulary, work
 from megabert.common.logs import aligned
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
@@ -53,9 +53,10 @@ EVERY_PAIR = ("sdpa", "fused_softmax")
 class ForecastJob:
     """An update's work over all ranks: `counts` as computed, including padding; real tokens and operations without it."""
 
-    # phase of the run, and its share of the budget
+    # phase of the run, its share of the budget, and its updates
     config: Config
     part: float
+    steps: int
     counts: MicroBatch
     update: Work
     operations: float
@@ -80,8 +81,8 @@ class ForecastPoint:
     seconds: float
 
 
-def job_of(config: Config, part: float = 1.0) -> ForecastJob:
-    """The work of an update of a phase, by the manifests of its data if it names any, including padding.
+def job_of(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob:
+    """The work of a phase after `before` updates of the run, by the manifests of its data if it names any, including padding.
 
     Backends of `EVERY_PAIR` compute more than the sequences' pairs.
     """
@@ -90,13 +91,14 @@ def job_of(config: Config, part: float = 1.0) -> ForecastJob:
     update = work(config, manifest)
     pairs = float(update.rows * update.seq_len**2) if config.ops.attention in EVERY_PAIR else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    return ForecastJob(config, part, counts, update, update.flops(config))
+    steps = steps_of(config, part, update, before)
+    return ForecastJob(config, part, steps=steps, counts=counts, update=update, operations=update.flops(config))
 
 
 def software_of(config: Config) -> Software:
     """This trainer under a configuration. Raises ValueError for settings that the model does not cover."""
-    if config.precision == "fp32":
-        raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
+    if config.precision in ("fp32", "fp8"):
+        raise ValueError(f"precision={config.precision}: --gpus forecasts 16-bit training alone; set precision=bf16")
     own_gradients = config.zero.stage == 1
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
     return Software(
@@ -126,11 +128,8 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
         share = job.share(size)
         step = step_seconds(job.config.model, share, size, system)
         schedule = job.config.schedule
-        seconds = job.part * schedule.budget_minutes * 60
-        if schedule.unit == "tokens":
-            seconds = step.seconds * min(schedule.total_steps, job.part * schedule.budget_tokens / job.update.tokens)
-        elif schedule.unit == "steps":
-            seconds = step.seconds * job.part * schedule.total_steps
+        minutes = schedule.unit == "minutes"
+        seconds = job.part * schedule.budget_minutes * 60 if minutes else step.seconds * job.steps
         micro_size = fit_micro_size(job.config, size).batch.micro_size
         points.append(ForecastPoint(size, micro_size, share.micro_steps, step, seconds))
     return points

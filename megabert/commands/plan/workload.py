@@ -29,7 +29,7 @@ from megabert.data.mixture import fitted_to, open_mixture, with_vocabulary_size
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops
-from megabert.model import outline, parameter_count
+from megabert.model import outline
 from megabert.optim.muon import Matrix, find_matrices
 
 # vocabulary size of data_prep by default
@@ -85,6 +85,16 @@ def assumed_rows(phase: Config, number: int) -> str:
         return f"no dataset named: full rows of {length} tokens assumed (data.seq_len)"
     key = f"phases.{number}.data.seq_len" if number else "data.seq_len"
     return f"no dataset named: full rows of {phase.model.max_positions} tokens assumed (model.max_positions); or give {key}=N"
+
+
+def steps_of(config: Config, share: float, update: Work, before: int) -> int:
+    """Updates of a phase with this share of the budget, after `before` of the run, which `schedule.total_steps` limits as a whole;
+    with a budget of minutes the most that it may have."""
+    schedule = config.schedule
+    steps = round(share * schedule.total_steps)
+    if schedule.unit == "tokens":
+        steps = min(schedule.total_steps - before, math.ceil(share * schedule.budget_tokens / update.tokens))
+    return steps
 
 
 def manifest_of(config: Config) -> Manifest | None:
@@ -173,12 +183,16 @@ def report(
     """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits.
     Raises ValueError naming a value that contradicts another."""
     phases, lines, largest, named = phases_of(config), [], (0.0, config, 0), bool(config.phases)
+    before = 0
     for number, phase in enumerate(phases, 1):
         manifest = manifest_of(phase.config)
         config = with_vocabulary(fit_micro_size(phase.config, world_size), manifest)
         update = work(config, manifest)
         lines += [f"phase {number} of {len(phases)}: {phase.changes}"] if len(phases) > 1 else []
-        lines += _work_lines(config, manifest, update, phase.end - phase.begin, world_size)
+        share = phase.end - phase.begin
+        steps = steps_of(config, share, update, before)
+        before += steps
+        lines += _work_lines(config, manifest=manifest, update=update, share=share, steps=steps, world_size=world_size)
         if assumed := assumed_rows(config, number * named):
             lines.append(f"rows     {assumed}")
         largest = max(
@@ -191,12 +205,11 @@ def report(
     return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
 
 
-def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: float, world_size: int) -> list[str]:
+def _work_lines(
+    config: Config, manifest: Manifest | None, update: Work, share: float, steps: int, world_size: int
+) -> list[str]:
     """Batch, updates and work of a phase with this share of the budget."""
     flops, schedule = update.flops(config), config.schedule
-    steps = round(share * schedule.total_steps)
-    if schedule.unit == "tokens":
-        steps = min(steps, math.ceil(share * schedule.budget_tokens / update.tokens))
     masking = config.data.masking
     mean = f" (a mean: 1 of {masking.causal_every} updates is causal)" if 0 < masking.causal_part < 1 else ""
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
@@ -221,8 +234,7 @@ def _work_lines(config: Config, manifest: Manifest | None, update: Work, share: 
 
 def padded_parameters(model: ModelConfig) -> int:
     """Parameters including the padding rows of the vocabulary and their biases."""
-    tables = 1 if model.tied else 2
-    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
+    return sum(parameter.numel() for parameter in outline(model).parameters())
 
 
 @functools.cache

@@ -55,6 +55,20 @@ def test_a_forecast_adds_up() -> None:
     assert point.seconds == pytest.approx(100 * point.step.seconds)
 
 
+def test_phases_share_tokens_and_the_limit_of_updates(capsys) -> None:
+    """Batches of 64 and 256 rows of 128 tokens, half of 1,146,880,000 tokens each, by hand."""
+    phases = [f"{{share=0.5, batch={{global_size={size}}}, data={{seq_len=128}}}}" for size in (64, 256)]
+    command = [*TINY, "model.nsp=false", "precision=bf16", f"phases=[{', '.join(phases)}]", "schedule.by=tokens"]
+    for limit, steps in ((100_000, ["70,000", "17,500"]), (80_000, ["70,000", "10,000"])):
+        given = [*command, "schedule.budget_tokens=1146880000", f"schedule.total_steps={limit}"]
+        assert plan.main(given) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith("run ")] == steps
+        assert plan.main(["--gpus", "h100", *given]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[-3] for line in lines if re.match(" +8 +[0-9]+ x ", line)] == steps
+
+
 def test_the_table_of_a_forecast() -> None:
     whole = job()
     points = forecast(whole, [8, 64], H100, FABRIC)
@@ -142,8 +156,14 @@ def test_the_nearest_published_runs() -> None:
         ([*COMMAND, "--over", "8", "20"], "--over 20 is not a whole number of nodes of 8"),
         ([*COMMAND, "--over", "16", "--network="], "16 GPUs in nodes of 8 need a network: give --network"),
         ([*COMMAND, "precision=fp32"], "precision=fp32: --gpus forecasts 16-bit training alone"),
+        ([*COMMAND, "precision=fp8"], "precision=fp8: --gpus forecasts 16-bit training alone"),
         ([*TINY, "--over", "8"], "--over belongs to a forecast"),
         ([*TINY, "--compare"], "--compare belongs to a forecast"),
+        ([*TINY, "--nodes-of", "8"], "--nodes-of belongs to a forecast"),
+        ([*COMMAND, "--memory-gib", "79"], "--memory-gib belongs to a plan without --gpus"),
+        ([*COMMAND, "--world-size", "1"], "--world-size belongs to a plan without --gpus"),
+        ([*COMMAND, "--deepspeed_config", "x.json"], "--deepspeed_config belongs to a plan without --gpus"),
+        ([*COMMAND, "--price", "2"], "--price is for MLPerf's target, which this run does not have"),
         ([*COMMAND, "--price", "0"], "--price 0: give a number above 0"),
         ([*COMMAND, "--link", "0"], "--link 0: give a number above 0"),
         ([*TINY, "--link", "16"], "--link belongs to a forecast"),

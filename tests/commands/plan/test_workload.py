@@ -277,6 +277,15 @@ def test_presets_take_the_largest_micro_batch_that_fits(phase, length, name, gib
         assert found == preset.batch.micro_size, (found, ranks)
 
 
+def test_parameters_are_those_of_the_model_without_a_decoder_bias() -> None:
+    model = ModelConfig(
+        kind="modern", norm="pre", nsp=False, layers=1, hidden=64, heads=2, vocab_size=1000, decoder_bias=False
+    )
+    real = BertForPreTraining(model, base().ops, "cpu", torch.float32)
+    assert model.padded_vocab > 1000
+    assert workload.padded_parameters(model) == sum(parameter.numel() for parameter in real.parameters())
+
+
 def test_the_next_larger_micro_batch_does_not_fit() -> None:
     cfg = base("batch.global_size=360", "batch.micro_size=30")
     micro = workload.largest_micro_size(cfg, 512, 2, 16)
