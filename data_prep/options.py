@@ -157,7 +157,7 @@ class BuildOptions:
 
     @property
     def read(self) -> ReadOptions:
-        return ReadOptions(self.format, self.text_documents, self.text_field)
+        return ReadOptions(self.format, self.text_documents, self.text_field, self.encoding_errors)
 
     @property
     def kind(self) -> str:

@@ -15,6 +15,7 @@ A stage is a map over items of work (right column) that depend only on the stage
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def plan_reading(stages: Stages, job: BuildJob, ranges: list[RangeList], given: 
             output_folder.UNPACK, unpack.unpack, unpack.without_options(job), packed, unit="B", size=size
         )
         ranges = unpack.cut(job, ranges, packed, unpacked.results)
-    unpack.remove_others(job, unpacked.results if unpacked else [])
+    output_folder.remove_others(Path(job.work), output_folder.SPOOLS, unpacked.results if unpacked else [])
     tasks = group(ranges)
     tokenizer = train_tokenizer.run(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
@@ -86,6 +87,7 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
         stages.journal.consume(plan.unpacked, documents)
 
     compared, mask = dedup.run(stages, job, documents)
+    readers = [*compared]  # stages that read the files of `documents` or `compared`
     kept = [
         KeptDocuments(task.index, tuple(result.facts["units"]), task.corpus, mask)
         for task, result in zip(tasks, documents.results, strict=True)
@@ -93,18 +95,19 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
     if job.options.save_text:
         sources = (tuple(result.facts.get("sources", ())) for result in documents.results)
         saved = [SavedTask(part.task, mask, files, str(folder)) for part, files in zip(kept, sources, strict=True)]
-        texts.run(stages, job, saved, folder)
-    held_tokens, cut = [result.counts["held-out tokens"] for result in documents.results], []
+        readers.append(texts.run(stages, job, saved, folder))
+    held_tokens = [result.counts["held-out tokens"] for result in documents.results]
     if passages.are_needed(job, documents):
-        job, held_tokens, stage = passages.run(stages, job, kept, documents)
-        cut = [stage]
+        job, held_tokens, cut = passages.run(stages, job, kept, documents)
+        readers.append(cut)
 
     datasets = []
     for seq_len, place in output_folder.folders(folder, job.options.seq_len).items():
         drawn = sequences.run(stages, job, kept, held_tokens, seq_len)
+        readers.append(drawn.stage)
         if seq_len == job.options.seq_len[-1]:
             for stage in (documents, *compared):
-                stages.journal.consume(stage, drawn.stage, *cut)
+                stages.journal.consume(stage, *readers)
         datasets.append(_dataset(stages, job, drawn, plan.tokenizer, place, job.options.listed(trained)))
     return BuildOutput(plan.tokenizer, tasks, documents, datasets)
 
@@ -126,6 +129,8 @@ def _dataset(
         held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
         if job.passage:
             held_entry |= {"passages": held.counts["passages"], "passage_tokens": job.passage}
+    elif held_folder.exists():
+        shutil.rmtree(held_folder)  # of the input before a resume
     split = shuffle.RowSplit("train", seq_len, slots, len(drawn.train), dtype, str(folder))
     made = write.run(stages, job, *shuffle.run(stages, job, train.counts["tokens"], split, drawn.stage))
     manifest = write.manifest(split, made, train, tokenizer, name, listed, held_entry)

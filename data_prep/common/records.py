@@ -11,6 +11,8 @@ from itertools import islice, starmap
 from operator import attrgetter
 from pathlib import PurePath
 
+from megabert.data.names import distinct_ends
+
 AUTO = "auto"
 # an input that is not a path: the documentation of the installed Python modules
 PYDOC = "pydoc"
@@ -29,11 +31,12 @@ MOST_SOURCES = 32
 @dataclass(frozen=True)
 class ReadOptions:
     """How to split files into documents. `text_documents`: auto | file | blank-line | line; `text_field`: as of
-    `megabert.common.tables`."""
+    `megabert.common.tables`; `encoding_errors`: stop | replace."""
 
     format: str = AUTO
     text_documents: str = AUTO
     text_field: str = "text"
+    encoding_errors: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,8 @@ def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
     MOST_SOURCES."""
     names = [corpus.name for corpus in corpora]
     if len(corpora) == 1:
-        parts = [[part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths]
-        # the shortest ends of their paths that distinguish them
-        for depth in range(1, 2 + max(map(len, parts))):
-            names = [re.sub(r"[^\w.-]+", "_", "_".join(of_path[-depth:])) or "input" for of_path in parts]
-            if len(set(names)) == len(names):
-                break
-        else:
-            names = [f"{number}_{name}" for number, name in enumerate(names, 1)]
+        parts = ([part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths)
+        names = distinct_ends([[re.sub(r"[^\w.-]+", "_", part) for part in of_path] or ["input"] for of_path in parts])
     return tuple(names) if 1 < len(names) <= MOST_SOURCES else ()
 
 
@@ -74,7 +71,7 @@ class FileRange:
     format: str = AUTO
     start: int = 0
     end: int | None = None
-    # bytes on disk, for the progress bar
+    # bytes on disk, or of the unpacked text with `index`: for tasks of similar size and the progress bar
     size: int = 0
     # (bytes, modification time in ns) of the file when it was planned
     stamp: tuple[int, int] | None = None

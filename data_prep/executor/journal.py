@@ -2,7 +2,8 @@
 
 The record of a finished item is checked and used instead of computing it again. Its key is the digest of function, options and item,
 and of all results of earlier stages including the CRC-32 of their files, so that a record matches exactly if computing the item again
-would give the same bytes. Records are small JSON files, replaced atomically; the files they name are compared before use.
+by the same code would give the same bytes; `output_folder` refuses to resume with other code. Records are small JSON files, replaced
+atomically; the files they name are compared before use.
 """
 
 from __future__ import annotations

@@ -1,24 +1,27 @@
 """Output folder of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
 
-An unfinished build has a work folder with `build.json`, its account. A build with the same account resumes; a complete dataset with
-the same account is left as it is; any other account is refused, listing the differences.
+An unfinished build has a work folder with `build.json`, its account with the version of the code. A build with the same account and code
+resumes; a complete dataset with the same account is left as it is; any other account is refused, listing the differences.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import FOLDER, write_json
+from data_prep.executor.work_files import ItemResult
+from megabert.common.environment import ROOT, version
 from megabert.common.errors import describe
-from megabert.common.files import lock
+from megabert.common.files import lock, sha256_of
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
@@ -29,6 +32,8 @@ REPORT = "report.json"
 # the stage whose results a build with other options reuses, and its files
 UNPACK, SPOOLS = "unpack", "stream-*.zst"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
+# folders and packages whose versions are in the account of an unfinished build
+CODE, PACKAGES = ("data_prep", "megabert/data"), ("numpy", "pyarrow", "rensa", "sentencepiece", "tokenizers")
 # entry of an account that may differ in an unfinished build, since its items check their files
 FILES = "input files"
 # names of the files of a build
@@ -69,6 +74,22 @@ def _clear_work(work: Path) -> None:
     for path in (*work.iterdir(), *(work / FOLDER).iterdir()):
         if path.name not in (FOLDER, UNPACK) and not path.match(SPOOLS):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
+    """Remove the files of a build that match `pattern` and belong to no result: those of the input before a resume."""
+    kept = {os.path.basename(name) for result in results for name in result.files}
+    for path in folder.glob(pattern):
+        if path.name not in kept:
+            path.unlink()
+
+
+def _code() -> dict[str, str | None]:
+    """Digest of the source files, and versions of the packages, on which the bytes of a dataset depend."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)} {sha256_of(path)}\n".encode())
+    return {"source": digest.hexdigest()} | {name: version(name) for name in PACKAGES}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
@@ -133,12 +154,13 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) 
     `parts` remove nothing, and must have the same files too.
     """
     unfinished = output / WORK / ACCOUNT
+    account = account | {"code": _code()}
     if unfinished.exists():
         changed = _changes(unfinished, account, resumed=not parts)
         if changed and not overwrite:
             raise BadInput(
-                f"--output {output}: holds an unfinished build with other options ({changed}); give those to resume it, or "
-                "--overwrite to start again"
+                f"--output {output}: holds an unfinished build with other options or code ({changed}); use those to resume it, "
+                "or --overwrite to start again"
             )
         if not changed:
             write_json(unfinished, account)

@@ -73,7 +73,7 @@ class BuildJob:
 
     def needs_texts(self) -> bool:
         """Whether the texts of documents are needed after encoding."""
-        return self.options.save_text or bool(self.options.functions)
+        return self.options.save_text or bool(self.options.own_filters)
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)

@@ -6,6 +6,7 @@ an error with the member's name. A zip's members can be read one without another
 
 from __future__ import annotations
 
+import contextlib
 import io
 import lzma
 import tarfile
@@ -37,6 +38,14 @@ def kind_of(head: bytes) -> str:
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "zip"
     return "tar" if head[TAR_MAGIC_AT : TAR_MAGIC_AT + 5] == b"ustar" else ""
+
+
+def unpacked_size(path: str) -> int:
+    """Bytes of the members of a zip archive that are read; 0 if it is damaged, which its reader reports."""
+    with open_regular(path) as file, contextlib.suppress(*ERRORS):
+        members = zipfile.ZipFile(file).infolist()
+        return sum(info.file_size for info in members if _shown(info.filename) and not _is_bomb(info))
+    return 0
 
 
 def members(part: FileRange) -> Iterator[Member]:
@@ -84,8 +93,12 @@ def _zip_members(path: str) -> Iterator[Member]:
                 yield info.filename, partial(_open_zipped, archive, info, path)
 
 
+def _is_bomb(info: zipfile.ZipInfo) -> bool:
+    return info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size)
+
+
 def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> IO[bytes]:
-    if info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size):
+    if _is_bomb(info):
         raise BadInput(f"{path}: {info.filename}: unpacks to more than {BOMB_RATIO} times its size; unpack it first")
     try:
         return archive.open(info)

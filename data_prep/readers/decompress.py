@@ -118,7 +118,7 @@ def first_stream(path: str, start: int, end: int) -> int | None:
     with open_regular(path) as file:
         file.seek(start)
         kept = b""
-        while start < end and (data := file.read(min(PLAIN_CHUNK, end + 9 - start))):
+        while data := file.read(max(0, min(PLAIN_CHUNK, end + 9 - start))):  # 9: a stream begins at the last byte
             data, start = kept + data, start + len(data)
             if match := BZ2_STREAM.search(data):
                 return start - len(data) + match.start()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
+from data_prep.common import utf8
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
@@ -53,7 +54,7 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
     if not part.opened:
         part = identify(part, options)
     if part.format in TABLES:
-        for row, text in tables.read_table(part, options.text_field, problems):
+        for row, text in tables.read_table(part, options, problems):
             yield RawDocument(part.path, row, text, False)
     elif part.format in ARCHIVES:
         yield from _member_documents(part, options, problems)
@@ -213,23 +214,32 @@ def _chunk_documents(
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
     if part.format in ELEMENTS:
-        yield from _elements(chunks, begin, part.format, problems, path, range_end)
+        yield from _elements(chunks, begin, part, path, range_end, options, problems)
     elif part.format == "csv":
-        for line, text in formats.csv_texts(chunks, path, options.text_field, problems):
+        for line, text in formats.csv_texts(chunks, path, options, problems):
             yield RawDocument(path, line, text, False)
     else:
         yield from _lines(chunks, begin, synced, part, options, problems)
 
 
 def _elements(
-    chunks: Iterator[bytes], begin: int, format_: str, problems: Problems, path: str, range_end: RangeEnd
+    chunks: Iterator[bytes],
+    begin: int,
+    part: FileRange,
+    path: str,
+    range_end: RangeEnd,
+    options: ReadOptions,
+    problems: Problems,
 ) -> Iterator[RawDocument]:
     """Documents of `<doc>` or `<page>` elements."""
-    for offset, body in formats.split_elements(chunks, begin, format_, path, problems, range_end):
-        if format_ == "wiki":
+    for offset, body in formats.split_elements(chunks, begin, part.format, path, problems, range_end):
+        if part.format == "wiki":
             text = formats.wiki_body(body)
             yield RawDocument(path, offset + len(body) - len(text), text, True)
-        elif (article := mediawiki.article(body, offset, path, problems)) is not None:
+            continue
+        if options.encoding_errors == "replace":  # else the XML parser reports invalid bytes
+            body = utf8.decode(body, options, problems).encode()
+        if (article := mediawiki.article(body, offset, path, problems)) is not None:
             yield RawDocument(path, offset, article, True)
 
 
@@ -258,25 +268,25 @@ def _lines(
         if offset < start:
             continue
         if part.format == "jsonl":
-            text = _json_text(body, offset, path, options.text_field, problems)
+            text = _json_text(body, offset, path, options, problems)
             if text is not None:
                 yield RawDocument(path, offset, text, False)
         else:
             yield RawDocument(path, offset, body, False)
 
 
-def _json_text(line: bytes, offset: int, path: str, field: str, problems: Problems) -> str | None:
+def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
     """The text of a JSON record; None if it has none, which is counted."""
     try:
-        record = json.loads(line.decode())
+        record = json.loads(utf8.decode(line, options, problems))
     except UnicodeDecodeError as error:
-        problems.bad(path, offset + error.start, "invalid UTF-8")
+        problems.bad(path, offset + error.start, "invalid UTF-8", utf8.INVALID)
         return None
     except (ValueError, RecursionError) as error:
         problems.bad(path, offset, "bad JSON line", f"not a JSON object on one line ({error})")
         return None
     texts: list[str | None] = []
-    for name in field_names(field, record if isinstance(record, dict) else ()):
+    for name in field_names(options.text_field, record if isinstance(record, dict) else ()):
         try:
             text = find(record, name)
         except (KeyError, TypeError):

@@ -11,9 +11,12 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator
+from typing import Literal
 
+from data_prep.common import utf8
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers.decompress import RangeEnd
+from data_prep.common.records import ReadOptions
+from data_prep.readers.decompress import SUFFIXES, RangeEnd
 from megabert.common.tables import field_names, join
 
 # bytes; longer lines are not text with sentences
@@ -27,6 +30,8 @@ STEP = 1 << 20
 # bytes for format detection
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
+# names of TSV files, also packed ones
+TSV_NAME = re.compile(rf"\.tsv({'|'.join(map(re.escape, SUFFIXES))})?$")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
 SPACES = re.compile(rb"\s")
@@ -302,26 +307,36 @@ def text_kind(head: bytes, whole: bool) -> str:
     return "file"
 
 
-def csv_texts(chunks: Iterator[bytes], path: str, text_field: str, problems: Problems) -> Iterator[tuple[int, str]]:
+def csv_texts(
+    chunks: Iterator[bytes], path: str, options: ReadOptions, problems: Problems
+) -> Iterator[tuple[int, str]]:
     """(last line, text) of each row of a file of separated values, whose first row names the columns.
 
-    The separator is the first of DELIMITERS with which these columns exist. Raises BadInput if there is none.
+    The separator is the first of DELIMITERS with which these columns exist. Values of a .tsv file are separated by tabs and not
+    quoted, as in `megabert.common.tables`. Raises BadInput if there is no such column.
     """
-    lines = (line for run in line_runs(chunks, 0, path, problems) for line in _decoded(run, path, problems))
+    lines = (line for _, run in line_runs(chunks, 0, path, problems) for line in _decoded(run, options, problems))
     header = next(lines, "")
     csv.field_size_limit(MAX_DOCUMENT)
-    for delimiter in DELIMITERS:
-        names = next(csv.reader([header], delimiter=delimiter), [])
-        wanted = field_names(text_field, names)
+    is_tsv = TSV_NAME.search(path)
+    delimiters = "\t" if is_tsv else DELIMITERS
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
+    for delimiter in delimiters:
+        names = next(csv.reader([header], delimiter=delimiter, quoting=quoting), [])
+        wanted = field_names(options.text_field, names)
         if set(wanted) <= set(names):
             break
     else:
-        shown = ", ".join(next(csv.reader([header]), [])[:20]) or "none"
-        raise BadInput(f"{path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field")
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        shown = ", ".join(next(csv.reader([header], delimiter=delimiters[0]), [])[:20]) or "none"
+        raise BadInput(f"{path}: line 1: no column {options.text_field!r} (it has {shown}); name one with --text-field")
+    rows = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     while True:
         try:
             row = next(rows, None)
+            "".join(row or ()).encode()
+        except UnicodeEncodeError:
+            problems.bad(path, rows.line_num + 1, "invalid UTF-8", utf8.INVALID, unit="line")
+            continue
         except csv.Error as error:
             problems.bad(path, rows.line_num + 1, "bad CSV row", str(error), unit="line")
             continue
@@ -338,12 +353,8 @@ def csv_texts(chunks: Iterator[bytes], path: str, text_field: str, problems: Pro
                 yield rows.line_num + 1, text
 
 
-def _decoded(run: Slice, path: str, problems: Problems) -> Iterator[str]:
-    """The lines of a run, with line ends; those that are not UTF-8 are skipped."""
-    offset, data = run
-    for line in data.splitlines(keepends=True):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            problems.bad(path, offset + error.start, "invalid UTF-8")
-        offset += len(line)
+def _decoded(run: bytes, options: ReadOptions, problems: Problems) -> Iterator[str]:
+    """The lines of a run, with line ends. Invalid bytes become U+FFFD or surrogates, so that quotation marks beside them count."""
+    replace = options.encoding_errors == "replace"
+    for line in run.splitlines(keepends=True):
+        yield utf8.decode(line, options, problems) if replace else line.decode(errors="surrogateescape")

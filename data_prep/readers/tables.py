@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from data_prep.common import utf8
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import FileRange
+from data_prep.common.records import FileRange, ReadOptions
 from data_prep.readers import formats
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.files import open_regular
@@ -93,7 +94,7 @@ def ratio(path: str) -> float:
         return sum(chunk.total_uncompressed_size for chunk in chunks) / max(packed, 1)
 
 
-def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator[Row]:
+def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[Row]:
     """(row number, text) of a range of a table. Null values are counted and skipped.
 
     Raises BadInput if the file is damaged or has no such column.
@@ -101,7 +102,7 @@ def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator
     path = part.path
     open_regular(path).close()
     with _arrow_errors(path):
-        columns = _columns(path, _schema(part), text_field)
+        columns = _columns(path, _schema(part), options.text_field)
         if part.format == "parquet":
             _refuse_bombs(part, columns)
         stream = tables.batches(part.format, path, list({parts[0]: 0 for parts in columns}), part.start, part.end)
@@ -119,11 +120,11 @@ def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator
                     detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
                     problems.bad(path, row, "long document", detail, unit="row")
                 elif values_of:
-                    text = tables.join([value.decode() for value in values_of])
+                    text = tables.join([utf8.decode(value, options, problems) for value in values_of])
                 else:
                     problems.dropped[formats.NULL] += 1
             except UnicodeDecodeError:
-                problems.bad(path, row, "invalid UTF-8", unit="row")
+                problems.bad(path, row, "invalid UTF-8", utf8.INVALID, unit="row")
             if text is not None:
                 yield row, text
             row += 1

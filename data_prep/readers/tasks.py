@@ -28,7 +28,7 @@ from data_prep.common.records import (
     ReadTask,
     source_names,
 )
-from data_prep.readers import decompress, documents, files, pydoc_corpus, tables
+from data_prep.readers import archives, decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES
 
 # smallest and largest bytes of text in a task, estimated by the size on disk
@@ -40,6 +40,8 @@ SMALL = 4 << 20
 NAMED = {".txt": "", ".text": "", ".jsonl": "", ".ndjson": "", ".arrow": "", ".parquet": "", **decompress.SUFFIXES}
 # files in a call of a thread
 LISTED_AT_ONCE = 256
+# bytes of text in a file of UNCUT, which is one task: its tokens are in memory together and have 32-bit places
+MAX_UNCUT = 4 << 30
 # threads that wait for the file system
 THREADS = 16
 # files of a corpus for the estimate of its unpacked bytes
@@ -95,7 +97,10 @@ def _plan_all(
 def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile | BadInput:
     problems = Problems(policy)
     try:
-        return _real(path), _ranges_of(path, options, problems), problems
+        ranges = _ranges_of(path, options, problems)
+        for part in ranges:
+            _check_size(part)
+        return _real(path), ranges, problems
     except BadInput as error:
         return error
 
@@ -133,6 +138,21 @@ def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[File
     except OSError as error:
         problems.unreadable(path, error)
     return []
+
+
+def _check_size(part: FileRange) -> None:
+    """Raises BadInput, under both policies, for a file of UNCUT with more text than MAX_UNCUT, estimated for a compressed one."""
+    if part.format not in UNCUT or not part.opened:
+        return
+    if part.format == "zip":
+        size: float = archives.unpacked_size(part.path)
+    else:
+        size = part.size * (_ratio(part) if part.compression else 1)
+    if size > MAX_UNCUT:
+        raise BadInput(
+            f"{part.path}: has about {size / 2**30:.1f} GiB of text; one worker reads a {part.format} file and holds its tokens in "
+            f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
+        )
 
 
 def _cut_file(file: FileRange) -> list[FileRange]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.common import utf8
 from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes, segment_sums
 from data_prep.common.errors import Problems
 from data_prep.common.records import ReadTask
@@ -31,8 +32,6 @@ UNIT_BYTES = 8 << 20
 CHARACTERS_AT_ONCE = 3 << 19
 # verdicts below 0, besides those of the quality rules
 OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
-# U+FFFD in UTF-8
-REPLACEMENT = b"\xef\xbf\xbd"
 # verdict of the first reason of the user's filters; the next ones are below
 OWN = -3
 
@@ -71,12 +70,9 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
                 text, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
                 if job.options.encoding_errors == "stop":
-                    hint = "invalid UTF-8; convert text of another encoding first (iconv), or --encoding-errors replace"
-                    problems.bad(document.path, document.offset + error.start, "invalid UTF-8", hint)
+                    problems.bad(document.path, document.offset + error.start, "invalid UTF-8", utf8.INVALID)
                     continue
-                replaced = raw.decode(errors="replace").encode()
-                problems.counts["invalid UTF-8 replaced"] += replaced.count(REPLACEMENT) - raw.count(REPLACEMENT)
-                text, glued = clean.decode(replaced)
+                text, glued = clean.decode(utf8.decode(raw, job.options.read, problems).encode())
             paragraphs = clean.paragraphs(text, document.markup, glued)
             yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source)
 
@@ -203,12 +199,12 @@ class _TaskFiles:
         if self._weight < 1:
             codes[(codes == 0) & ~choose_share(table["hash"], self._weight)] = -2
         code_of: dict[str, int] = {}
+        contents = batch.encoded.document_texts() if self._job.options.own_filters else []
         for classifier in self._classifiers:
             reason = f"classifier {Path(classifier.path).name}"
             for i in np.flatnonzero(codes == 0).tolist():
-                if not classifier.keeps(" ".join(documents[i].paragraphs)):
+                if not classifier.keeps(contents[i]):
                     codes[i] = code_of.setdefault(reason, OWN - len(code_of))
-        contents = batch.encoded.document_texts() if self._functions else []
         for function in self._functions:
             for i in np.flatnonzero(codes == 0).tolist():
                 document, tokens = documents[i], int(table["tokens"][i])

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data_prep.executor import work_files
-from data_prep.executor.journal import Stages
+from data_prep.executor import output_folder, work_files
+from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import DOCUMENT, BuildJob, ItemResult, Writer
 from data_prep.tokens.encoder import Encoded
 from megabert.common.files import write_whole
 
 FOLDER = "text"
+PART = "part-{:07d}.parquet"
 # kept documents and tokens by file
 BY_SOURCE = "sources.csv"
 # work files of a task, read-TASK.NAME: UTF-8 of its sentences, their sizes, and the places of its documents
@@ -52,17 +53,25 @@ def write(
         files[name].write(array)
 
 
-def run(stages: Stages, job: BuildJob, tasks: list[SavedTask], folder: Path) -> None:
-    """Write the documents of all tasks, and BY_SOURCE, to `folder`."""
+def run(stages: Stages, job: BuildJob, tasks: list[SavedTask], folder: Path) -> Stage:
+    """Write the documents of all tasks, and BY_SOURCE, to `folder`, and remove parts of the input before a resume."""
     (folder / FOLDER).mkdir(exist_ok=True)
     kept: dict[str, list[int]] = {}
-    for result in stages.map("texts", save, job, tasks).results:
+    stage = stages.map("texts", save, job, tasks)
+    output_folder.remove_others(folder / FOLDER, PART.replace("{:07d}", "*"), stage.results)
+    for result in stage.results:
         for source, *counts in result.facts["sources"]:
             kept[source] = [a + b for a, b in zip(kept.get(source, [0, 0]), counts, strict=True)]
     table = io.StringIO()
     rows = ((source, *kept[source]) for source in sorted(kept, key=lambda source: (-kept[source][1], source)))
     csv.writer(table, lineterminator="\n").writerows([("source", "documents", "tokens"), *rows])
     write_whole(folder / BY_SOURCE, table.getvalue().encode())
+    return stage
+
+
+def _as_unicode(name: str) -> str:
+    """A file's name whose bytes that are not UTF-8, surrogates in Python, are replaced by U+FFFD."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def save(job: BuildJob, item: SavedTask) -> ItemResult:
@@ -71,12 +80,13 @@ def save(job: BuildJob, item: SavedTask) -> ItemResult:
 
     result = ItemResult()
     stem = f"read-{item.task:07d}"
+    sources = list(map(_as_unicode, item.sources))
     documents = work_files.read(job, f"{stem}.documents", DOCUMENT)
     lengths = work_files.read(job, f"{stem}.sentences", "uint32").astype(np.int64)
     data, sizes = work_files.read(job, f"{stem}.texts", "uint8"), work_files.read(job, f"{stem}.text-sizes", "int32")
     places = work_files.read(job, f"{stem}.places", PLACE)
-    edges = np.append(0, np.cumsum(sizes)).astype(np.int32)
-    texts = pa.StringArray.from_buffers(len(sizes), pa.py_buffer(edges), pa.py_buffer(data))
+    edges = np.append(0, np.cumsum(sizes, dtype=np.int64))
+    texts = pa.LargeStringArray.from_buffers(len(sizes), pa.py_buffer(edges), pa.py_buffer(data))
     left = Encoded(np.repeat(np.arange(len(lengths)), lengths), lengths, documents["sentences"].astype(np.int64), texts)
     if item.mask:
         left = left.select_sentences(work_files.read(job, f"{item.mask}-{item.task:07d}.mask", "bool"))
@@ -84,16 +94,16 @@ def save(job: BuildJob, item: SavedTask) -> ItemResult:
     left, places = left.select(keep), places[keep]
     tokens = left.document_tokens()
     used, documents_of = np.unique(places["source"], return_counts=True)
-    tokens_of = np.bincount(places["source"], tokens, len(item.sources)).astype(int)
+    tokens_of = np.bincount(places["source"], tokens, len(sources)).astype(int)
     result.facts["sources"] = [
-        (item.sources[i], n, int(tokens_of[i])) for i, n in zip(used.tolist(), documents_of.tolist(), strict=True)
+        (sources[i], n, int(tokens_of[i])) for i, n in zip(used.tolist(), documents_of.tolist(), strict=True)
     ]
     if len(tokens):
         columns = {
-            "text": left.document_texts(), "source": pa.array(item.sources).take(pa.array(places["source"])),
+            "text": left.document_texts(), "source": pa.array(sources).take(pa.array(places["source"])),
             "document": pa.array(places["document"]), "tokens": pa.array(tokens, pa.uint32()),
         }  # fmt: skip
-        path = Path(item.folder, FOLDER, f"part-{item.task:07d}.parquet")
+        path = Path(item.folder, FOLDER, PART.format(item.task))
         with io.BytesIO() as file:
             parquet.write_table(pa.table(columns), file, compression="zstd")
             write_whole(path, file.getvalue())

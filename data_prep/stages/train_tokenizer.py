@@ -28,6 +28,7 @@ from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.filters import rules
+from data_prep.filters.measures import WordFacts
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import unpacked_bytes
 from data_prep.stages.read import CleanDocument, clean_documents
@@ -92,23 +93,20 @@ def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequenc
 
 
 def sample(job: BuildJob, share: SampleShare) -> ItemResult:
-    """Write sample-INDEX.txt: a sentence a line, without held-out or filtered documents."""
+    """Write sample-INDEX.txt: a sentence a line, without the documents that are filtered out or that a hash of their words holds out;
+    held-out passages, which are chosen later, may be in it."""
     documents: list[list[str]] = []
     size = share.size
     # Bad input is counted only when the build reads it.
     for document in clean_documents(share.task, job, Problems(job.on_error)):
-        if not _is_kept(document, job.options):
+        if job.options.own_filters and not _is_kept(document, job):
             continue
         size -= document.size
         documents.append(document.paragraphs)
         if size <= 0:
             break
-    words = word_facts(documents, job.needs_folded())
-    limits = job.options.rules
-    kept = iter((rules.judge_lines(words, limits) == 0).tolist())
-    documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
-    words = word_facts(documents, job.needs_folded())
-    wanted = rules.judge(words, limits) == 0
+    documents, words = _without_lines(documents, job)
+    wanted = rules.judge(words, job.options.rules) == 0
     wanted &= words.document_hashes(job.options.seed) >= job.held_limit
     lines: list[str] = []
     size = share.size
@@ -125,14 +123,26 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     return result
 
 
-def _is_kept(document: CleanDocument, options: BuildOptions) -> bool:
-    """Whether the user's own filters keep a document."""
-    if not all(classifier.keeps(" ".join(document.paragraphs)) for classifier in options.classifiers):
-        return False
-    if not options.functions:
-        return True
-    paragraphs = (" ".join(map(clean_word, paragraph.split())) for paragraph in document.paragraphs)
+def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list[str]], WordFacts]:
+    """Documents without the lines dropped by rules of lines, and the facts of their words."""
+    kept = iter((rules.judge_lines(word_facts(documents, job.needs_folded()), job.options.rules) == 0).tolist())
+    documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
+    return documents, word_facts(documents, job.needs_folded())
+
+
+def _is_kept(document: CleanDocument, job: BuildJob) -> bool:
+    """Whether the user's own filters keep a document. Reading shows them neither empty ones nor those that rules drop."""
+    options, left = job.options, document.paragraphs
+    if options.rules:
+        (left,), words = _without_lines([left], job)
+        if rules.judge(words, options.rules).any():
+            return True
+    paragraphs = (" ".join(map(clean_word, paragraph.split())).strip() for paragraph in left)
     text = "\n\n".join(filter(None, paragraphs))
+    if not text:
+        return True
+    if not all(classifier.keeps(text) for classifier in options.classifiers):
+        return False
     # tokens are unknown before there is a tokenizer
     metadata = {"source": document.path, "document": document.offset, "tokens": len(text.split())}
     return not any(function.objection(text, metadata) for function in options.functions)

@@ -17,7 +17,6 @@ import zstandard
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import FileRange, RangeList
-from data_prep.executor.output_folder import SPOOLS
 from data_prep.executor.work_files import BuildJob, ItemResult, write
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, spools, tasks
@@ -88,11 +87,3 @@ def cut(
         return tasks.cut(replace(file, index=name, unpack_first=False), size) if size else []
 
     return [RangeList(chain.from_iterable(map(parts, of_corpus))) for of_corpus in ranges]
-
-
-def remove_others(job: BuildJob, results: Sequence[ItemResult]) -> None:
-    """Remove spools that belong to no result: those of the input of an earlier command."""
-    kept = {name for result in results for name in result.files}
-    for path in Path(job.work).glob(SPOOLS):
-        if path.name not in kept:
-            path.unlink()

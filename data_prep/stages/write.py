@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.executor import work_files
+from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
@@ -34,8 +34,8 @@ class ShardPlan:
 
 
 def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> dict[str, Any]:
-    """Write the shards of a split from the rows of the stage `packed`, and their sources if recorded. Returns the fields of the
-    manifest that name the files."""
+    """Write the shards of a split from the rows of the stage `packed`, and their sources if recorded, and remove other shards, of
+    the input before a resume. Returns the fields of the manifest that name the files."""
     Path(split.folder).mkdir(parents=True, exist_ok=True)
     kept: list[Stage] = []
     if job.sources and split.kind == "heldout":
@@ -45,6 +45,7 @@ def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> dict[s
     written = stages.map(f"write {split.stem}", process_shard, job, plans, unit="shard")
     stages.journal.consume(packed, written, *kept)
     made = {"shards": [result.facts["shard"] for result in written.results]}
+    output_folder.remove_others(Path(split.folder), SHARD.replace("{:06d}", "*"), written.results)
     return made | {"sources": kept[0].results[0].facts["sources"]} if kept else made
 
 

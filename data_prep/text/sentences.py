@@ -186,13 +186,13 @@ def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     return bits
 
 
-def split(paragraph: str, kinds: int = PLAIN) -> list[str]:
-    """Sentences of a paragraph as words joined by single spaces; `kinds`: kinds of ends to use."""
+def split(paragraph: str) -> list[str]:
+    """Sentences of a paragraph, by the ends PLAIN, as words joined by single spaces."""
     words = paragraph.split()
     after, before = ends(words), starts(words)
     sentences, start = [], 0
     for i in range(1, len(words)):
-        if after[i - 1] & before[i] & kinds:
+        if after[i - 1] & before[i] & PLAIN:
             sentences.append(" ".join(words[start:i]))
             start = i
     if words:

@@ -45,7 +45,7 @@ class Encoded:
     tokens: np.ndarray
     sentence_lengths: np.ndarray
     document_sizes: np.ndarray
-    texts: pa.StringArray | None = None
+    texts: pa.StringArray | pa.LargeStringArray | None = None
 
     @staticmethod
     def none(dtype: np.dtype) -> Encoded:
@@ -75,13 +75,14 @@ class Encoded:
         tokens = self.tokens[np.repeat(keep, self.sentence_lengths)]
         return Encoded(tokens, self.sentence_lengths[keep], sizes, self._texts_where(keep))
 
-    def _texts_where(self, keep: np.ndarray) -> pa.StringArray | None:
+    def _texts_where(self, keep: np.ndarray) -> pa.StringArray | pa.LargeStringArray | None:
         return None if self.texts is None else self.texts.filter(pa.array(keep))
 
     def document_texts(self) -> list[str]:
         """The text of each document: cleaned words with a space between, a blank line between paragraphs."""
+        assert self.texts is not None
         edges = pa.array(np.append(0, np.cumsum(self.document_sizes)).astype(np.int32))
-        joined = pc.binary_join(pa.ListArray.from_arrays(edges, self.texts), "")
+        joined = pc.binary_join(pa.ListArray.from_arrays(edges, self.texts), pa.scalar("", self.texts.type))
         return pc.utf8_rtrim_whitespace(joined).to_pylist()
 
     def document_tokens(self) -> np.ndarray:

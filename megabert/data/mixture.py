@@ -21,6 +21,7 @@ import numpy as np
 from megabert.common.files import compact
 from megabert.common.logs import warn_once
 from megabert.config import Config, from_dict
+from megabert.data.names import distinct_ends
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
 
@@ -208,13 +209,8 @@ def members(dataset: AnyDataset) -> tuple[Dataset, ...]:
 
 
 def names_of(folders: Sequence[str | Path]) -> list[str]:
-    """A name for each folder: the last parts of its path, as few as tell all of them apart; with its number where none do."""
-    paths = [Path(folder).absolute().parts[1:] for folder in folders]
-    for kept in range(1, max(map(len, paths)) + 1):
-        names = ["_".join(parts[-kept:]) for parts in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{number}_{parts[-1]}" for number, parts in enumerate(paths, 1)]
+    """A name for each folder: the last parts of its path, as few as distinguish all of them; with its number where none do."""
+    return distinct_ends([Path(folder).absolute().parts[1:] for folder in folders])
 
 
 def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:

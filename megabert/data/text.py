@@ -17,7 +17,10 @@ import numpy as np
 INVISIBLE = re.compile("[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]")
 # as HTML 5 finds them
 ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[^\t\n\f <&#;]{1,32});?")
-_WORD = re.compile(r"\S+")
+# most times that an entity was escaped; more would take quadratic time for a long `&amp;amp;amp;…`
+MAX_ESCAPES = 16
+# as separated by `_spaces`; an entity of a space is inside a word
+_WORD = re.compile(r"[^ ]+")
 # characters that `data_prep` removes from the bytes of a document
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # whitespace between words, other than a single space
@@ -27,6 +30,7 @@ MAX_WORD = 512
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD + 1},}}")
 # (start, end, replacement)
 Replacement = tuple[int, int, str]
+Rule = Callable[[str], Iterator[Replacement]]
 
 # marks that close a quotation or bracket
 CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
@@ -72,21 +76,45 @@ TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
 
 
 def clean_word(word: str) -> str:
-    """A word in NFC, without invisible characters, with complete HTML entities resolved."""
-    if "&" in word and ";" in word:
-        word = html.unescape(word)
+    """A word in NFC, without invisible characters, with complete HTML entities resolved, also escaped ones (`&amp;lt;`), so that
+    cleaning it again changes nothing."""
+    for _ in range(MAX_ESCAPES) if "&" in word else ():
+        before = word
+        if ";" in word:
+            word = html.unescape(word)
+        if not word.isascii():
+            word = unicodedata.normalize("NFC", INVISIBLE.sub("", word))
+        if word == before:
+            return word
     return word if word.isascii() else unicodedata.normalize("NFC", INVISIBLE.sub("", word))
 
 
 def prepared(text: str) -> str:
-    """`text` cleaned as for a dataset, without surrounding spaces.
+    """`text` cleaned as for a dataset.
 
     Control characters are removed, sentences, words and slices of long words are separated by single spaces, and each word is
-    cleaned by `clean_word`.
+    cleaned by `clean_word`. Spaces around the text become single ones.
     """
-    for rule in RULES[:-1]:
-        text = "".join(new for _, _, new in _segments(text, rule))
-    return unicodedata.normalize("NFC", text)
+
+    def apply(text: str, rule: Rule) -> str:
+        if rule is _composed:  # faster without the places
+            return unicodedata.normalize("NFC", text)
+        return "".join(new for *_, new in _segments(text, rule))
+
+    return _by_rules(text, apply)
+
+
+def _by_rules(text: str, apply: Callable[[str, Rule], str]) -> str:
+    """`text` after RULES, each applied by `apply(text, rule)`; the last two as often as `clean_word` does."""
+    for rule in RULES:
+        text = apply(text, rule)
+    for _ in range(MAX_ESCAPES - 1):
+        before = text
+        for rule in RULES[-2:] if "&" in text and ";" in text else ():
+            text = apply(text, rule)
+        if text == before:
+            break
+    return text
 
 
 def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
@@ -96,17 +124,21 @@ def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
     """
     place = np.arange(len(text))
     places = np.stack([place, place + 1], 1)
-    for rule in RULES:
+
+    def apply(text: str, rule: Rule) -> str:
+        nonlocal places
         parts = [places[:0]]
         segments = list(_segments(text, rule))
         for start, end, new in segments:
             same = new == text[start:end]
             parts.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
-        text, places = "".join(new for _, _, new in segments), np.concatenate(parts)
-    return text, places
+        places = np.concatenate(parts)
+        return "".join(new for *_, new in segments)
+
+    return _by_rules(text, apply), places
 
 
-def _segments(text: str, rule: Callable[[str], Iterator[Replacement]]) -> Iterator[Replacement]:
+def _segments(text: str, rule: Rule) -> Iterator[Replacement]:
     """All of `text` in order: the ranges that `rule` replaces, and the unchanged ones between them."""
     at = 0
     for start, end, new in rule(text):

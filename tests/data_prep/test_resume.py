@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from data_prep import build
+from data_prep.__main__ import main
+from data_prep.executor import journal
+from data_prep.readers import tasks
 from tests.helpers.prep_reading import contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,3 +122,62 @@ def test_an_interrupt_is_one_line(arguments, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert os.listdir(tmp_path / "out") == [".work"]
+
+
+@pytest.fixture
+def stopped(topics, tokenizer_file, tmp_path, monkeypatch):
+    """A build of twenty tasks that runs out of disk before its manifests; returns how to run it into a folder."""
+    monkeypatch.setattr(tasks, "TASK_BYTES", (1, 1))
+    (tmp_path / "in").mkdir()
+    for i, text in enumerate(topics[:20]):
+        (tmp_path / "in" / f"{i}.txt").write_text(text)
+
+    def run(output, *lengths):
+        return main([
+            "build", "--input", f"{tmp_path}/in", "--output", f"{tmp_path}/{output}", "--tokenizer", str(tokenizer_file), "--save-text",
+            "--seq-len", *lengths, "--rows-per-shard", "256", "--held-out", "0.1", "--workers", "1", "--quiet",
+        ])  # fmt: skip
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def stop(*lengths):
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "_commit", full)
+            assert run("out", *lengths) == 4
+        return run
+
+    return stop
+
+
+@pytest.mark.parametrize("left", [3, 1])
+def test_a_resume_removes_what_lost_files_made(left, stopped, tmp_path):
+    run = stopped("32")
+    before = set(contents(tmp_path / "out"))
+    for i in range(left, 20):
+        (tmp_path / "in" / f"{i}.txt").unlink()
+    if left == 1:  # too little text to hold out some of it
+        (tmp_path / "in" / "0.txt").write_text("A short line stands here, and no other follows. " * 5)
+    assert run("out", "32") == 0 and run("fresh", "32") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    lost = {name for name in before if not name.startswith(".work")} - set(contents(tmp_path / "out"))
+    assert {"text/part-0000019.parquet", "shard-000001.tar"} <= lost
+    assert (tmp_path / "out" / "held_out").exists() == (left > 1) and main(
+        ["verify", f"{tmp_path}/out", "--quiet"]
+    ) == 0
+
+
+def test_a_build_resumes_from_synced_files_alone(stopped, tmp_path, monkeypatch):
+    """What a loss of power leaves at worst, when the files of the first stages were deleted before."""
+    synced, sync = set(), journal.sync
+    monkeypatch.setattr(journal, "SWEPT", 1)
+    monkeypatch.setattr(journal, "sync", lambda path: synced.add(path.resolve()) or sync(path))
+    run = stopped("32", "64")
+    work = tmp_path / "out" / ".work"
+    whole = {work / "build.json", *(work / "journal").glob("*.json")}  # synced as they are written
+    assert work / "journal" / "read.json" in whole
+    for path in (tmp_path / "out").rglob("*"):
+        if path.is_file() and path not in whole | synced:
+            path.unlink()
+    assert run("out", "32", "64") == 0 and run("fresh", "32", "64") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")

@@ -60,7 +60,11 @@ def split(text):
     found = [paragraph.split() for paragraph in clean.paragraphs(text, False)]
     starts = np.array(sentences.starts([word for words in found for word in words]), np.uint8)
     (kinds,) = sentences.allowed(starts, np.array([0, len(starts)]))
-    return [sentence for words in found for sentence in sentences.split(" ".join(words), int(kinds))]
+    sentences_of = []
+    for words in filter(None, found):
+        begins = np.flatnonzero(sentences.ends(words)[:-1] & sentences.starts(words)[1:] & kinds) + 1
+        sentences_of += [" ".join(part) for part in np.split(np.array(words, object), begins)]
+    return sentences_of
 
 
 @pytest.mark.parametrize("language", [*LANGUAGES, *MORE])

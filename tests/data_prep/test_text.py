@@ -25,7 +25,9 @@ def test_hard_wrapped_lines_are_rejoined():
 
 
 def test_leftover_markup_goes_and_comparisons_stay():
-    text = "One</dl> two<br clear=all> three<BR/> <br\nif a < b and c > d then <ref name=x>e</ref>\n<li class=a id=b\nEnd."
+    text = (
+        "One</dl> two<br clear=all> three<BR/> <br\nif a < b and c > d then <ref name=x>e</ref>\n<li class=a id=b\nEnd."
+    )
     assert [p.split() for p in clean.paragraphs(text, True)] == [
         ["One", "two", "three"],
         ["if", "a", "<", "b", "and", "c", ">", "d", "then", "e"],

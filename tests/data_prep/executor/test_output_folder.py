@@ -136,6 +136,29 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
         assert not (work / "read.json").exists()
 
 
+def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
+    with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), False) as work:
+        (work / "read.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(output_folder, "version", lambda package: "0.1")
+        for begin in (
+            lambda: opened(tmp_path, ACCOUNT, (128,), False),
+            lambda: output_folder.joined(tmp_path, ACCOUNT, (128,)),
+        ):
+            with (
+                pytest.raises(BadInput, match=r"other options or code \(.*code: sentencepiece was .*, is 0\.1"),
+                begin(),
+            ):
+                raise AssertionError("the build resumed")
+    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        assert (work / "read.json").exists()
+        finish(tmp_path)
+    monkeypatch.setattr(output_folder, "version", lambda package: "0.1")
+    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        assert work is None  # a complete dataset is left as it is
+
+
 def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

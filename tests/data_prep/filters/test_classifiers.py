@@ -83,3 +83,18 @@ def test_build_drops_by_each_model(model, tmp_path):
         assert any("h" in token for token in tokens) and not any("k" in token for token in tokens)  # kamen
     assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
     assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["options"]["digests"]
+
+
+@pytest.mark.parametrize("tokenizer", [("--tokenizer", f"{OLD}/dataset/tokenizer.model"), ("--vocab-size", "36")])
+def test_classifiers_see_cleaned_text_without_dropped_lines(tokenizer, model, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Classifier, "keeps", lambda self, text: seen.append(text) or True)
+    line = "The &quot;house&quot; stands on a hill, and it was good to see how many of them came."
+    (tmp_path / "a.txt").write_text(f"Home | Contact\n{line}\n\n\n" * 9)
+    arguments = [
+        "build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", "--text-documents", "blank-line", "--seq-len", "32",
+        "--held-out", "0", "--dedup", "none", "--workers", "1", "--quiet", "--classifier", f"{model}:en:0.5", "--filters",
+        "min-line-words=5", *tokenizer,
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    assert set(seen) == {line.replace("&quot;", '"')} and len(seen) == 9 * (1 + ("--vocab-size" in tokenizer))

@@ -88,3 +88,22 @@ def test_mistakes_of_a_function_are_named(filters):
     assert FilterFunction(str(filters), "plain").objection("it goes", NAMED) == "plain"
     with pytest.raises(BadInput, match=r"gone\.py:keep: FileNotFoundError"):
         FilterFunction(str(filters.with_name("gone.py")), "keep").check()
+
+
+def test_training_shows_functions_what_reading_does(command, filters, tmp_path):
+    """No document that is empty, and none that a rule drops."""
+    texts = [
+        "  ",
+        "Short.",
+        "A heading",
+        *(f"Line {i} is here. It goes its way and ends at number {i * i}." for i in range(200)),
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    filters.write_text("def keep(text):\n    return len(text.split()[4]) > 1")
+    result = command(
+        "build", "--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--seq-len", 32, "--held-out", 0, "--vocab-size", 60,
+        "--workers", 1, "--quiet", "--filters", "min-words=5", f"{filters}:keep",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    reasons = json.loads((tmp_path / "out" / "report.json").read_text())["dropped"]["reasons"]
+    assert reasons == {"empty": 1, "min-words": 2}

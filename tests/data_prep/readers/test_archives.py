@@ -72,7 +72,7 @@ def test_members_are_read_in_their_order(kind, tmp_path):
         ("a.csv", b'text,n\none,1\n"two" x,2\n', r"a\.csv: line 3: "),
         ("a.csv", b'text,n\n"one,1\ntwo,2\n', r"a\.csv: line 4?3?: unexpected end of data"),
         ("a.csv", b"body;n\none;1\n", r"a\.csv: line 1: no column 'text' \(it has body;n\)"),
-        ("a.tsv", b"text\tn\none\t1\nt\xffo\t1\n", r"a\.tsv: byte 14: invalid UTF-8"),
+        ("a.tsv", b"text\tn\none\t1\nt\xffo\t1\n", r"a\.tsv: line 3: invalid UTF-8"),
     ],
 )
 def test_damage_is_named_with_its_place(name, content, message, tmp_path):
@@ -92,7 +92,12 @@ def test_a_wrong_checksum_of_a_member_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_members_that_cannot_be_read_are_skipped_alone(kind, tmp_path):
-    members = {"1.txt": b"First.", "logo.png": b"\x89PNG", "cut.txt.gz": gzip.compress(b"Gone." * 99)[:-20], "2.txt": b"Last."}
+    members = {
+        "1.txt": b"First.",
+        "logo.png": b"\x89PNG",
+        "cut.txt.gz": gzip.compress(b"Gone." * 99)[:-20],
+        "2.txt": b"Last.",
+    }
     path = tmp_path / f"a.{kind}"
     path.write_bytes(packed_zip(members) if kind == "zip" else tar(members))
     with pytest.raises(BadInput, match=r"logo\.png: unknown suffix '\.png'"):
@@ -107,3 +112,20 @@ def test_columns_of_a_csv_are_named(tmp_path):
     path.write_bytes(b'\xef\xbb\xbftitle;body;n\r\nOne;"Text; of one";1\r\n\r\nTwo;;2\r\n')
     assert read_all([path], text_field="body")[0] == ["Text; of one"]
     assert read_all([path], text_field="title+body")[0] == ["One\n\nText; of one", "Two"]
+
+
+def test_an_invalid_byte_costs_one_csv_record(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,n\nOne.,1\n"Two\nl\xe9nes.",2\nThree.,3\n"Four.",4\n')
+    with pytest.raises(BadInput, match=r"a\.csv: line 4: invalid UTF-8; convert"):
+        read_all([path])
+    found, problems = read_all([path], policy="skip")
+    assert found == ["One.", "Three.", "Four."] and problems.counts == {"invalid UTF-8": 1}
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz", "a.zip"])
+def test_tsv_has_no_quoting(name, tmp_path):
+    content = b'text\n"To be, or not," he said.\n"One more\nLast.\n'
+    pack = {"a.tsv": bytes, "a.tsv.gz": gzip.compress, "a.zip": lambda data: packed_zip({"a.tsv": data})}
+    (tmp_path / name).write_bytes(pack[name](content))
+    assert read_all([tmp_path / name])[0] == ['"To be, or not," he said.', '"One more', "Last."]

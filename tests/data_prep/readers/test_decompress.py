@@ -7,6 +7,7 @@ import pytest
 import zstandard
 
 from data_prep.common.errors import BadInput
+from data_prep.readers import decompress
 from data_prep.readers.decompress import RangeEnd, compression_of, first_stream, read_chunks
 from tests.helpers.prep_reading import PACK
 
@@ -60,7 +61,7 @@ def test_skippable_frames_are_skipped(tmp_path):
     assert b"".join(read_chunks(str(path), "zst")) == b"text text "
 
 
-def test_bzip2_streams_end_a_range(tmp_path):
+def test_bzip2_streams_end_a_range(tmp_path, monkeypatch):
     path = tmp_path / "many.bz2"
     packed = [bz2.compress(b"%d " % i * 1000) for i in range(6)]
     starts = [sum(map(len, packed[:i])) for i in range(7)]
@@ -69,6 +70,8 @@ def test_bzip2_streams_end_a_range(tmp_path):
         want = next((s for s in starts[:-1] if s >= start), None) if start else 0
         assert first_stream(str(path), start, starts[-1]) == want
     assert first_stream(str(path), starts[1] + 1, starts[2]) is None
+    assert first_stream(str(path), starts[1] + 1, starts[2] + 1) == starts[2]
+    monkeypatch.setattr(decompress, "PLAIN_CHUNK", starts[2] - starts[1])  # a read ends where the range does
     assert first_stream(str(path), starts[1] + 1, starts[2] + 1) == starts[2]
     for i in range(1, 6):
         edge = RangeEnd()

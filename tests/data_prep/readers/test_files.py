@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
@@ -177,3 +179,21 @@ def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):
     assert len(plan([tmp_path])) == 50
     monkeypatch.setattr(tasks, "TASKS", 2)
     assert len(plan([tmp_path])) == 20
+
+
+def test_invalid_bytes_are_replaced_in_every_format(tmp_path):
+    column = pa.array([b"Caf\xe9 5."], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    contents = {
+        "a.csv": b"text\nCaf\xe9 1.\n",
+        "b.jsonl": b'{"text": "Caf\xe9 2."}\n',
+        "c.tsv": b"text\nCaf\xe9 3.\n",
+        "d.xml": b"<mediawiki><page><title>T</title><ns>0</ns><text>Caf\xe9 4.</text></page></mediawiki>",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    found, problems = read_all([tmp_path], encoding_errors="replace")
+    assert sorted(found) == [f"Caf\ufffd {i}." for i in range(1, 6)]
+    assert problems.counts == {"invalid UTF-8 replaced": 5}
+    found, problems = read_all([tmp_path], policy="skip")
+    assert not found and problems.counts == {"invalid UTF-8": 4, "bad page": 1}

@@ -2,14 +2,17 @@
 
 import gzip
 import os
+import random
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from data_prep.common.errors import BadInput
-from data_prep.readers import formats, pydoc_corpus, tasks
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers import documents, formats, pydoc_corpus, tasks
 from tests.helpers.prep_reading import PACK, plan, read_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -143,3 +146,21 @@ def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
     found, problems = read_all([tmp_path / "in"])
     want = [text for i in range(600) for text in (f"Text {i}.\n", f"Record {i}.")]
     assert len(opened) >= 1_200 and sorted(found) == sorted(want) and not problems.counts
+
+
+@pytest.mark.parametrize("kind", ["a.csv", "a.tar", "a.zip", "a.tar.gz", "a.csv.gz"])
+def test_large_files_for_one_worker_are_refused(kind, tmp_path, monkeypatch):
+    text = b"text\n" + random.Random(1).randbytes(30_000).hex().encode()
+    (tmp_path / "a.csv").write_bytes(text)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "a.csv", "a.csv")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "a.csv", "a.csv")
+    for name in ("a.csv", "a.tar"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    monkeypatch.setattr(documents, "RANGE_BYTES", 32_768)  # else such a small packed CSV file is not opened
+    assert len(plan([tmp_path / kind])) == 1
+    monkeypatch.setattr(tasks, "MAX_UNCUT", 50_000)
+    for policy in ("stop", "skip"):
+        with pytest.raises(BadInput, match=rf"{kind}: has about 0\.0 GiB of text; .*split it"):
+            plan([tmp_path / kind], Problems(policy))

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
@@ -16,7 +18,11 @@ def inputs(topics, tmp_path_factory):
         (folder / f"{i:02}.txt").write_text(text)
     (folder / "40.txt").write_text(topics[3])  # a document twice
     lines = "\n\n".join(
-        ["A short line stands here, and no other follows.", topics[5].split("\n\n")[1], "“你好。”再见 &amp; so."]
+        [
+            "A short line stands here, and no other follows.",
+            topics[5].split("\n\n")[1],
+            "“你好。”再见 &amp; so. &amp;lt;b&amp;gt;",
+        ]
     )
     (folder / "41.txt").write_text(lines)
     return folder
@@ -51,3 +57,15 @@ def test_saved_documents_build_the_same_tokens(inputs, command, tokenizer_file, 
     assert report["dropped"]["documents"] == 0
     build(inputs, "one", "--dedup", "documents", "near", "paragraphs", "--workers", 1)
     assert contents(tmp_path / "one") == contents(tmp_path / "first")
+
+
+def test_a_name_that_is_not_unicode_is_shown(topics, command, tokenizer_file, tmp_path):
+    (tmp_path / "in").mkdir()
+    Path(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.txt")).write_text(topics[0])
+    result = command(
+        "build", "--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--save-text", "--quiet",
+        "--workers", 1,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (source,) = set(parquet.read_table(tmp_path / "out" / "text")["source"].to_pylist())
+    assert source == f"{tmp_path}/in/caf\ufffd.txt" and source in (tmp_path / "out" / "sources.csv").read_text()

@@ -10,11 +10,12 @@ import pytest
 from data_prep.build import BuildPlan, build
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import Corpus, FileRange, ReadOptions
+from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, tasks
-from data_prep.stages.unpack import PackedFile, remove_others, unpack
+from data_prep.stages.unpack import PackedFile, unpack
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_reading import PACK, contents
 
@@ -130,5 +131,5 @@ def test_spools_of_another_input_are_removed(topics, tmp_path):
     for i in (0, 1):
         (tmp_path / f"{i}.gz").write_bytes(gzip.compress(topics[i].encode()))
         names.append(unpack(job, PackedFile(i, FileRange(str(tmp_path / f"{i}.gz"), "gz"))))
-    remove_others(job, names[1:])
+    remove_others(tmp_path, SPOOLS, names[1:])
     assert [path.name for path in tmp_path.glob("stream*")] == list(names[1].files)
