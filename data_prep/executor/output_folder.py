@@ -7,7 +7,6 @@ resumes; a complete dataset with the same account is left as it is; any other ac
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -19,9 +18,9 @@ from typing import Any
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import FOLDER, write_json
 from data_prep.executor.work_files import ItemResult
-from megabert.common.environment import ROOT, version
+from megabert.common.environment import source, version
 from megabert.common.errors import describe
-from megabert.common.files import lock, sha256_of
+from megabert.common.files import lock
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
@@ -86,10 +85,7 @@ def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> 
 
 def _code() -> dict[str, str | None]:
     """Digest of the source files, and versions of the packages, on which the bytes of a dataset depend."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
-        digest.update(f"{path.relative_to(ROOT)} {sha256_of(path)}\n".encode())
-    return {"source": digest.hexdigest()} | {name: version(name) for name in PACKAGES}
+    return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:

@@ -147,11 +147,12 @@ def revision(exclude: Sequence[str] = ()) -> str:
     return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"
 
 
-def source() -> str:
-    """SHA-256 of the package's Python files, the same in a clone and in an installed copy."""
-    package, sha256 = ROOT / "megabert", hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        sha256.update(f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+def source(*folders: str) -> str:
+    """SHA-256 of the Python files of `folders` (the package without any), the same in a clone and in an installed copy."""
+    sha256 = hashlib.sha256()
+    for folder in (ROOT / name for name in folders or ("megabert",)):
+        for path in sorted(folder.rglob("*.py")):
+            sha256.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return sha256.hexdigest()
 
 

@@ -78,15 +78,15 @@ TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
 def clean_word(word: str) -> str:
     """A word in NFC, without invisible characters, with complete HTML entities resolved, also escaped ones (`&amp;lt;`), so that
     cleaning it again changes nothing."""
-    for _ in range(MAX_ESCAPES) if "&" in word else ():
+    for _ in range(MAX_ESCAPES):
         before = word
-        if ";" in word:
+        if "&" in word and ";" in word:
             word = html.unescape(word)
         if not word.isascii():
             word = unicodedata.normalize("NFC", INVISIBLE.sub("", word))
-        if word == before:
-            return word
-    return word if word.isascii() else unicodedata.normalize("NFC", INVISIBLE.sub("", word))
+        if "&" not in word or word == before:
+            break
+    return word
 
 
 def prepared(text: str) -> str:
@@ -109,8 +109,10 @@ def _by_rules(text: str, apply: Callable[[str, Rule], str]) -> str:
     for rule in RULES:
         text = apply(text, rule)
     for _ in range(MAX_ESCAPES - 1):
+        if "&" not in text or ";" not in text:
+            break
         before = text
-        for rule in RULES[-2:] if "&" in text and ";" in text else ():
+        for rule in RULES[-2:]:
             text = apply(text, rule)
         if text == before:
             break

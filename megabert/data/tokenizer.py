@@ -207,13 +207,9 @@ class Tokenizer:
         """Token ids of each word after another word and a space; if not `spaced`, at the beginning of a text."""
         return self.encode_batch(words)
 
-    def prepared(self, text: str) -> str:
-        """`text` cleaned as by data_prep."""
-        return prepared(text)
-
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of raw texts, equal to those of a dataset built from them."""
-        return self.encode_batch([self.prepared(text) for text in texts])
+        return self.encode_batch(list(map(prepared, texts)))
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
         """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`."""
@@ -245,7 +241,7 @@ class Tokenizer:
         Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
         without characters: a blank, or one of several tokens of a single character.
         """
-        cleaned = [self.prepared(text) for text in texts]
+        cleaned = list(map(prepared, texts))
         encoded = self._encode_with_offsets(cleaned)
         return [
             (ids, offsets_in_original(text, clean, without_blanks(clean, np.array(offsets, np.int64).reshape(-1, 2))))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.data.text import stand_together
+from megabert.data.text import prepared, stand_together
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
@@ -154,7 +154,7 @@ def _tags(
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    ways = tokenizer.encode_words([tokenizer.prepared(word) for word in distinct]), tokenizer.encode_inside(distinct)
+    ways = tokenizer.encode_words(list(map(prepared, distinct))), tokenizer.encode_inside(distinct)
     apart, inside = (
         {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
     )

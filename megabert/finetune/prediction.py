@@ -106,7 +106,8 @@ def predict_file(
     """Write a fine-tuned model's predictions for a file, ignoring its labels; returns their number.
 
     `text` and `identity` name the file's columns if they differ from those in training; without an id column examples are numbered.
-    `precision` is by default that of training; with `lines` each line of the file is a text. Raises ValueError naming what cannot be used, without writing anything.
+    `precision` is by default that of training; with `lines` each line of the file is a text. Raises ValueError naming what cannot be
+    used, without writing anything.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megabert.config import Config, DataConfig, MaskingConfig
 from megabert.data.shards import Dataset
+from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import mapping
 from megabert.hf.read import Pretrained, start_state
@@ -155,7 +156,7 @@ def _tokens_in(token: bytes, old: Tokenizer, new: Tokenizer, known: dict[bytes, 
     if "\ufffd" in text and all(byte in known for byte in single):
         return [known[byte] for byte in single]
     text = token.decode(errors="ignore")
-    word = old.prepared(text).strip()
+    word = prepared(text).strip()
     ids = old.encode_words([word])[0]
     if not text.startswith(" "):
         inside = _continued(old, word) if old.continuation else old.encode_inside([word])[0]

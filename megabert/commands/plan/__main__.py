@@ -17,7 +17,8 @@ from megabert.common.errors import OK, code_of, command
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Raises ValueError for an option of a forecast without --gpus or of a plan with it, and for a value that is not a positive number."""
+    """Raises ValueError for an option of a forecast without --gpus or of a plan with it, and for a value that is not a positive
+    number."""
     parser = Parser(prog=called_as("megabert.commands.plan"), description=__doc__)
     add_config_options(parser)
     add = parser.add_argument
