@@ -23,9 +23,11 @@ from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.pipeline import BuildOutput, plan_reading, run_stages
-from data_prep.readers.tasks import list_ranges
+from data_prep.readers.boundaries import KINDS
+from data_prep.readers.tasks import list_ranges, text_documents
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
+from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
@@ -59,7 +61,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
         with contextlib.closing(Journal(work, executor)) as journal:
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
-            reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
+            reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
             del ranges  # the tasks have them
             output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
@@ -104,7 +106,7 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
         with contextlib.closing(Journal(work, executor)) as journal:
             stages = Stages(journal, progress)
             with output_folder.alone(work):
-                reading = plan_reading(stages, _job(plan, work), ranges, plan.given)
+                reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
                 if reading.unpacked:
                     journal.keep(reading.unpacked)
                 journal.flush()
@@ -134,7 +136,12 @@ def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
         yield part.path
 
 
-def _job(plan: BuildPlan, work: Path) -> BuildJob:
+def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
+    folders = text_documents(plan.corpora, ranges, plan.options.read)
+    for folder, kind in folders:
+        log.info(
+            f"{folder}: a document of plain text is {KINDS[kind]}, by its first bytes; --text-documents decides otherwise"
+        )
     return BuildJob(
         plan.options,
         tokenizer="",
@@ -143,6 +150,7 @@ def _job(plan: BuildPlan, work: Path) -> BuildJob:
         held_limit=int(plan.options.held_out * (1 << 64)),
         weights=tuple(corpus.weight for corpus in plan.corpora),
         sources=source_names(plan.corpora),
+        folders=folders,
     )
 
 

@@ -59,8 +59,8 @@ class BuildOptions:
 
     format: str = _option(AUTO, "reading", "auto: by content", choices=(AUTO, *FORMATS))
     text_documents: str = _option(
-        AUTO, "reading", "what a document is in plain text; auto: by the first bytes of each file, blank-line where it has a "
-        "sentence or a paragraph a line and blank lines between, else file, cut every 8 MiB",
+        AUTO, "reading", "what a document is in plain text: a file (cut every 8 MiB), a block between blank lines, a line, or what "
+        "follows a heading of WikiText (` = Title = `); auto: one of them for each input folder or archive, by a sample of its files",
         choices=TEXT_DOCUMENTS,
     )  # fmt: skip
     text_field: str = _option(

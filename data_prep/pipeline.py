@@ -83,6 +83,7 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
     job, tasks = plan.job, plan.tasks
     size = sum(task.size for task in tasks)
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
+    read.warn_of_large_documents(job, documents.results)
     if plan.unpacked:
         stages.journal.consume(plan.unpacked, documents)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import islice, starmap
 from operator import attrgetter
 from pathlib import PurePath
@@ -22,7 +24,7 @@ ARCHIVES = ("zip", "tar")
 UNCUT = ("csv", *ARCHIVES)
 # ranges in a column of a `RangeList`
 PACKED_AT_ONCE = 1024
-TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
+TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line", "heading")
 FORMATS = ("text", "wiki", "mediawiki", "jsonl", "csv", *TABLES)
 # most sources, each a curve of a run; more inputs are probably files listed by a shell
 MOST_SOURCES = 32
@@ -30,13 +32,36 @@ MOST_SOURCES = 32
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to split files into documents. `text_documents`: auto | file | blank-line | line; `text_field`: as of
-    `megabert.common.tables`; `encoding_errors`: stop | replace."""
+    """How to split files into documents. `text_documents`: one of TEXT_DOCUMENTS; `folders`: the kinds of documents that were found
+    for auto, by folder; `text_field`: as of `megabert.common.tables`; `encoding_errors`: stop | replace."""
 
     format: str = AUTO
     text_documents: str = AUTO
     text_field: str = "text"
     encoding_errors: str = "stop"
+    folders: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        return dict(self.folders)
+
+    def kind_in(self, path: str) -> str:
+        """The kind of documents in a file of text by the options; "" if it is not known."""
+        if self.text_documents != AUTO:
+            return self.text_documents
+        folder = folder_of(path, self._kinds)
+        return self._kinds[folder] if folder is not None else ""
+
+
+def folder_of(path: str, known: Container[str]) -> str | None:
+    """The innermost of the `known` folders above a file."""
+    folder = os.path.normpath(os.path.dirname(path))
+    while folder not in known:
+        above = os.path.dirname(folder) or "."
+        if folder in (above, os.pardir) or folder.endswith(f"{os.sep}{os.pardir}"):
+            return None
+        folder = above
+    return folder
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,7 @@ class FileRange:
     stamp: tuple[int, int] | None = None
     # False: planned only by name and size
     opened: bool = True
-    # documents of a text file, decided by its first bytes: file or blank-line
+    # the kind of documents in a file of text, of TEXT_DOCUMENTS without auto; "": not decided
     documents: str = ""
     # a large file that has to be unpacked before it is cut
     unpack_first: bool = False
@@ -144,3 +169,5 @@ class RawDocument:
     offset: int
     text: bytes | str
     markup: bool
+    # of plain text: as of TEXT_DOCUMENTS
+    kind: str = ""

@@ -11,12 +11,14 @@ import os
 import zlib
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.common.records import ReadOptions
 from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions
 from megabert.common.environment import match_in
@@ -66,6 +68,12 @@ class BuildJob:
     weights: tuple[float, ...] = (1.0,)
     # names of the sources if there are several
     sources: tuple[str, ...] = ()
+    # as of `ReadOptions.folders`
+    folders: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def read(self) -> ReadOptions:
+        return replace(self.options.read, folders=self.folders)
 
     def needs_folded(self) -> bool:
         """Whether a quality rule needs folded words."""

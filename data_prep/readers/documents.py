@@ -6,19 +6,21 @@ can be recognised, and beyond its end until its last document is complete.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 from data_prep.common import utf8
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
-from data_prep.readers import archives, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.readers import archives, boundaries, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
 from data_prep.readers.archives import DamagedArchive
+from data_prep.readers.boundaries import SAMPLED_FILES, TextSample
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
@@ -59,14 +61,47 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
     elif part.format in ARCHIVES:
         yield from _member_documents(part, options, problems)
     else:
-        yield from _text_documents(part, options, problems, folder)
+        kind = options.kind_in(part.path)
+        if not kind and part.start and (sample := sample_text(part, options)):
+            kind = boundaries.decide([sample])
+        yield from _text_documents(replace(part, documents=kind), options, problems, folder)
+
+
+def sample_text(file: FileRange, options: ReadOptions) -> TextSample | None:
+    """The beginning of a file of plain text; None for other files and for one that can't be read, which its reader reports."""
+    with contextlib.suppress(BadInput, OSError):
+        file = file if file.opened else identify(file, options)
+        if file.format in (AUTO, "text"):
+            first = next(decompress.read_chunks(file.path, file.compression), b"")
+            if first and inspect(file, first[:HEAD_BYTES], options).format == "text":
+                return _sampled(first, file.size * (EXPANSION if file.compression else 1))
+    return None
+
+
+def _sampled(first: bytes, size: int) -> TextSample:
+    """A sample of a file by its first chunk and the size of its text, roughly."""
+    return TextSample(first[: formats.HEAD], size, whole=len(first) <= formats.HEAD)
+
+
+def _sample_members(part: FileRange, options: ReadOptions) -> Iterator[TextSample]:
+    """The beginnings of the first members of an archive that are plain text."""
+    with contextlib.suppress(DamagedArchive):
+        for name, open_member in islice(archives.members(part), SAMPLED_FILES):
+            with contextlib.suppress(BadInput), open_member() as content:
+                first = next(archives.chunks(name, content), b"")
+                member = FileRange(name, format=options.format)
+                if first and inspect(member, first[:HEAD_BYTES], options).format == "text":
+                    yield _sampled(first, len(first))
 
 
 def _member_documents(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
     """Documents of the members of an archive, each with a detected format. Those that can't be read follow the policy."""
+    kind = options.text_documents
+    if kind == AUTO:
+        kind = boundaries.decide(list(_sample_members(part, options)))
     for name, open_member in archives.members(part):
         path = f"{part.path}: {name}"
-        member = FileRange(path, format=options.format)
+        member = FileRange(path, format=options.format, documents=kind)
         try:
             with open_member() as content:
                 chunks = archives.chunks(path, content)
@@ -120,21 +155,18 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
         raise BadInput(f"{file.path}: byte 0: no {named} data in spite of its suffix {suffix}")
     file = replace(file, compression=compression, opened=True)
     if not compression:
-        return inspect(file, head, options, whole=file.size <= HEAD_BYTES)
+        return inspect(file, head, options)
     if TAR_NAME.search(file.path):
         return replace(file, format="tar")
     if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
         return file
     text = next(decompress.read_chunks(file.path, compression), b"")
-    file = inspect(file, text[:HEAD_BYTES], options, whole=len(text) <= HEAD_BYTES)
+    file = inspect(file, text[:HEAD_BYTES], options)
     return file if file.format in UNCUT else replace(file, unpack_first=_must_unpack(file, head))
 
 
-def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
-    """The range with its format and kind of documents, by the first unpacked bytes.
-
-    `whole`: these are all bytes. Raises BadInput if they don't determine the format.
-    """
+def inspect(part: FileRange, head: bytes, options: ReadOptions) -> FileRange:
+    """The range with its format, by the first unpacked bytes. Raises BadInput if they don't determine it."""
     path, format_ = part.path, options.format
     if archive := archives.kind_of(head):
         return replace(part, format=archive)
@@ -149,9 +181,7 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
         if suffix in decompress.SUFFIXES:
             suffix = os.path.splitext(stem)[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])
-    if format_ != "text" or options.text_documents != AUTO:
-        return replace(part, format=format_)
-    return replace(part, format=format_, documents=formats.text_kind(head, whole=whole))
+    return replace(part, format=format_)
 
 
 def _must_unpack(file: FileRange, head: bytes) -> bool:
@@ -183,8 +213,13 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
     else:
         text = spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
         if part.start and part.format not in ELEMENTS:
-            begin = formats.sync_point(text.read, part.start, _kind(part, options))
-        chunks = text.chunks(begin)
+            head = text.read(0, formats.HEAD)
+            begin = formats.sync_point(
+                lambda at, size: formats.with_line_feeds(text.read(at, size), head), part.start, _kind(part)
+            )
+            chunks = (formats.with_line_feeds(chunk, head) for chunk in text.chunks(begin))
+        else:
+            chunks = text.chunks(begin)
     yield from _chunk_documents(chunks, begin, part, path, range_end, options, problems)
 
 
@@ -202,17 +237,22 @@ def _chunk_documents(
     if not first:
         problems.counts["empty file"] += 1
         return
-    unknown_documents = part.format == "text" and options.text_documents == AUTO and not part.documents
-    if part.format == AUTO or unknown_documents:
-        part = inspect(part, first[:HEAD_BYTES], options, whole=len(first) <= HEAD_BYTES)
+    if part.format == AUTO:
+        part = inspect(part, first[:HEAD_BYTES], options)
         if part.format in (*ARCHIVES, *TABLES):
             raise BadInput(
                 f"{path}: a {part.format} file inside another; unpack it first (a packed tar is named .tar.…)"
             )
+    if part.format == "text" and not part.documents:
+        size = part.size * (EXPANSION if part.compression else 1)
+        part = replace(part, documents=boundaries.decide([_sampled(first, size)]))
     synced = begin == 0
     if begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
+    if synced and part.format not in ELEMENTS:
+        head = first[: formats.HEAD]
+        chunks = (formats.with_line_feeds(chunk, head) for chunk in chunks)
     if part.format in ELEMENTS:
         yield from _elements(chunks, begin, part, path, range_end, options, problems)
     elif part.format == "csv":
@@ -243,25 +283,23 @@ def _elements(
             yield RawDocument(path, offset, article, True)
 
 
-def _kind(part: FileRange, options: ReadOptions) -> str:
-    """The kind of documents in a file of lines: file, blank-line or line."""
-    if part.format == "jsonl":
-        return "line"
-    return part.documents if options.text_documents == AUTO else options.text_documents
+def _kind(part: FileRange) -> str:
+    """The kind of documents in a file of lines."""
+    return "line" if part.format == "jsonl" else part.documents
 
 
 def _lines(
     chunks: Iterator[bytes], begin: int, synced: bool, part: FileRange, options: ReadOptions, problems: Problems
 ) -> Iterator[RawDocument]:
     """Documents of a file of lines: plain text or JSON lines."""
-    path, start, end, kind = part.path, part.start, part.end, _kind(part, options)
+    path, start, end, kind = part.path, part.start, part.end, _kind(part)
     runs = formats.line_runs(chunks, begin, path, problems, start, end)
     if kind == "file":
         bodies = formats.split_file(chunks, begin, synced)
     elif kind == "line":
         bodies = formats.split_lines(runs, begin, synced)
     else:
-        bodies = formats.split_blank(runs, begin, synced, path, problems, start, end)
+        bodies = formats.split_at(kind, runs, begin, synced, path, problems, start, end)
     for offset, body in bodies:
         if end is not None and offset >= end:
             return
@@ -272,7 +310,7 @@ def _lines(
             if text is not None:
                 yield RawDocument(path, offset, text, False)
         else:
-            yield RawDocument(path, offset, body, False)
+            yield RawDocument(path, offset, body, False, kind)
 
 
 def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:

@@ -48,6 +48,13 @@ def matches(item: str) -> list[str]:
     return paths
 
 
+def folder_of_input(item: str) -> str:
+    """The folder of an input: itself, or that of a file, or of a glob's first part."""
+    if os.path.isdir(item):
+        return item
+    return os.path.dirname(item if os.path.lexists(item) else MAGIC.split(item, maxsplit=1)[0] + "*") or "."
+
+
 def expand(item: str, problems: Problems) -> Iterator[str]:
     """Files of one input in order.
 

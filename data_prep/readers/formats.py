@@ -8,6 +8,7 @@ a document depend only on the bytes, not on chunks or ranges. Memory is bounded 
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -36,10 +37,18 @@ BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
 SPACES = re.compile(rb"\s")
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
-# An end of a sentence in the scripts that mark it, with closing quotes and brackets.
-SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
+CLOSERS = r"[\"')}\]»”’」』）]*"
+# an end of a sentence at the end of a line, in the scripts that mark it
+SENTENCE_END = re.compile(rf"[.!?…؟。！？｡۔।॥։።။།]{CLOSERS}$")
+# WikiText's heading of an article, ` = Title = `; those of sections have more marks
+HEADING_LINE = re.compile(rb" ?= [^=\r\n][^\r\n]*(?<!=) =[ \t]*(?:\r?\n|\Z)")
+# what stands between two documents, by their kind; whitespace at the beginning and end of a document does not matter
+SEPARATORS = {"blank-line": BLANK, "heading": re.compile(rb"\n(?=" + HEADING_LINE.pattern + rb")")}
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
-ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
+# names, and the patterns of their opening and closing tags, up to the attributes
+ELEMENTS = {"wiki": ("doc", rb"<doc(?=[ >])", b"</doc>"), "mediawiki": ("page", rb"<page>", b"</page>")}
+DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
+TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 
 # separators of values, in the order in which they are tried
 DELIMITERS = ",\t;|"
@@ -58,7 +67,7 @@ def detect(path: str, suffix: str, head: bytes) -> str:
     start = head.removeprefix(BOM).lstrip()
     if head.count(0) > len(head) // 4:
         raise BadInput(f"{path}: binary data (or UTF-16: convert it to UTF-8 first)")
-    if start.startswith(b"<doc "):
+    if start.startswith((b"<doc ", b"<doc>")):
         return "wiki"
     if match := XML_HEAD.match(start):
         if match[1] == b"!DOCTYPE":
@@ -125,7 +134,7 @@ def sync_point(read: Callable[[int, int], bytes], start: int, kind: str) -> int:
     """Offset from which a range of a file of lines has to be read to find the beginning of its first document.
 
     `read` returns the text at (offset, bytes). For lines it is one byte before the range, for parts of a file one byte before the
-    last multiple of FILE_PART. For blocks it is the start of the line with the last non-space byte before the range, which also
+    last multiple of FILE_PART. For others it is the start of the line with the last non-space byte before the range, which also
     shows whether that line is too long.
     """
     if kind == "line":
@@ -166,10 +175,9 @@ def split_elements(
 
     Text outside of elements is ignored. An element is unclosed if another begins or the file ends inside it.
     """
-    opening, closing = ELEMENTS[format_]
-    tags = re.compile(re.escape(opening) + b"|" + re.escape(closing))
+    name, opening, closing = ELEMENTS[format_]
+    tags = re.compile(opening + b"|" + closing)
     keep = len(closing) - 1  # length of a possibly partial tag
-    name = opening.decode().strip(" <>")
     begin: int | None = None  # offset of the open element
     buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
@@ -183,7 +191,7 @@ def split_elements(
         buffer += chunk
         for match in tags.finditer(buffer, at):
             place = base + match.start()
-            if match.group() == opening:
+            if match.group() != closing:
                 if begin is not None:
                     bad(begin, place)
                 if range_end.end is not None and place >= range_end.end:
@@ -209,35 +217,48 @@ def split_elements(
 
 
 def wiki_body(element: bytes) -> bytes:
-    """The text of a `<doc …>` element after the tag and the title line."""
-    line_end = element.find(b"\n")
-    tag_end = element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1
-    return element[tag_end:].lstrip(b"\r\n").partition(b"\n")[2]
+    """The text of a `<doc …>` element after the tag and the title.
+
+    The title is the first line if it equals the tag's `title`, or if a blank line follows it and it does not end like a sentence.
+    Without `title` all lines are text.
+    """
+    tag = DOC_TAG.match(element)
+    first_line = element.find(b"\n") + 1 or len(element)
+    # a title may hold quotation marks
+    tag_end = tag.end() if tag else max(element.rfind(b'">', 0, first_line) + 1, element.find(b">")) + 1
+    body = element[tag_end:].lstrip(b"\r\n")
+    title = TITLE.search(element[:tag_end])
+    line, _, rest = body.partition(b"\n")
+    if title is None or not line.strip():
+        return body
+    named, shown = (html.unescape(text.decode(errors="replace")).split() for text in (title[1], line))
+    apart = not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(shown[-1])
+    return rest if named == shown or apart else body
 
 
-def split_blank(
-    runs: Iterator[Slice], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
+def split_at(
+    kind: str, runs: Iterator[Slice], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
     end: int | None = None,
 ) -> Iterator[Slice]:  # fmt: skip
-    """Blocks between blank lines; one that is too long is bad input if it begins in [start, end).
+    """Documents between the separators of a kind of SEPARATORS; one that is too long is bad input if it begins in [start, end).
 
-    `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the previous range. A skipped too
-    long line ends a block.
+    `base` is the offset of the first byte. Without `synced` the first, partial document belongs to the previous range. A skipped too
+    long line ends a document.
     """
     buffer = b""
 
-    def block(offset: int, text: bytes) -> Iterator[Slice]:
+    def document(offset: int, text: bytes) -> Iterator[Slice]:
         if len(text) > MAX_DOCUMENT:
             if offset >= start and (end is None or offset < end):
-                problems.bad(path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB")
+                problems.bad(path, offset, "long document", f"a document longer than {MAX_DOCUMENT / 2**20:g} MiB")
         elif text.strip():
             yield offset, text
 
-    searched = 0  # from here on an unseen blank line may begin
+    searched = 0  # from here on an unseen separator may begin
     for offset, run in runs:
         if base + len(buffer) != offset:  # a long line was skipped in between
             if synced:
-                yield from block(base, buffer)
+                yield from document(base, buffer)
             buffer, base, synced, searched = b"", offset, True, 0
         if not buffer and synced:  # more blank lines
             stripped = run.lstrip(SPACE)
@@ -246,18 +267,18 @@ def split_blank(
         following = len(buffer) + text_end if text_end else searched
         buffer += run
         at = 0
-        for match in BLANK.finditer(buffer, searched):
+        for match in SEPARATORS[kind].finditer(buffer, searched):
             if synced:
-                yield from block(base + at, buffer[at : match.start()])
+                yield from document(base + at, buffer[at : match.start()])
             at, synced = match.end(), True
         if synced and following - at > MAX_DOCUMENT:
-            yield from block(base + at, buffer[at:])
-            synced = False  # up to the next blank line
-        if not synced:  # only line ends with which a blank line may begin
+            yield from document(base + at, buffer[at:])
+            synced = False  # up to the next separator
+        if not synced:  # only line ends with which a separator may begin
             at = max(at, following)
         buffer, base, searched = buffer[at:], base + at, max(following - at, 0)
     if synced:
-        yield from block(base, buffer)
+        yield from document(base, buffer)
 
 
 def split_file(chunks: Iterator[bytes], base: int, synced: bool) -> Iterator[Slice]:
@@ -289,22 +310,9 @@ def _part_end(text: bytearray, cut: int) -> int:
     return next((at for at in range(cut, cut + 3) if text[at] & 0xC0 != 0x80), cut + 3)
 
 
-def text_kind(head: bytes, whole: bool) -> str:
-    """The kind of documents in a text file by its first bytes: file or blank-line.
-
-    Blocks between blank lines are documents if most have several lines that end like sentences: a sentence or a paragraph a line.
-    Otherwise they are paragraphs, and the file is one document. `whole`: these are all bytes of the file.
-    """
-    blocks = BLANK.split(head.strip(SPACE))
-    if not whole and len(blocks) > 1:
-        blocks.pop()  # may be cut anywhere
-    lines = [[line.rstrip(SPACE) for line in block.split(b"\n")] for block in blocks]
-    followed = [line for block in lines for line in block[:-1]]
-    ended = sum(bool(SENTENCE_END.search(line[-32:])) for line in followed)
-    several = sum(len(block) > 1 for block in lines)
-    if len(lines) >= 4 and 2 * several >= len(lines) and ended >= 0.9 * len(followed):
-        return "blank-line"
-    return "file"
+def with_line_feeds(text: bytes, head: bytes) -> bytes:
+    """`text` with line feeds for carriage returns if its file, which begins with `head`, has no line feeds (classic Mac OS)."""
+    return text.replace(b"\r", b"\n") if b"\r" in head and b"\n" not in head else text
 
 
 def csv_texts(

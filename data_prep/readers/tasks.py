@@ -26,9 +26,10 @@ from data_prep.common.records import (
     RangeList,
     ReadOptions,
     ReadTask,
+    folder_of,
     source_names,
 )
-from data_prep.readers import archives, decompress, documents, files, pydoc_corpus, tables
+from data_prep.readers import archives, boundaries, decompress, documents, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES
 
 # smallest and largest bytes of text in a task, estimated by the size on disk
@@ -76,6 +77,34 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
 
     with ThreadPoolExecutor(THREADS) as threads:
         return [RangeList(ranges_of(number, corpus)) for number, corpus in enumerate(corpora)]
+
+
+def text_documents(
+    corpora: Sequence[Corpus], ranges: Sequence[RangeList], options: ReadOptions
+) -> tuple[tuple[str, str], ...]:
+    """(folder, kind of the documents in its files of plain text), as of `boundaries`, for each folder that has any.
+
+    A folder is an input with all that is below it, or has the file of an input or the matches of its glob.
+    """
+    if options.text_documents != AUTO:
+        return ()
+    paths = chain.from_iterable(corpus.paths for corpus in corpora)
+    sampled: dict[str, list[FileRange]] = {os.path.normpath(files.folder_of_input(path)): [] for path in paths}
+    seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
+    for part in chain.from_iterable(ranges):
+        folder = folder_of(part.path, sampled)
+        if folder is None or part.start or part.format not in (AUTO, "text"):
+            continue
+        if seen[folder] % step[folder] == 0:
+            sampled[folder].append(part)
+        seen[folder] += 1
+        if len(sampled[folder]) > boundaries.SAMPLED_FILES:  # every second one
+            sampled[folder], step[folder] = sampled[folder][::2], 2 * step[folder]
+    samples = {
+        folder: [sample for part in some if (sample := documents.sample_text(part, options))]
+        for folder, some in sampled.items()
+    }
+    return tuple((folder, boundaries.decide(some)) for folder, some in samples.items() if some)
 
 
 def _plan_all(

@@ -38,11 +38,17 @@ def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult)
 
 
 def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[ReadTask], results: list[ItemResult]) -> dict[str, ItemResult]:
-    """The sum of the results of reading the tasks of each corpus."""
-    pairs = list(zip(tasks, results, strict=True))
-    return {
-        corpus.name: total([result for task, result in pairs if task.corpus == i]) for i, corpus in enumerate(corpora)
-    }
+    """The sum of the results of reading the tasks of each corpus, with the facts "files" and "largest", the largest document."""
+    sums = {}
+    for i, corpus in enumerate(corpora):
+        of_corpus = [(task, result) for task, result in zip(tasks, results, strict=True) if task.corpus == i]
+        sums[corpus.name] = total([result for _, result in of_corpus])
+        largest = [result.facts["largest"] for _, result in of_corpus if "largest" in result.facts]
+        sums[corpus.name].facts = {
+            "files": sum(not part.start for task, _ in of_corpus for part in task.ranges),
+            "largest": max(largest, key=lambda document: document["bytes"], default=None),
+        }
+    return sums
 
 
 def facts(
@@ -76,7 +82,9 @@ def facts(
         "corpora": {
             corpus.name: {
                 "weight": corpus.weight,
+                "files": read[corpus.name].facts["files"],
                 **{unit: read[corpus.name].counts[f"{unit} read"] for unit in (*UNITS, "bytes")},
+                "largest_document": read[corpus.name].facts["largest"],
                 "dropped_while_reading": dict(sorted(read[corpus.name].dropped.items())),
             }
             for corpus in corpora
@@ -92,6 +100,13 @@ def facts(
     }
 
 
+def _documents(name: str, corpus: dict[str, Any]) -> str:
+    """How the documents of a corpus are distributed."""
+    share, largest = corpus["documents"] / max(corpus["files"], 1), corpus["largest_document"]
+    size = f", the largest of {largest['bytes'] / 1e6:,.2f} MB in {largest['source']}" if largest else ""
+    return f"{name}: {corpus['documents']:,}, {share:,.1f} a file{size}"
+
+
 def summary_text(s: dict[str, Any], folder: str) -> str:
     """The summary of a build in a dozen lines."""
     mb = 1e6
@@ -105,6 +120,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         "dataset": folder,
         "read": f"{read['documents']:,} documents, {read['sentences']:,} sentences, {read['tokens']:,} tokens, "
         f"{read['bytes'] / mb:,.1f} MB of text in {s['files']['count']:,} files",
+        "documents": "; ".join(_documents(name, corpus) for name, corpus in s["corpora"].items()),
         "dropped": f"{dropped['documents']:,} documents ({reasons}); {dropped['repeated_paragraphs']:,} repeated paragraphs; "
         f"lines: {cut_lines}",
         "problems": problems,

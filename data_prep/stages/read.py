@@ -6,7 +6,8 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from data_prep.common import utf8
 from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes, segment_sums
 from data_prep.common.errors import Problems
-from data_prep.common.records import ReadTask
+from data_prep.common.records import AUTO, ReadTask
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
 from data_prep.filters import rules
@@ -24,6 +25,7 @@ from data_prep.stages import minhash, texts
 from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from data_prep.tokens.word_cache import SharedWords
+from megabert.common.logs import log
 from megabert.data.tokenizer import Tokenizer
 
 # bytes of text in a unit, within which random sentences are drawn
@@ -34,6 +36,8 @@ CHARACTERS_AT_ONCE = 3 << 19
 OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
 # verdict of the first reason of the user's filters; the next ones are below
 OWN = -3
+# blocks or lines of a document that may be documents
+MANY_PARTS = 1_000
 
 _encoders: dict[tuple[str, str, bool, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
@@ -51,19 +55,25 @@ def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
 
 
 class CleanDocument(NamedTuple):
-    """Paragraphs of a cleaned document, the UTF-8 bytes of its raw text, and its place as of `RawDocument` and `FileRange`."""
+    """Paragraphs of a cleaned document, the UTF-8 bytes of its raw text, its place and kind as of `RawDocument` and `FileRange`."""
 
     paragraphs: list[str]
     size: int
     path: str
     offset: int
     source: int
+    kind: str
+
+    def blocks_and_lines(self) -> tuple[int, int]:
+        """The number of blocks between blank lines, and of lines (of wrapped text: of paragraphs)."""
+        full = [bool(paragraph.strip()) for paragraph in self.paragraphs]
+        return sum(b and not a for a, b in pairwise([False, *full])), sum(full)
 
 
 def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterator[CleanDocument]:
     """The documents of a task."""
     for part in task.ranges:
-        for document in read_documents(part, job.options.read, problems, job.work):
+        for document in read_documents(part, job.read, problems, job.work):
             # a Python literal can contain half a surrogate pair
             raw = document.text.encode("utf-8", "replace") if isinstance(document.text, str) else document.text
             try:
@@ -72,9 +82,9 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
                 if job.options.encoding_errors == "stop":
                     problems.bad(document.path, document.offset + error.start, "invalid UTF-8", utf8.INVALID)
                     continue
-                text, glued = clean.decode(utf8.decode(raw, job.options.read, problems).encode())
+                text, glued = clean.decode(utf8.decode(raw, job.read, problems).encode())
             paragraphs = clean.paragraphs(text, document.markup, glued)
-            yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source)
+            yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source, document.kind)
 
 
 def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
@@ -93,7 +103,10 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         encoder.add_words(words)
     with _TaskFiles(job, task, result) as files:
         pending: list[CleanDocument] = []
+        largest: CleanDocument | None = None
         for document in clean_documents(task, job, problems):
+            if largest is None or document.size > largest.size:
+                largest = document
             encoder.add(document.paragraphs)
             pending.append(document)
             if encoder.pending >= CHARACTERS_AT_ONCE:
@@ -103,11 +116,32 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
             files.add(encoder.finish(), pending)
     if new_words := encoder.take_new_words():
         shared.write(task.index, new_words)
+    if largest is not None:
+        blocks, lines = largest.blocks_and_lines()
+        place = {"source": largest.path, "document": largest.offset, "kind": largest.kind}
+        result.facts["largest"] = {"bytes": largest.size, "blocks": blocks, "lines": lines, **place}
     result.problems = problems.counts
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents
         result.counts["documents read"] += documents
     return result
+
+
+def warn_of_large_documents(job: BuildJob, results: Sequence[ItemResult]) -> None:
+    """Warn if the largest document of plain text may be many, unless an option says what a document is."""
+    found = [result.facts["largest"] for result in results if result.facts.get("largest", {}).get("kind")]
+    largest = max(found, key=lambda document: document["bytes"], default=None)
+    if largest is None or job.options.text_documents != AUTO:
+        return
+    kind, parts = "line", "lines"
+    if largest["blocks"] > 1:
+        kind, parts = "blank-line", "blocks"
+    if kind != largest["kind"] and largest[parts] >= MANY_PARTS:
+        log.warning(
+            f"{largest['source']}: 1 document of {largest['bytes'] / 1e6:.1f} MB has {largest[parts]:,} "
+            f"{'blank-line blocks' if parts == 'blocks' else parts}; --text-documents {kind} makes each a document, "
+            f"--text-documents {largest['kind']} keeps it"
+        )
 
 
 class _TaskFiles:

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+from dataclasses import replace
 
 import zstandard
 
@@ -26,17 +27,23 @@ def contents(folder):
 
 def plan(inputs, problems=None, **options):
     """Tasks of one corpus of these inputs."""
-    corpus = Corpus("input", tuple(str(path) for path in inputs))
-    return tasks.group(tasks.list_ranges([corpus], ReadOptions(**options), problems or Problems("stop")))
+    return tasks.group(_listed(inputs, problems or Problems("stop"), ReadOptions(**options))[1])
+
+
+def _listed(inputs, problems, options):
+    corpora = [Corpus("input", tuple(str(path) for path in inputs))]
+    return corpora, tasks.list_ranges(corpora, options, problems)
 
 
 def read_all(inputs, policy="stop", **options):
     """(texts, problems) of every document of the inputs, in order."""
-    problems = Problems(policy)
+    problems, options = Problems(policy), ReadOptions(**options)
+    corpora, ranges = _listed(inputs, problems, options)
+    options = replace(options, folders=tasks.text_documents(corpora, ranges, options))
     found = []
-    for task in plan(inputs, problems, **options):
+    for task in tasks.group(ranges):
         for part in task.ranges:
-            for document in read_documents(part, ReadOptions(**options), problems):
+            for document in read_documents(part, options, problems):
                 text = document.text
                 found.append(text if isinstance(text, str) else text.decode())
     return found, problems

@@ -28,6 +28,7 @@ SNIPPETS = {
     "line": (b"a", b"line of words", b"\n", b"\r\n", b" ", b"\t", b"\x0c", b"\xff", b"\0", b"\xc3\xa9"),
     "file": (b"a", b"line of words", b"\n", b"\n\n", b" ", b"\xc3\xa9"),
     "blank-line": (b"a", b"two words", b"\n", b"\n\n", b"\r\n", b" ", b"  \t", b"\x0c", b"\x0b", b"\xff", b"\n \n"),
+    "heading": (b"a", b"two words", b"\n", b"\n ", b" = T = \n", b"= T =", b" = = S = = \n", b"\r\n", b" \n", b"=", b"\xff"),
     "jsonl": (b'{"text": "', b'"}', b"\n", b"\\ud800", b"a", b"[", b"{", b"null", b"\xff", b'{"text": null}\n', b'{"text": "x"}\n'),
 }  # fmt: skip
 

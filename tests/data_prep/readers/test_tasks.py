@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import documents, formats, pydoc_corpus, tasks
+from data_prep.readers import documents, pydoc_corpus, tasks
 from tests.helpers.prep_reading import PACK, plan, read_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,19 +116,6 @@ def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
     counts, peak = done.stdout.splitlines()
     assert int(counts.split()[0]) < 100 and counts.endswith(f"{{{reason!r}: 1}}")
     assert int(peak) < 300
-
-
-WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"
-SENTENCES = "This corpus has a sentence a line.\nIts documents have blank lines between.\nThat is BERT's format.\n\n"
-LINES = "Paragraphs of one long line each, with blank lines between: of a book, or of many documents?\n\n"
-
-
-def test_what_a_document_is_follows_from_the_opening():
-    chinese, urdu = "一句一行。\n文档之间有空行。\n\n" * 9, "یہ ایک جملہ ہے۔\nیہ دوسرا ہے۔\n\n" * 9
-    for text in (SENTENCES * 9, SENTENCES.replace("\n", "\r\n") * 9, chinese, urdu):
-        assert formats.text_kind(text.encode(), whole=True) == "blank-line"
-    for text in (WRAPPED * 9, LINES * 9, "A file without blank lines.\n" * 9, SENTENCES * 2, ""):
-        assert formats.text_kind(text.encode(), whole=True) == "file"
 
 
 def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
