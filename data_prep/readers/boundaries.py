@@ -20,9 +20,12 @@ from statistics import median
 from typing import NamedTuple
 
 from data_prep.readers import formats
+from data_prep.readers.decompress import PLAIN_CHUNK
 
-# most files of a sample, of which at least half are read
-SAMPLED_FILES = 64
+# most files of a sample, and the bytes of all; documents may be long
+SAMPLED_FILES, SAMPLED_BYTES = 32, 4 << 20
+# files without plain text after which no more are sampled
+OTHERS = 4
 # fewer files do not show that each is a document
 SEVERAL_FILES = 3
 # blocks or lines in a file, in the median of several files, from which on they may be documents
@@ -51,6 +54,16 @@ class TextSample(NamedTuple):
     head: bytes
     size: int
     whole: bool
+
+    @staticmethod
+    def of(first: bytes, size: int, most: int) -> TextSample:
+        """The sample of a file by its first chunk, or by all of it where that is below `most` bytes."""
+        return TextSample(first[:most], size, whole=len(first) < most)
+
+
+def sample_size(count: int) -> int:
+    """Bytes of each of `count` sampled files."""
+    return min(max(SAMPLED_BYTES // count, 1 << 16), PLAIN_CHUNK)
 
 
 def decide(samples: Sequence[TextSample]) -> str:

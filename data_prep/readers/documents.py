@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TypeVar
@@ -20,8 +20,8 @@ from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, boundaries, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
 from data_prep.readers.archives import DamagedArchive
-from data_prep.readers.boundaries import SAMPLED_FILES, TextSample
-from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
+from data_prep.readers.boundaries import OTHERS, SAMPLED_FILES, TextSample
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, PLAIN_CHUNK, RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common.tables import field_names, find, join, kind_of
 
@@ -62,25 +62,25 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
         yield from _member_documents(part, options, problems)
     else:
         kind = options.kind_in(part.path)
-        if not kind and part.start and (sample := sample_text(part, options)):
-            kind = boundaries.decide([sample])
+        if not kind and part.start:
+            kind = boundaries.decide(list(sample_texts([part], options)))
         yield from _text_documents(replace(part, documents=kind), options, problems, folder)
 
 
-def sample_text(file: FileRange, options: ReadOptions) -> TextSample | None:
-    """The beginning of a file of plain text; None for other files and for one that can't be read, which its reader reports."""
-    with contextlib.suppress(BadInput, OSError):
-        file = file if file.opened else identify(file, options)
-        if file.format in (AUTO, "text"):
-            first = next(decompress.read_chunks(file.path, file.compression), b"")
-            if first and inspect(file, first[:HEAD_BYTES], options).format == "text":
-                return _sampled(first, file.size * (EXPANSION if file.compression else 1))
-    return None
-
-
-def _sampled(first: bytes, size: int) -> TextSample:
-    """A sample of a file by its first chunk and the size of its text, roughly."""
-    return TextSample(first[: formats.HEAD], size, whole=len(first) <= formats.HEAD)
+def sample_texts(some: Sequence[FileRange], options: ReadOptions) -> Iterator[TextSample]:
+    """The beginnings of those of the files that are plain text. One that can't be read is reported by its reader."""
+    sampled = 0
+    for tried, file in enumerate(some):
+        if tried == OTHERS and not sampled:
+            return
+        with contextlib.suppress(BadInput, OSError):
+            file = file if file.opened else identify(file, options)
+            if file.format in (AUTO, "text"):
+                first = next(decompress.read_chunks(file.path, file.compression), b"")
+                if first and inspect(file, first[:HEAD_BYTES], options).format == "text":
+                    sampled += 1
+                    size = file.size * (EXPANSION if file.compression else 1)
+                    yield TextSample.of(first, size, boundaries.sample_size(len(some)))
 
 
 def _sample_members(part: FileRange, options: ReadOptions) -> Iterator[TextSample]:
@@ -91,7 +91,7 @@ def _sample_members(part: FileRange, options: ReadOptions) -> Iterator[TextSampl
                 first = next(archives.chunks(name, content), b"")
                 member = FileRange(name, format=options.format)
                 if first and inspect(member, first[:HEAD_BYTES], options).format == "text":
-                    yield _sampled(first, len(first))
+                    yield TextSample.of(first, len(first), boundaries.sample_size(SAMPLED_FILES))
 
 
 def _member_documents(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
@@ -245,7 +245,7 @@ def _chunk_documents(
             )
     if part.format == "text" and not part.documents:
         size = part.size * (EXPANSION if part.compression else 1)
-        part = replace(part, documents=boundaries.decide([_sampled(first, size)]))
+        part = replace(part, documents=boundaries.decide([TextSample.of(first, size, PLAIN_CHUNK)]))
     synced = begin == 0
     if begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3

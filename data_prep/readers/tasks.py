@@ -100,10 +100,7 @@ def text_documents(
         seen[folder] += 1
         if len(sampled[folder]) > boundaries.SAMPLED_FILES:  # every second one
             sampled[folder], step[folder] = sampled[folder][::2], 2 * step[folder]
-    samples = {
-        folder: [sample for part in some if (sample := documents.sample_text(part, options))]
-        for folder, some in sampled.items()
-    }
+    samples = {folder: list(documents.sample_texts(some, options)) for folder, some in sampled.items()}
     return tuple((folder, boundaries.decide(some)) for folder, some in samples.items() if some)
 
 

@@ -37,7 +37,7 @@ OTHER_REASONS = {-1: "empty", -2: "left out by weight"}
 # verdict of the first reason of the user's filters; the next ones are below
 OWN = -3
 # blocks or lines of a document that may be documents
-MANY_PARTS = 1_000
+MANY_PARTS = 300
 
 _encoders: dict[tuple[str, str, bool, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 

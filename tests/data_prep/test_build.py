@@ -134,3 +134,18 @@ def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
 
     first = build("one", 300)
     assert build("one", 400) == build("two", 400) != first
+
+
+def test_a_document_that_may_be_many_is_said(tokenizer_file, command, tmp_path):
+    (tmp_path / "in").mkdir()
+    paragraphs = [f"Paragraph {i} of a book or document {i} of many?" for i in range(400)]
+    (tmp_path / "in" / "merged.txt").write_text("\n\n".join(paragraphs))
+    options = ("build", "--input", tmp_path / "in", "--tokenizer", tokenizer_file, "--quiet", "--workers", 1)
+    guessed = command(*options, "--output", tmp_path / "guessed")
+    assert guessed.returncode == 0, guessed.stderr
+    assert f"{tmp_path / 'in'}: a document of plain text is a file" in guessed.stdout
+    assert re.search(r"documents  input: 1, 1\.0 a file, the largest of 0\.02 MB in \S+merged\.txt", guessed.stdout)
+    assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; --text-documents blank-line" in guessed.stderr
+    chosen = command(*options, "--output", tmp_path / "chosen", "--text-documents", "blank-line")
+    assert chosen.returncode == 0 and "merged.txt" not in chosen.stderr
+    assert "documents  input: 400, 400.0 a file" in chosen.stdout
