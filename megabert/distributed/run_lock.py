@@ -73,9 +73,15 @@ class Ownership:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises Failed if another job owns the run, OSError if its files cannot be read."""
-        newest = _newest(self.path.parent)
-        owner = _read(self.path.with_name(newest)) if newest else None
+        """Raises Failed if another job owns the run or removed this job's file, OSError if the files cannot be read.
+
+        A client of NFS may list a file for a while after it was removed, so the file is opened.
+        """
+        newest = _newest(self.path.parent) or self.path.name
+        try:
+            owner = _parse(self.path.with_name(newest).read_bytes())
+        except FileNotFoundError:
+            owner, newest = None, ""
         if newest != self.path.name or (owner is not None and owner.token != self.owner.token):
             raise Failed(f"{self.run_dir}: {owner or 'another job'} took the run over while this job was suspended")
 
@@ -214,14 +220,6 @@ def _numbers(folder: Path) -> list[str]:
 def _newest(folder: Path) -> str:
     """The greatest number; "" if there is none."""
     return max(_numbers(folder), default="")
-
-
-def _read(path: Path) -> Owner | None:
-    """The owner in a file; None while it is being written or removed."""
-    try:
-        return _parse(path.read_bytes())
-    except FileNotFoundError:
-        return None
 
 
 def _parse(text: bytes) -> Owner | None:

@@ -215,6 +215,18 @@ def test_an_owner_whose_lock_was_removed_ends(tmp_path):
     assert first.code() == FAILED
 
 
+def test_a_stale_listing_does_not_keep_a_lock(tmp_path, monkeypatch):
+    """As of NFS, whose client lists a file that the next owner on another host removed."""
+    run = tmp_path / "run"
+    run_lock.take(run, ALONE)
+    run_lock.check(run)
+    assert run_lock._create(run / "lock/00000002", run_lock.Owner("token", "n2", "elsewhere", 1, "1", ""))
+    monkeypatch.setattr(os, "listdir", lambda folder: ["00000001"])
+    with pytest.raises(Failed, match="took the run over"):
+        run_lock.check(run)
+    run_lock._owned.popitem()[1]._ending.set()  # before it ends this process
+
+
 def failing(*arguments: Any) -> None:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/lock")
 
