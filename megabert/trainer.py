@@ -27,7 +27,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.metrics import Meter, Shown, Sinks, as_json, figures
-from megabert.optim.schedule import finished, phase_rate, share_used
+from megabert.optim.schedule import limit_reached, phase_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
 # maximum number of updates whose results the host has not read from the device
@@ -260,15 +260,20 @@ class Trainer:
         return self.over
 
     @property
-    def complete(self) -> bool:
-        """Whether the schedule has ended, or the held-out loss has stopped improving. An update with a recorded rate is repeated even
-        if the time budget is used up."""
+    def limit(self) -> str:
+        """The setting by which the run is complete: the schedule has ended, or the held-out loss has stopped improving; else "". An
+        update with a recorded rate is repeated even if the time budget is used up."""
         state, patience = self.state, self.config.eval.patience
         if patience and state.since_best >= patience:
-            return True
+            return f"eval.patience={patience}"
         if self.rates is not None and self.rates.known(state.step, state.cursor):
-            return False
-        return finished(self.config.schedule, *self.used)
+            return ""
+        return limit_reached(self.config.schedule, *self.used)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run is complete."""
+        return bool(self.limit)
 
     @property
     def over(self) -> bool:

@@ -16,7 +16,7 @@ from megabert.common.logs import log
 from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat, phase_at, phases_of
 from megabert.distributed.ranks import RankRefused, World, discover
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
-from megabert.optim.schedule import finished, share_used
+from megabert.optim.schedule import limit_reached, share_used
 
 if TYPE_CHECKING:
     from megabert.engine import Engine
@@ -80,8 +80,8 @@ def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None
         if old.get(name) != new.get(name):
             log.info(f"{name} was {old.get(name)!r} and is {new.get(name)!r} from here on")
     used = saved["step"], saved["seconds"] / 60, saved["tokens"]
-    was_finished = finished(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
-    if was_finished and not finished(config.schedule, *used) and not extend:
+    was_finished = limit_reached(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
+    if was_finished and not limit_reached(config.schedule, *used) and not extend:
         raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
 
 

@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 FP8_MULTIPLE = 16  # both sizes of a weight in an FP8 product are multiples of it
 # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
 VOCAB_MULTIPLE = 128
+# updates of a run that only its tokens or minutes limit
+NO_LIMIT = 1_000_000_000
 
 
 class Section(BaseModel):
@@ -219,7 +221,11 @@ class ScheduleConfig(Section):
         "linear", description="decay shape; sqrt: 1 - sqrt(progress); budget: linear by minutes"
     )
     by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; minutes if name=budget")
-    total_steps: int = Field(100_000, gt=0, description="updates of the run; by tokens or minutes their largest number")
+    total_steps: int = Field(
+        100_000,
+        gt=0,
+        description="updates of the run; by tokens or minutes their largest number, without a limit if not set",
+    )
     warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up; otherwise budget_warmup")
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     final_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak")
@@ -227,6 +233,13 @@ class ScheduleConfig(Section):
     budget_minutes: float = Field(0.0, ge=0, description="budget by minutes of training, kept across resumes")
     budget_tokens: int = Field(0, ge=0, description="budget by real tokens, over all ranks")
     budget_warmup: float = Field(0.06, ge=0, lt=1, description="warm-up as a share of a budget of tokens or minutes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_default_limit(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and (tree.get("by", "steps") != "steps" or tree.get("name") == "budget"):
+            return {"total_steps": NO_LIMIT} | dict(tree)
+        return tree
 
     @property
     def unit(self) -> str:

@@ -44,9 +44,15 @@ def phase_rate(phase: Phase, schedule: ScheduleConfig, step: int, minutes: float
     return peak * _by_share(phase.config.schedule, used / (phase.end - phase.begin))
 
 
-def finished(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> bool:
-    """True when all steps are done, or the budget of minutes or tokens is used up."""
-    return step >= schedule.total_steps or share_used(schedule, step, minutes, tokens) >= 1
+def limit_reached(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> str:
+    """The setting that ends the run before update `step`, with its value: all steps are done, or the budget of minutes or tokens is
+    used up; "" before that."""
+    if step >= schedule.total_steps:
+        return f"schedule.total_steps={schedule.total_steps}"
+    if share_used(schedule, step, minutes, tokens) < 1:
+        return ""
+    budget = schedule.budget_minutes if schedule.unit == "minutes" else schedule.budget_tokens
+    return f"schedule.budget_{schedule.unit}={budget}"
 
 
 def _by_share(schedule: ScheduleConfig, used: float) -> float:

@@ -3,7 +3,7 @@
 import pytest
 
 from megabert.config import ScheduleConfig
-from megabert.optim.schedule import finished, learning_rate, share_used
+from megabert.optim.schedule import learning_rate, limit_reached, share_used
 
 
 def schedule(name, **values):
@@ -43,9 +43,20 @@ def test_shapes_by_minutes_and_by_tokens(unit, name, expected):
         spent = {"minutes": used} if "minutes" in (unit, plan.unit) else {"tokens": round(10 * used)}
         assert learning_rate(plan, 2.0, 999_999, **spent) == pytest.approx(value), used
         assert share_used(plan, 999_999, **spent) == min(used / 100, 1.0)
-        assert finished(plan, 999_999, spent.get("minutes", 0.0), spent.get("tokens", 0)) == (used >= 100)
+        limit = limit_reached(plan, 999_999, spent.get("minutes", 0.0), spent.get("tokens", 0))
+        budget = "minutes=100.0" if "minutes" in (unit, plan.unit) else "tokens=1000"
+        assert limit == (f"schedule.budget_{budget}" if used >= 100 else "")
     assert learning_rate(plan, 2.0, 0) > 0
-    assert finished(plan, 1_000_000, 0.0)
+    assert limit_reached(plan, 1_000_000, 0.0) == "schedule.total_steps=1000000"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"by": "tokens", "budget_tokens": 10**13}, {"name": "budget", "budget_minutes": 1e6}]
+)
+def test_a_budget_has_no_default_limit_of_steps(fields):
+    assert not limit_reached(ScheduleConfig(**fields), 100_000, 10.0, 2 * 10**11)
+    assert limit_reached(ScheduleConfig(total_steps=100_000, **fields), 100_000, 10.0) == "schedule.total_steps=100000"
+    assert limit_reached(ScheduleConfig(), 100_000, 10.0) == "schedule.total_steps=100000"
 
 
 def test_shares_of_a_run_by_steps():
