@@ -2,7 +2,7 @@
 
     python benchmarks/bench_data.py [--json FILE] [--rows N]
 
-Ours does everything: order, read, checksum, masking and batches ready for the model, in one process. The peers do less: Hugging
+Ours does everything: order, read, checksum, masking (by token; also shown by word and span) and batches, in one process. The peers do less: Hugging
 Face's collator gets rows in memory as lists of a `datasets` loader, with precomputed special-token masks; webdataset reads and
 decodes one `.npy` a row without masking. All run alternately in one process for several rounds; p20, p50 and p80 over the rounds
 are shown, and ratios are of p50. Ours and the collator are compared only at equal batch sizes, since the cost of a batch weighs
@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
@@ -31,6 +31,7 @@ import torch
 from benchmarks.common import hardware
 from benchmarks.common.measure import quantiles
 from megabert.common.environment import keep_freed_memory
+from megabert.config import MaskingConfig
 from megabert.data.loader import Loader
 from megabert.data.masking import MaskingVocabulary
 from megabert.data.shards import Dataset, write_manifest, write_shard
@@ -73,12 +74,14 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVo
         "shards": shards,
     }
     write_manifest(folder, manifest | {"statistics": {}, "options": {}, "held_out": None})
-    return Dataset(folder), MaskingVocabulary(VOCAB, SPECIAL["mask"], SPECIAL.values())
+    return Dataset(folder), MaskingVocabulary(np.arange(VOCAB) % 10 < 7, SPECIAL["mask"], SPECIAL.values())
 
 
-def ours(dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int) -> Callable[[], int]:
-    micro = min(MICRO, global_batch)
-    loader = Loader(dataset, vocabulary, global_batch=global_batch, micro_batch=micro, seed=1)
+def ours(
+    dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int, strategy: Literal["token", "word", "span"]
+) -> Callable[[], int]:
+    micro, masking = min(MICRO, global_batch), MaskingConfig(strategy=strategy)
+    loader = Loader(dataset, vocabulary, global_batch=global_batch, micro_batch=micro, seed=1, masking=masking)
 
     def step() -> int:
         next(loader)
@@ -157,8 +160,10 @@ def measure(
     equal: list[tuple[str, str]] = []
     for size in sizes:
         cases[peer := f"{COLLATOR}, batches of {size} rows"] = hugging_face(dataset, rows, size)
-        cases[mine := f"ours, updates of {size} rows"] = ours(dataset, vocabulary, size)
+        cases[mine := f"ours, updates of {size} rows"] = ours(dataset, vocabulary, size, "token")
         equal.append((mine, peer))
+        cases[f"by word, updates of {size} rows"] = ours(dataset, vocabulary, size, "word")
+        cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, "span")
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
     for case in cases.values():

@@ -37,6 +37,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     p = commands.add_parser("inspect", help="show its content")
     p.add_argument("folder", metavar="DIR", help="what build wrote")
     p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
+    p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the sample rows")
     return top
 
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     pool.collect_seldom()
     if args.command == "inspect":
-        print(inspect_dataset.inspect(args.folder, args.rows))
+        print(inspect_dataset.inspect(args.folder, args.rows, args.masking))
         return OK
     problems = 0
     for problem in inspect_dataset.verify(args.folder, _workers(args) or cores(), not args.quiet):

@@ -73,8 +73,7 @@ class Student(BertForPreTraining):
         logits = self.mlm_logits(hidden.index_select(0, at))  # (B * K, V)
         mlm = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
         soft, agreed = soft_loss(logits, wanted_logits, labels != IGNORE, self._temperature)
-        # A row without predictions is a filler, which has no loss.
-        real = (inputs["key_end"] > 0) & (batch["mlm_labels"] != IGNORE).any(1, keepdim=True)
+        real = _compared(inputs["key_end"], batch["mlm_labels"])
         cosine = F.cosine_similarity(hidden.float(), wanted.float(), dim=-1) * real.flatten()
         nsp, nsp_correct = mlm.new_zeros(()), labels.new_zeros(())
         if self.cfg.nsp:
@@ -86,7 +85,12 @@ class Student(BertForPreTraining):
         return *losses, (logits.argmax(-1) == labels).sum(), nsp_correct, agreed, cosine.sum().detach()
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        return *super().counts(batch), batch.predictions, batch.tokens
+        return *super().counts(batch), batch.predictions, int(_compared(batch.key_end, batch.mlm_labels).sum())
+
+
+def _compared(key_end: Tensor, labels: Tensor) -> Tensor:
+    """bool [B, T]: tokens of rows with predictions; a row without is a filler, or none of its words could be masked."""
+    return (key_end > 0) & (labels != IGNORE).any(1, keepdim=True)
 
 
 def soft_loss(logits: Tensor, wanted: Tensor, real: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

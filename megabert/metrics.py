@@ -209,7 +209,7 @@ class PretrainingMeter(Meter):
         return {
             "perf/sequences_per_sec": update.sequences,
             "perf/tokens_per_sec": update.tokens,
-            "predictions": update.predictions,
+            "perf/predictions_per_sec": update.predictions,
             "attending pairs": round(attending_pairs(squares, update.tokens, update.objective == "causal")),
         }
 
@@ -218,7 +218,7 @@ class PretrainingMeter(Meter):
             self._model,
             tokens=self.totals["perf/tokens_per_sec"],
             pairs=self.totals["attending pairs"],
-            predictions=self.totals["predictions"],
+            predictions=self.totals["perf/predictions_per_sec"],
             sequences=self.totals["perf/sequences_per_sec"],
         )
         per_device = flops / max(self.seconds, 1e-9) / self._world.size / 1e12

@@ -121,6 +121,7 @@ def test_a_filler_row_counts_for_nothing(tmp_path: Path) -> None:
     both.mlm_labels[1], both.nsp_labels[1], both.mlm_positions[1] = -100, -100, tiny.LENGTH
     one, two = (torch.stack([x.double() for x in built(**b.inputs())]) for b in (alone, both))
     assert torch.allclose(one, two, rtol=1e-6)
+    assert built.counts(both)[3] == built.counts(alone)[3] == tiny.LENGTH
 
 
 @pytest.mark.parametrize("taken", [(12, [0, 2, 4, 7, 9, 11]), (4, [0, 3]), (4, [0, 1, 2, 3]), (3, [0])])

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -84,14 +85,14 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
             pool.shutdown(cancel_futures=True)
 
 
-def inspect(folder: str | os.PathLike[str], rows: int = 3) -> str:
-    """Counts, lengths and `rows` sample rows of each dataset in `folder`, masked as for training.
+def inspect(folder: str | os.PathLike[str], rows: int = 3, strategy: Literal["token", "word", "span"] = "token") -> str:
+    """Counts, lengths and `rows` sample rows of each dataset in `folder`, masked as for training with `data.masking.strategy`.
 
     Raises ValueError if the manifest, the tokenizer or a row is damaged.
     """
     if rows < 0:
         raise BadInput(f"--rows: must be at least 0, is {rows}")
-    return "\n\n".join("\n".join(_dataset(path, rows, MaskingConfig())) for path in datasets(folder))
+    return "\n\n".join("\n".join(_dataset(path, rows, MaskingConfig(strategy=strategy))) for path in datasets(folder))
 
 
 def _dataset(folder: Path, samples: int, masking: MaskingConfig) -> list[str]:
@@ -123,8 +124,11 @@ def _dataset(folder: Path, samples: int, masking: MaskingConfig) -> list[str]:
     lines = [f"{name:{label}}{text}" for name, text in facts.items()]
     lines += ["", "tokens a sequence", *histogram(lengths[used], m.seq_len)]
     if samples:
-        lines += ["", f"masked: {masking.rate:.0%} of the tokens: [MASK], *random token*, =kept="]
-    vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
+        lines += [
+            "",
+            f"masked: {masking.rate:.0%} of the tokens, by {masking.strategy}: [MASK], *random token*, =kept=",
+        ]
+    vocabulary = MaskingVocabulary.of(tokenizer)
     for row_id in np.sort(np.random.default_rng(SEED).choice(m.rows, min(samples, m.rows), replace=False)):
         row = dataset.read(row_id[None])
         masked = mask(row.ids, row.bounds, row_id[None], seed=SEED, epoch=0, vocabulary=vocabulary, masking=masking)

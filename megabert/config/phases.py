@@ -91,7 +91,7 @@ def check_phases(config: Config) -> None:
             )
         if changed.model != config.model and not config.model.gated:
             raise ValueError(f"{where}: rotary positions need model.kind=modern or nomic")
-        if changed.distill.teacher and changed.data.masking.strategy != config.data.masking.strategy:
+        if changed.distill.teacher and changed.data.masking.causal != config.data.masking.causal:
             raise ValueError(f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy")
         if (
             phase.own_schedule
@@ -99,7 +99,7 @@ def check_phases(config: Config) -> None:
             and changed.schedule.budget_warmup + changed.schedule.decay_share > 1
         ):
             raise ValueError(f"{where}: schedule.budget_warmup + schedule.decay_share exceed 1; lower one of them")
-    if changed.data.masking.strategy != config.data.masking.strategy:
+    if changed.data.masking.causal != config.data.masking.causal:
         raise ValueError(
             f"{where}: data.masking.strategy={changed.data.masking.strategy}, but the run's own, which its last phase must have, "
             f"is {config.data.masking.strategy}"

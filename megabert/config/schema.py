@@ -129,15 +129,17 @@ class ModelConfig(Section):
 class MaskingConfig(Section):
     """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
 
-    strategy: Literal["token", "causal"] = Field(
-        "token", description="causal: nothing is masked, each token predicts the next"
+    strategy: Literal["token", "word", "span", "causal"] = Field(
+        "token",
+        description="token: single tokens; word: whole words; span: runs of 1 to 10 whole words (Joshi et al. 2020, SpanBERT); causal: "
+        "nothing is masked, each token predicts the next",
     )
     rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens predicted; unused with causal")
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
     max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
     causal_every: int = Field(
-        0, ge=0, description="with token: each n-th update is causal (16: 1 to 15 masked); 0: none"
+        0, ge=0, description="not with causal: each n-th update is causal (16: 1 to 15 masked); 0: none"
     )
 
     @property
@@ -303,7 +305,9 @@ class EvalConfig(Section):
         description="consecutive evaluations without a lower loss, in the last phase, that end the run; RUN/best is the best "
         "checkpoint; 0: off",
     )
-    rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
+    rate: float = Field(
+        0.0, ge=0, lt=1, description="masking rate of held-out rows, by token; 0: that at the end of the run"
+    )
     pairs: str = Field("", description="file or folder of minimal pairs (`megabert pairs`) to score too; empty: none")
     pairs_each: int = Field(20, gt=0, description="pairs of each paradigm to score")
 

@@ -4,20 +4,25 @@ Random numbers are hashes of (seed, epoch, row id, position), so there is no sta
 every other special id are neither predicted nor drawn as a replacement. The strategies:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
+    word   whole words in random order, without those that exceed what is left of the budget (google-research/bert's whole-word
+           masking). In scripts without spaces between words a token is a word, see `Tokenizer.unit_start`
+    span   the same, in an order in which the words of a span are neighbours: sequences are divided into spans of 1 to 10
+           words, P(k) ~ 0.2 * 0.8^(k-1), and spans drawn one by one         (Joshi et al. 2020, arXiv 1907.10529, section 3.1)
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; with
            `causal_every` only in updates of certain numbers
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
-bias, and at least 1.
+bias, and at least 1. A special token ends a word and a span. No word is predicted in part: a sequence of which every word exceeds its
+budget has no prediction.
 
-Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions in all rows.
+Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions, W words in all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +38,10 @@ IGNORE = -100
 GOLDEN32 = 0x9E3779B9
 LAST = np.uint32(0xFFFFFFFF)
 # first counter of each use of a row's random stream
-CHOICE, ACTION, REPLACEMENT = (np.uint32(stream << 16) for stream in range(3))
+CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
+# words of a span for each 16-bit random number: a geometric distribution without its tail, with a mean of 3.8
+SPAN_SHARES = np.cumsum(0.8 ** np.arange(10))
+SPAN_WORDS = 1 + np.searchsorted(SPAN_SHARES / SPAN_SHARES[-1], np.arange(1 << 16) / (1 << 16), side="right")
 
 
 def largest_capacity(config: Config, seq_len: int) -> int:
@@ -44,18 +52,24 @@ def largest_capacity(config: Config, seq_len: int) -> int:
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
-    """The masking of held-out rows in every phase: that of the last phase, at the rate of evaluation."""
+    """The masking of held-out rows in every phase: that of the last phase, but always by token, at the rate of evaluation.
+
+    Words and spans are harder to predict; by token the losses of all strategies compare.
+    """
     options = phases_of(config)[-1].config.data.masking
-    # the most predictions of a row are for the run's own rate
-    return options.model_copy(update={"rate": config.eval.rate, "max_predictions": 0}) if config.eval.rate else options
+    update: dict[str, Any] = {} if options.causal else {"strategy": "token"}
+    if config.eval.rate:
+        # the most predictions of a row are for the run's own rate
+        update |= {"rate": config.eval.rate, "max_predictions": 0}
+    return options.model_copy(update=update)
 
 
 class MaskingVocabulary:
-    """What masking needs of a tokenizer: its size, [MASK] and the special ids."""
+    """What masking needs of a tokenizer: [MASK], the special ids and which tokens begin a word (bool [vocab])."""
 
-    def __init__(self, size: int, mask_id: int, special_ids: Iterable[int]) -> None:
-        self.mask_id = mask_id
-        self.special = np.zeros(size, dtype=bool)
+    def __init__(self, unit_start: np.ndarray, mask_id: int, special_ids: Iterable[int]) -> None:
+        self.unit_start, self.mask_id = unit_start, mask_id
+        self.special = np.zeros(len(unit_start), dtype=bool)
         self.special[list(special_ids)] = True
         self.last_special = int(np.flatnonzero(self.special)[-1])
         self.ordinary = np.flatnonzero(~self.special).astype(np.uint32)
@@ -63,7 +77,7 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> MaskingVocabulary:
-        return cls(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values())
+        return cls(tokenizer.unit_start, tokenizer.mask_id, tokenizer.special_ids.values())
 
 
 @dataclass(frozen=True)
@@ -96,11 +110,9 @@ def mask(
     """
     if masking.causal:
         return _next_tokens(ids, bounds)
-    n, seq_len = ids.shape
-    capacity = masking.capacity(seq_len)
-    keys = np.broadcast_to(stream_keys(seed, epoch, row_ids), (n,))
-    chosen = _choose(ids, bounds, keys, masking.rate, capacity, vocabulary)
-    return _replace(ids, chosen, keys, capacity, vocabulary, masking)
+    keys = np.broadcast_to(stream_keys(seed, epoch, row_ids), len(ids))
+    chosen = _choose(ids, bounds, keys, vocabulary, masking)
+    return _replace(ids, chosen, keys, vocabulary, masking)
 
 
 def _next_tokens(ids: np.ndarray, bounds: np.ndarray) -> Masked:
@@ -121,7 +133,7 @@ def _next_tokens(ids: np.ndarray, bounds: np.ndarray) -> Masked:
 
 
 def _choose(
-    ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: MaskingVocabulary
+    ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, vocabulary: MaskingVocabulary, masking: MaskingConfig
 ) -> np.ndarray:
     """Flat positions of the predictions, int64 [P], ascending; `keys` uint64 [n]: keys of the rows' random streams.
 
@@ -130,8 +142,8 @@ def _choose(
     """
     n, seq_len = ids.shape
     max_sequences = bounds.shape[1]
-    sequence_shift, position_bits = 32 - max_sequences.bit_length(), (seq_len - 1).bit_length()
-    if sequence_shift - position_bits < 10:
+    sequence_shift, position_mask = 32 - max_sequences.bit_length(), _position_mask(seq_len)
+    if sequence_shift - int(position_mask).bit_length() < 10:
         raise ValueError(f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits")
     # every position belongs to a sequence or, last, to the padding
     lengths = np.empty((n, max_sequences + 1), np.int64)
@@ -143,15 +155,19 @@ def _choose(
     special = np.flatnonzero(ids.ravel() <= vocabulary.last_special)
     special = special[vocabulary.special[ids.ravel()[special]]]
     owner = special // seq_len * (max_sequences + 1) + (sequence[special] >> np.uint32(sequence_shift))
-    maskable = (lengths - np.bincount(owner, minlength=lengths.size).reshape(lengths.shape))[:, :max_sequences]
-    budget = _budgets(maskable, keys, rate, capacity)
+    specials = np.bincount(owner, minlength=lengths.size).reshape(lengths.shape)
+    maskable = (lengths - specials)[:, :max_sequences]
+    budget = _budgets(maskable, keys, masking.rate, masking.capacity(seq_len))
 
-    position, position_mask = np.arange(seq_len, dtype=np.uint32), np.uint32((1 << position_bits) - 1)
+    position = np.arange(seq_len, dtype=np.uint32)
     drawn = _hash32(*_halves(keys[:, None]), position + CHOICE)
     drawn >>= np.uint32(32 - sequence_shift)
     drawn &= ~position_mask
     drawn |= position
     drawn |= sequence.reshape(n, seq_len)
+    if masking.strategy != "token":
+        span_keys = keys if masking.strategy == "span" else None
+        return _choose_words(drawn, vocabulary.unit_start[ids.ravel()], special, lengths, specials, budget, span_keys)
     drawn.ravel()[special] = LAST
     drawn.sort(axis=1)
     row_start = np.arange(0, n * seq_len, seq_len)
@@ -160,6 +176,87 @@ def _choose(
     chosen = np.zeros(drawn.size, dtype=bool)
     chosen[np.repeat(row_start, budget.sum(1)) + taken] = True
     return np.flatnonzero(chosen)
+
+
+def _choose_words(
+    drawn: np.ndarray,
+    edge: np.ndarray,
+    special: np.ndarray,
+    lengths: np.ndarray,
+    specials: np.ndarray,
+    budget: np.ndarray,
+    span_keys: np.ndarray | None,
+) -> np.ndarray:
+    """As `_choose`: words in the order of the `drawn` numbers (uint32 [n, T]) of their first tokens, without those that exceed what
+    is left of their sequence's `budget` (int64 [n, S]).
+
+    Words begin at `edge` (bool [n * T], overwritten), after `special` positions (flat, int64), and with sequences. `lengths` and
+    `specials`, int64 [n, S + 1]: their tokens, and how many are special; last the padding. With `span_keys`, uint64 [n], the words
+    of a span follow each other.
+    """
+    n, seq_len = drawn.shape
+    ends, position_mask = np.cumsum(lengths), _position_mask(seq_len)
+    # where no word continues, whatever its token
+    breaks = np.zeros(edge.size + 1, dtype=bool)
+    breaks[special + 1] = breaks[ends] = breaks[0] = True
+    edge |= breaks[:-1]
+    edge[special] = False
+    if span_keys is not None:
+        _join_spans(drawn, np.flatnonzero(edge), breaks, span_keys)
+    drawn = np.where(edge.reshape(n, seq_len), drawn, LAST)
+    drawn.sort(axis=1)
+    edge[special] = True
+    edges = np.append(np.flatnonzero(edge), edge.size)
+    before = np.concatenate(([0], np.cumsum(edge, dtype=np.int32)))
+    words = (np.diff(before[ends], prepend=0).reshape(lengths.shape) - specials)[:, :-1]
+
+    row_start = np.arange(0, edge.size, seq_len)[:, None]
+    first = (np.cumsum(words, axis=1) - words + row_start).ravel()
+    taken, left, words = np.zeros(edge.size, dtype=bool), budget.ravel().copy(), words.ravel()
+    # first as many words as the budget has tokens, which nearly always suffice, then the others
+    likely = np.minimum(left, words)
+    for begin, count in ((first, likely), (first + likely, words - likely)):
+        count = np.where(left > 0, count, 0)
+        group, at = np.repeat(np.arange(len(left)), count), _runs(begin, count)
+        word = (drawn.ravel()[at] & position_mask) + at // seq_len * seq_len
+        # Each round takes the words before a sequence's first one that does not fit, and drops those that no longer will; there
+        # are seldom more than three rounds, and at most about as many as the longest word has tokens.
+        while len(word):
+            size = edges[before[word + 1]] - word
+            total = np.cumsum(size)
+            start = np.flatnonzero(np.diff(group, prepend=-1))
+            total -= np.repeat((total - size)[start], np.diff(start, append=len(word)))
+            fits = total <= left[group]
+            taken[word[fits]] = True
+            left -= np.bincount(group[fits], size[fits], len(left)).astype(np.int64)
+            rest = ~fits & (size <= left[group])
+            word, group = word[rest], group[rest]
+    word = np.flatnonzero(taken)
+    return _runs(word, edges[before[word + 1]] - word)
+
+
+def _join_spans(drawn: np.ndarray, first: np.ndarray, breaks: np.ndarray, keys: np.ndarray) -> None:
+    """Give the words of a span the random bits of its first one, in the `drawn` numbers (uint32 [n, T]) of the words' first tokens.
+
+    `first` int64 [W]: their flat positions. `breaks` bool [n * T + 1]: where no span continues.
+    """
+    position_mask = _position_mask(drawn.shape[1])
+    random = _hash32(*_halves(keys[:, None]), np.arange(drawn.shape[1], dtype=np.uint32) + SPAN)
+    # a segment's k-th word draws the length of its k-th span, if there is one
+    length = SPAN_WORDS[random.ravel()[first] >> np.uint32(16)]
+    start = np.flatnonzero(breaks[first])
+    words = np.diff(start, append=len(first))
+    begin = np.cumsum(length) - length
+    begin += np.repeat(start - begin[start], words)
+    leads = np.zeros(len(first), dtype=bool)
+    leads[begin[begin < np.repeat(start + words, words)]] = True
+    lead, own = np.flatnonzero(leads), drawn.ravel()[first]
+    drawn.ravel()[first] = np.repeat(own[lead] & ~position_mask, np.diff(lead, append=len(first))) | own & position_mask
+
+
+def _position_mask(seq_len: int) -> np.uint32:
+    """The bits of a position in a row of `seq_len` tokens."""
+    return np.uint32((1 << (seq_len - 1).bit_length()) - 1)
 
 
 def _budgets(maskable: np.ndarray, keys: np.ndarray, rate: float, capacity: int) -> np.ndarray:
@@ -202,44 +299,53 @@ def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _replace(
-    ids: np.ndarray,
-    chosen: np.ndarray,
-    keys: np.ndarray,
-    capacity: int,
-    vocabulary: MaskingVocabulary,
-    masking: MaskingConfig,
+    ids: np.ndarray, chosen: np.ndarray, keys: np.ndarray, vocabulary: MaskingVocabulary, masking: MaskingConfig
 ) -> Masked:
     """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or unchanged.
 
     A row's predictions in random order take golden-ratio steps around the unit circle from a random start; the angle selects
     the treatment. Each prediction gets a treatment with its probability, and every row is within about one prediction of
-    80/10/10, while independent draws would spread ten times wider over a corpus.
+    80/10/10, while independent draws would spread ten times wider over a corpus. With spans, a run of neighbouring predictions gets
+    one treatment.
     """
     n, seq_len = ids.shape
-    row = chosen // seq_len
-    position = (chosen - row * seq_len).astype(np.uint32)
-    counts = np.bincount(row, minlength=n)
-    before = np.cumsum(counts) - counts
-    slot = np.arange(len(chosen)) - before[row]
+    capacity = masking.capacity(seq_len)
+    row, position, counts, slot = _slots(chosen, n, seq_len)
     at = row * capacity + slot
     positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORE, np.int64)
     positions.ravel()[at] = position
     labels.ravel()[at] = ids.ravel()[chosen]
 
+    treated, runs = counts, masking.strategy == "span"
+    if runs:
+        run = np.flatnonzero((np.diff(chosen, prepend=-2) > 1) | (np.diff(row, prepend=-1) > 0))
+        length = np.diff(run, append=len(chosen))
+        row, position, treated, slot = _slots(chosen[run], n, seq_len)
+        at = row * capacity + slot
     low, high = _halves(keys[row])
     slot_mask = np.uint32((1 << (capacity - 1).bit_length()) - 1)
     shuffled = np.full((n, capacity), LAST)
     shuffled.ravel()[at] = _hash32(low, high, position + ACTION) & ~slot_mask | slot.astype(np.uint32)
     shuffled.sort(axis=1)
-    nth = before[row] + (shuffled.ravel()[at] & slot_mask)  # [P], the prediction drawn as the row's slot-th
+    # the prediction, or run, drawn as the row's slot-th
+    nth = (np.cumsum(treated) - treated)[row] + (shuffled.ravel()[at] & slot_mask)
     angle = _hash32(*_halves(keys), np.array([ACTION + np.uint32(0xFFFF)]))[row]
     angle += slot.astype(np.uint32) * np.uint32(GOLDEN32)
     as_mask = angle < np.uint64(round(masking.mask * 2**32))
     as_random = ~as_mask & (angle < np.uint64(round((masking.mask + masking.random) * 2**32)))
+    masked, random = (_runs(run[of], length[of]) if runs else of for of in (nth[as_mask], nth[as_random]))
     shown = ids.astype(np.int32)
-    shown.ravel()[chosen[nth[as_mask]]] = vocabulary.mask_id
-    nth = nth[as_random]
-    drawn = _hash32(low[nth], high[nth], position[nth] + REPLACEMENT).astype(np.uint64)
+    shown.ravel()[chosen[masked]] = vocabulary.mask_id
+    row, position = np.divmod(chosen[random], seq_len)
+    drawn = _hash32(*_halves(keys[row]), position.astype(np.uint32) + REPLACEMENT).astype(np.uint64)
     drawn = drawn * np.uint64(len(vocabulary.ordinary)) >> np.uint64(32)
-    shown.ravel()[chosen[nth]] = vocabulary.ordinary[drawn]
+    shown.ravel()[chosen[random]] = vocabulary.ordinary[drawn]
     return Masked(shown, positions, labels, counts)
+
+
+def _slots(chosen: np.ndarray, n: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Row (int64), position (uint32) and number in its row (int64) of each flat position `chosen`, all [P], and their counts [n]."""
+    row = chosen // seq_len
+    position = (chosen - row * seq_len).astype(np.uint32)
+    counts = np.bincount(row, minlength=n)
+    return row, position, counts, np.arange(len(chosen)) - (np.cumsum(counts) - counts)[row]

@@ -81,17 +81,19 @@ def test_dropout_schedule_and_micro_batch_may_change_on_a_resume() -> None:
     saved = state(1, tiny.config())
     for override in ({"batch__micro_size": 4}, {"model__dropout": 0.2}, {"schedule__total_steps": 20000},
                      {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}, {"model__zero_init": True},
-                     {"model__frequency_bias": True}):  # fmt: skip
+                     {"model__frequency_bias": True}, {"data__masking__strategy": "word"},
+                     {"data__masking__strategy": "span"}):  # fmt: skip
         check_compatible(saved, state(5, tiny.config(**override)))
 
 
 def test_changes_of_phases_are_named_by_key(caplog: pytest.LogCaptureFixture) -> None:
     before, after = (
         tiny.config(phases=[{"share": 0.5}, {"share": 0.5, "optimizer": {"lr": rate}, **more}], model__nsp=False)
-        for rate, more in ((0.1, {}), (0.2, {"data": {"masking": {"rate": 0.4}}}))
+        for rate, more in ((0.1, {}), (0.2, {"data": {"masking": {"rate": 0.4, "strategy": "word"}}}))
     )
     note_changes(state(1, before) | {"tokens": 0}, after, extend=False)
     assert [record.getMessage() for record in caplog.records] == [
         "phases.2.optimizer.lr was 0.1 and is 0.2 from here on",
         "phases.2.data.masking.rate was None and is 0.4 from here on",
+        "phases.2.data.masking.strategy was None and is 'word' from here on",
     ]

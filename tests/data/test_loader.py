@@ -42,9 +42,9 @@ def loader_of(dataset: Dataset, **options: Any) -> Loader:
     return Loader(dataset, vocabulary(), **{"global_batch": GLOBAL, "micro_batch": 8, "seed": SEED} | options)
 
 
-def global_batches(dataset, steps, world, workers, micro=3, start=0):
+def global_batches(dataset, steps, world, workers, micro=3, start=0, masking=None):
     """For each step, every row of the global batch: (global position, row id, input ids, labels, positions in row)."""
-    options = {"micro_batch": micro, "world": world, "workers": workers, "start_step": start}
+    options = {"micro_batch": micro, "world": world, "workers": workers, "start_step": start, "masking": masking}
     loaders = [loader_of(dataset, rank=rank, **options) for rank in range(world)]
     found = []
     for step in range(start, start + steps):
@@ -93,6 +93,16 @@ def test_every_row_comes_once_an_epoch(reference):
 )
 def test_global_batches_are_equal_however_cut_and_resumed(dataset, reference, world, workers, micro, start):
     assert global_batches(dataset, 15 - start, world, workers, micro, start) == reference[start:]
+
+
+@pytest.mark.parametrize("strategy", ["word", "span"])
+def test_masks_of_words_are_equal_however_cut_and_resumed(dataset, reference, strategy):
+    masking = MaskingConfig(strategy=strategy)
+    whole = global_batches(dataset, 6, world=1, workers=0, micro=48, masking=masking)
+    assert [[row[:2] for row in step] for step in whole] == [[row[:2] for row in step] for step in reference[:6]]
+    assert sum(a != b for a, b in zip(whole, reference, strict=False)) == 6
+    for world, workers, micro, start in ((1, 1, 1, 4), (3, 0, 7, 2), (64, 0, 1, 0)):
+        assert global_batches(dataset, 6 - start, world, workers, micro, start, masking) == whole[start:]
 
 
 class Ahead(mmap.mmap):

@@ -75,12 +75,13 @@ def test_special_ids_are_neither_masked_nor_drawn(folder):
 
 
 @pytest.mark.slow
-def test_train_and_evaluate(folder, tmp_path):
+@pytest.mark.parametrize("strategy", ["token", "word", "span"])
+def test_train_and_evaluate(folder, tmp_path, strategy):
     done = command(
         *("megabert/train.py", "--config", "tiny", "--data", folder, "--run", tmp_path / "run"),
         *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=16"),
         *("schedule.total_steps=2", "schedule.warmup_steps=1", "log.interval=1", "peak_tflops=1.0"),
-        "data.workers=0",
+        *("data.workers=0", f"data.masking.strategy={strategy}"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [m["train/loss"] for m in metrics(tmp_path / "run") if "train/loss" in m]

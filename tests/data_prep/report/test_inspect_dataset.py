@@ -114,14 +114,15 @@ def test_counts_and_decoded_rows(folder, monkeypatch):
     assert inspect_dataset._printable("a\x1b[2Jb\u202e") == "a\ufffd[2Jb\ufffd"
 
 
-def test_masked_rows_are_the_trainers(folder):
+@pytest.mark.parametrize("strategy", ["token", "word"])
+def test_masked_rows_are_the_trainers(folder, strategy):
     dataset = Dataset(folder)
     t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values())
+    vocabulary = MaskingVocabulary.of(t)
     seen = np.zeros(3, int)  # masks, random tokens, kept tokens
-    for i, part in sample(inspect(folder, 24)).items():
-        rows, at = dataset.read(np.array([i])), np.array([i])
-        masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=MaskingConfig())
+    for i, part in sample(inspect(folder, 24, strategy)).items():
+        rows, at, masking = dataset.read(np.array([i])), np.array([i]), MaskingConfig(strategy=strategy)
+        masked = mask(rows.ids, rows.bounds, at, seed=0, epoch=0, vocabulary=vocabulary, masking=masking)
         shown = " ".join(re.findall(r"    masked: (.*)", part))
         used = masked.positions[0, : masked.counts[0]]
         new, labels = masked.ids[0, used], masked.labels[0, : len(used)]
