@@ -15,12 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from data_prep.common import errors
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Corpus, RangeList, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import BuildJob
+from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.options import BuildOptions
 from data_prep.pipeline import BuildOutput, plan_reading, run_stages
 from data_prep.readers.boundaries import KINDS
@@ -61,9 +62,10 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
         with contextlib.closing(Journal(work, executor)) as journal:
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
-            reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
-            del ranges  # the tasks have them
-            output = run_stages(stages, reading, plan.folder, plan.given is None)
+            with _with_reasons(problems, stages):
+                reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
+                del ranges  # the tasks have them
+                output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
             facts = summary.facts(
@@ -98,20 +100,32 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     Parts are independent and may run at the same time, on machines with a shared folder. The first one unpacks large files and trains
     the tokenizer while the others wait. `build` does the rest.
     """
-    ranges = _listed(plan, Problems(plan.on_error))
+    problems = Problems(plan.on_error)
+    ranges = _listed(plan, problems)
     joined = output_folder.joined(plan.folder, account_of(plan, ranges), plan.options.seq_len, _sources(plan, ranges))
     with joined as work:
         if work is None:
             return False
         with contextlib.closing(Journal(work, executor)) as journal:
             stages = Stages(journal, progress)
-            with output_folder.alone(work):
+            with output_folder.alone(work), _with_reasons(problems, stages):
                 reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
                 if reading.unpacked:
                     journal.keep(reading.unpacked)
                 journal.flush()
             stages.map_part("read", read.read_task, reading.job, reading.tasks, part)
     return True
+
+
+@contextlib.contextmanager
+def _with_reasons(problems: Problems, stages: Stages) -> Iterator[None]:
+    """Adds to the error of too little text what was read, and dropped for which reasons; `problems`: those of the list of files."""
+    try:
+        yield
+    except TooLittleText as error:
+        listed = ItemResult(problems=problems.counts, lost=problems.lost)
+        read = work_files.total([listed, stages.everything, error.read or ItemResult()])
+        raise BadInput(f"{error}{summary.losses_text(read)}") from None
 
 
 def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
@@ -121,7 +135,8 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     ranges = list_ranges(plan.corpora, plan.options.read, problems)
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
-        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
+        found = errors.describe_losses(problems.counts, problems.lost)
+        raise BadInput(f"--input {paths}: no text there; bad or empty files: {found}")
     return ranges
 
 

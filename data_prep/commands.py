@@ -44,14 +44,19 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 def _add_build(p: argparse.ArgumentParser) -> None:
     add = p.add_argument
     add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
-        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL, CSV (each also .gz .bz2 "
-        ".xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
+        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSON lines and arrays, CSV, WET "
+        "(each also .gz .bz2 .xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder of the dataset")
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="repetitions of a corpus: 2 is every document twice, 0.5 half of them")  # fmt: skip
     add("--tokenizer", metavar="FILE", help="tokenizer.model, vocab.txt or tokenizer.json instead of a new one")
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="bad input: stop, or drop its line or record; places, bytes and files are counted",
+    )
     add("--overwrite", action="store_true",
         help="replace the dataset in DIR; an unfinished build with the same options is resumed")  # fmt: skip
     add("--part", metavar="K/N",

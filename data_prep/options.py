@@ -64,7 +64,8 @@ class BuildOptions:
         choices=TEXT_DOCUMENTS,
     )  # fmt: skip
     text_field: str = _option(
-        "text", "reading", "field or column with the text; article.body is nested, title+abstract joins two", metavar="NAME"
+        "text", "reading", "field or column with the text; article.body is nested, body[].text in each record of a list, title+abstract joins two; 3 is "
+        "the third column of a CSV without names", metavar="NAME"
     )  # fmt: skip
     filters: tuple[str, ...] = _option(
         ("off",), "reading", "gopher, c4, rules: NAME=LIMIT (listed below), or a function of your own: FILE.py:FUNCTION", metavar="RULE",
@@ -89,7 +90,7 @@ class BuildOptions:
     encoding_errors: str = _option(
         "stop",
         "reading",
-        "bytes that are not UTF-8: bad input, or replaced by U+FFFD and counted",
+        "bytes that are not UTF-8, and lone surrogates in JSON: bad input, or replaced by U+FFFD and counted",
         choices=("stop", "replace"),
     )
     near_threshold: float = _option(0.45, "reading", "share of common shingles of near duplicates", 0.3, 1)

@@ -6,12 +6,32 @@ Bad input is reported in one line that names the file and the byte, or counted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from megabert.common.errors import FAILED
+
+# files named for a reason
+NAMED_FILES = 5
+# reason -> {"bytes": lost bytes as far as they are known, "files": the first NAMED_FILES with such places, in order}
+Losses = dict[str, dict[str, Any]]
 
 
 class BadInput(ValueError):
     """A mistake in the input or the options, which the user has to change."""
+
+
+class UnknownFormat(BadInput):
+    """A file of no format that is read."""
+
+
+class Damaged(BadInput):
+    """A packed file of which nothing more can be read: `lost` bytes of it, as far as they are known. `whole`: these are no part of
+    its text."""
+
+    def __init__(self, message: str, lost: int = 0, whole: bool = False) -> None:
+        super().__init__(message)
+        self.lost, self.whole = lost, whole
 
 
 class Unfinished(BadInput):
@@ -28,22 +48,57 @@ class Problems:
     """Policy for bad input, and counts of skipped parts.
 
     Policy "stop" raises at the first bad place, "skip" drops the bad part. `counts` maps a reason to the number of bad places
-    under "skip" (empty files are counted under both policies); `dropped` maps a rule to the number of valid documents that it
-    dropped, e.g. redirects.
+    under "skip" (empty files are counted under both policies), `lost` to the bytes and files; `dropped` maps a rule to the number
+    of valid documents that it dropped, e.g. redirects.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
+        self.lost: Losses = {}
         self.dropped: Counter[str] = Counter()
 
-    def bad(self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte") -> None:
-        """Report a bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: the file."""
+    def bad(
+        self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte", size: int = 0, places: int = 1
+    ) -> None:  # fmt: skip
+        """Report `places` bad places with `size` bytes together, 0 if unknown.
+
+        `at`, the place of the first, counts `unit`s from 0: bytes of the unpacked file or rows; None: the file.
+        """
         if self.policy == "stop":
             where = path if at is None else f"{path}: {unit} {at}"
             raise Unfinished(f"{where}: {detail or reason} (--on-error skip drops it and continues)")
-        self.counts[reason] += 1
+        self.add(path, reason, size, places)
+
+    def add(self, path: str, reason: str, size: int = 0, places: int = 1) -> None:
+        """Count places and bytes of a file under both policies."""
+        self.counts[reason] += places
+        add_loss(self.lost, reason, size, [path.encode("utf-8", "replace").decode()])
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
         """Report a file or folder that can't be read."""
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
+
+
+def add_loss(losses: Losses, reason: str, size: int, files: Iterable[str]) -> None:
+    """Add bytes, and files that follow those before, to `losses`."""
+    before = losses.get(reason, {"bytes": 0, "files": []})
+    named = list(dict.fromkeys([*before["files"], *files]))[:NAMED_FILES]
+    losses[reason] = {"bytes": before["bytes"] + size, "files": named}
+
+
+def add_losses(losses: Losses, more: Losses) -> None:
+    """Add `more`, which follows in the order of the input, to `losses`."""
+    for reason, loss in more.items():
+        add_loss(losses, reason, loss["bytes"], loss["files"])
+
+
+def describe_losses(counts: dict[str, int], lost: Losses) -> str:
+    """`invalid UTF-8 3 (212 bytes; novels/a.txt), empty file 1 (b.txt)`, or "none"."""
+    parts = []
+    for reason, count in sorted(counts.items()):
+        loss = lost.get(reason, {"bytes": 0, "files": []})
+        files = ", ".join(loss["files"][:2]) + ", …" * (len(loss["files"]) > 2)
+        more = "; ".join(filter(None, (f"{loss['bytes']:,} bytes" if loss["bytes"] else "", files)))
+        parts.append(f"{reason} {count:,}" + f" ({more})" * bool(more))
+    return ", ".join(parts) or "none"

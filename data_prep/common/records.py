@@ -21,11 +21,11 @@ PYDOC = "pydoc"
 TABLES = ("parquet", "arrow")
 ARCHIVES = ("zip", "tar")
 # formats of files that one worker has to read from the beginning
-UNCUT = ("csv", *ARCHIVES)
+UNCUT = ("csv", "json", "wet", *ARCHIVES)
 # ranges in a column of a `RangeList`
 PACKED_AT_ONCE = 1024
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line", "heading")
-FORMATS = ("text", "wiki", "mediawiki", "jsonl", "csv", *TABLES)
+FORMATS = ("text", "wiki", "mediawiki", "jsonl", "json", "csv", "wet", *TABLES)
 # most sources, each a curve of a run; more inputs are probably files listed by a shell
 MOST_SOURCES = 32
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.common.errors import BadInput, Losses, add_losses
 from data_prep.common.records import ReadOptions
 from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions
@@ -91,12 +92,13 @@ class BuildJob:
 class ItemResult:
     """The result of an item of work, or the sum of several.
 
-    `counts` are documents, sentences, tokens and the like; `dropped` maps a reason to documents; `histograms` maps a
-    name to counts by value; `facts` are figures of an item for planning the next stage.
+    `counts` are documents, sentences, tokens and the like; `problems` and `lost` are as of `errors.Problems`; `dropped` maps a
+    reason to documents; `histograms` maps a name to counts by value; `facts` are figures of an item for planning the next stage.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
+    lost: Losses = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     histograms: dict[str, Counter[int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -142,11 +144,18 @@ def total(results: list[ItemResult]) -> ItemResult:
     for result in results:
         whole.counts.update(result.counts)
         whole.problems.update(result.problems)
+        add_losses(whole.lost, result.lost)
         whole.dropped.update(result.dropped)
         for name, counts in result.histograms.items():
             whole.histograms.setdefault(name, Counter()).update(counts)
         whole.peak = max(whole.peak, result.peak)
     return whole
+
+
+class TooLittleText(BadInput):
+    """The documents that are left make no tokenizer or no row. `read`: what was read and dropped, if only a sample was."""
+
+    read: ItemResult | None = None
 
 
 def peak_memory() -> int:

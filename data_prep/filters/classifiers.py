@@ -27,6 +27,11 @@ class Classifier:
     labels: tuple[str, ...]
     minimum: float
 
+    @property
+    def reason(self) -> str:
+        """The reason under which dropped documents are counted."""
+        return f"classifier {Path(self.path).name}"
+
     @staticmethod
     def parse(text: str) -> Classifier:
         """The classifier of `FILE:LABELS:P`. Raises BadInput for another form."""

@@ -7,26 +7,25 @@ an error with the member's name. A zip's members can be read one without another
 from __future__ import annotations
 
 import contextlib
-import io
 import lzma
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, cast
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, Damaged
 from data_prep.common.records import FileRange
-from data_prep.readers import decompress
-from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, PLAIN_CHUNK
+from data_prep.readers import decompress, detection
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.files import open_regular
 
 ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 TAR_MAGIC_AT = 257
 
-# (name, a function that opens the content; raises BadInput)
-Member = tuple[str, Callable[[], IO[bytes]]]
+# (name, bytes, a function that opens the content; raises BadInput)
+Member = tuple[str, int, Callable[[], IO[bytes]]]
 
 
 class DamagedArchive(BadInput):
@@ -48,32 +47,45 @@ def unpacked_size(path: str) -> int:
     return 0
 
 
+def refuse_documents(path: str) -> None:
+    """Raises BadInput for a zip archive that is an Office document or a book."""
+    with open_regular(path) as file, contextlib.suppress(*ERRORS):
+        names = set(zipfile.ZipFile(file).namelist())
+        for name, (what, advice) in detection.ZIPPED.items():
+            if name in names:
+                raise detection.refused(path, what, advice)
+
+
 def members(part: FileRange) -> Iterator[Member]:
     """The members of an archive; each must be read before the next. Raises DamagedArchive."""
     yield from _zip_members(part.path) if part.format == "zip" else _tar_members(part)
 
 
-def chunks(path: str, member: IO[bytes]) -> Iterator[bytes]:
-    """Unpacked bytes of a member, whose compression is recognised by its first bytes; errors begin with `path`."""
-    file = _Guarded(member, path)
+def chunks(path: str, member: IO[bytes], size: int) -> Iterator[bytes]:
+    """Unpacked bytes of a member of `size` bytes, whose compression is recognised by its first bytes; errors begin with `path`."""
+    file = _Guarded(member, path, size)
     file.head = file.read(decompress.LONGEST_MAGIC)
     yield from decompress.read_chunks(path, decompress.compression_of(file.head), file=cast(IO[bytes], file))
 
 
 class _Guarded:
-    """A member, of which the bytes `head` were read before. Errors of a zip become BadInput, those of a tar DamagedArchive."""
+    """A member, of which the bytes `head` were read before. Errors of a zip become Damaged, those of a tar DamagedArchive."""
 
     head = b""
 
-    def __init__(self, member: IO[bytes], path: str) -> None:
-        self._member, self._path = member, path
+    def __init__(self, member: IO[bytes], path: str, size: int) -> None:
+        self._member, self._path, self._left = member, path, size
 
     def read(self, size: int) -> bytes:
-        head, self.head = self.head, b""
+        if self.head:
+            head, self.head = self.head, b""
+            return head
         try:
-            return head or self._member.read(size)
+            data = self._member.read(size)
+            self._left -= len(data)
+            return data
         except ERRORS as error:
-            raise BadInput(f"{self._path}: damaged in its archive ({error})") from None
+            raise Damaged(f"{self._path}: damaged in its archive ({error})", self._left) from None
         except tarfile.TarError as error:
             raise DamagedArchive(f"{self._path}: damaged in its archive ({error})") from None
 
@@ -90,7 +102,7 @@ def _zip_members(path: str) -> Iterator[Member]:
             raise DamagedArchive(f"{path}: damaged zip archive ({error})") from None
         for info in archive.infolist():
             if not info.is_dir() and _shown(info.filename):
-                yield info.filename, partial(_open_zipped, archive, info, path)
+                yield info.filename, info.file_size, partial(_open_zipped, archive, info, path)
 
 
 def _is_bomb(info: zipfile.ZipInfo) -> bool:
@@ -121,22 +133,6 @@ class _Header(tarfile.TarInfo):
             raise _DamagedHeader(error) from None
 
 
-class _Unpacked(io.RawIOBase):
-    """A file of unpacked chunks."""
-
-    def __init__(self, parts: Iterator[bytes]) -> None:
-        self._parts, self._rest = parts, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._parts, b"")
-        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
-        buffer[: len(data)] = data
-        return len(data)
-
-
 def _unpacked(part: FileRange) -> Iterator[bytes]:
     """Unpacked bytes of a tar. Raises DamagedArchive."""
     try:
@@ -146,7 +142,7 @@ def _unpacked(part: FileRange) -> Iterator[bytes]:
 
 
 def _tar_members(part: FileRange) -> Iterator[Member]:
-    stream = io.BufferedReader(_Unpacked(_unpacked(part)), PLAIN_CHUNK)
+    stream = decompress.as_file(_unpacked(part))
     last = "its first member"
     try:
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
@@ -154,6 +150,6 @@ def _tar_members(part: FileRange) -> Iterator[Member]:
                 last = info.name
                 archive.members.clear()  # type: ignore[attr-defined]
                 if info.isreg() and _shown(info.name):
-                    yield info.name, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
+                    yield info.name, info.size, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
     except (tarfile.TarError, _DamagedHeader) as error:
         raise DamagedArchive(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import io
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,18 +20,17 @@ from typing import IO, Any
 
 import zstandard
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, Damaged, Problems
 from data_prep.readers.files import open_regular
 
-MAGIC = (
-    (b"\x1f\x8b", "gz"),
-    (b"BZh", "bz2"),
-    (b"\xfd7zXZ\x00", "xz"),
-    (b"\x28\xb5\x2f\xfd", "zst"),
-    # a skippable frame, the beginning of files of pzstd
-    (b"\x50\x2a\x4d\x18", "zst"),
-)
-LONGEST_MAGIC = max(len(magic) for magic, _ in MAGIC)
+# zst may begin with a skippable frame, as files of pzstd do
+MAGIC = {
+    "gz": re.compile(rb"\x1f\x8b"),
+    "bz2": re.compile(rb"BZh"),
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+    "zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+LONGEST_MAGIC = 6
 SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
@@ -41,6 +42,8 @@ PLAIN_CHUNK = 1 << 20
 # small: a decompression bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
+# a reason of lost bytes
+BEHIND = "other data behind packed text"
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
@@ -53,7 +56,7 @@ class RangeEnd:
 
 def compression_of(head: bytes) -> str:
     """Name of the compression whose magic bytes are at the beginning of `head`, or ""."""
-    return next((name for magic, name in MAGIC if head.startswith(magic)), "")
+    return next((name for name, magic in MAGIC.items() if magic.match(head)), "")
 
 
 class _Inner:
@@ -96,7 +99,7 @@ def _decompressor(kind: str) -> Any:
         return lzma.LZMADecompressor(memlimit=512 << 20)
     if kind == "gz":
         return _Gzip(zlib.decompressobj(wbits=31))
-    return _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj())
+    return _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj())
 
 
 def ratio(head: bytes, compression: str) -> float:
@@ -124,6 +127,44 @@ def first_stream(path: str, start: int, end: int) -> int | None:
                 return start - len(data) + match.start()
             kept = data[-9:]
     return None
+
+
+class _Chunks(io.RawIOBase):
+    """A file of chunks."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._chunks, b"")
+        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def as_file(chunks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_Chunks(chunks), PLAIN_CHUNK)
+
+
+def until_damage(chunks: Iterator[bytes], path: str, problems: Problems, reason: str) -> Iterator[bytes]:
+    """Chunks of a file; under "skip" they end at the last line end before its damage, which is counted."""
+    last = b""
+    try:
+        for chunk in chunks:
+            if last:
+                yield last
+            last = chunk
+    except Damaged as error:
+        if problems.policy == "stop":
+            raise
+        end = len(last) if error.whole else last.rfind(b"\n") + 1 or len(last)
+        problems.add(path, BEHIND if error.whole else reason, error.lost + len(last) - end)
+        last = last[:end]
+    if last:
+        yield last
 
 
 def read_chunks(
@@ -167,9 +208,15 @@ def _unpack(
             while chunk := file.read(PLAIN_CHUNK):
                 yield chunk
             return
-        packed, unpacked = 0, 0
+        packed, unpacked, streams = 0, 0, 0
         inner = _decompressor(compression)
         began = False
+
+        def damaged(what: str, whole: bool = False) -> Damaged:
+            end = stop or (start + packed if stream else os.fstat(file.fileno()).st_size)
+            lost = max(end - start - packed + len(data), 0)
+            return Damaged(f"{path}: {what}", lost, whole)
+
         while data := file.read(FEED[compression]):
             packed += len(data)
             while True:
@@ -179,26 +226,34 @@ def _unpack(
                         range_end.end = unpacked
                     if not data:
                         break
+                    if len(data) < LONGEST_MAGIC:  # a stream whose magic bytes are not all read
+                        data += (more := file.read(FEED[compression]))
+                        packed += len(more)
+                    if streams and not MAGIC[compression].match(data):
+                        raise damaged(
+                            f"something else follows the {compression} data after {unpacked} unpacked bytes; remove it if the "
+                            "text before it is complete",
+                            whole=True,
+                        )
                 began = True
                 try:
                     out = inner.decompress(data, MAX_OUT)
                 except ERRORS as error:
-                    raise BadInput(
-                        f"{path}: damaged {compression} data after {unpacked} unpacked bytes ({error})"
-                    ) from None
+                    raise damaged(f"damaged {compression} data after {unpacked} unpacked bytes ({error})") from None
                 unpacked += len(out)
                 if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
-                    raise BadInput(
-                        f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
+                    raise damaged(
+                        f"unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
                         "if it is real, unpack it first"
                     )
                 if out:
                     yield out
                 if inner.eof:
                     data, inner, began = inner.unused_data, _decompressor(compression), False
+                    streams += 1
                 elif inner.needs_input:
                     break
                 else:
                     data = b""
         if began:
-            raise BadInput(f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")
+            raise damaged(f"truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")

@@ -7,23 +7,36 @@ can be recognised, and beyond its end until its last document is complete.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice, takewhile
 from typing import TypeVar
 
 from data_prep.common import utf8
-from data_prep.common.errors import BadInput, Problems, Unfinished
+from data_prep.common.errors import BadInput, Damaged, Problems, Unfinished, UnknownFormat
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, UNCUT, FileRange, RawDocument, ReadOptions
-from data_prep.readers import archives, boundaries, decompress, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.readers import (
+    archives,
+    boundaries,
+    csv_rows,
+    decompress,
+    detection,
+    files,
+    formats,
+    json_records,
+    mediawiki,
+    pydoc_corpus,
+    spools,
+    tables,
+    wet,
+)
 from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.boundaries import OTHERS, SAMPLED_FILES, TextSample
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, PLAIN_CHUNK, RangeEnd
-from data_prep.readers.formats import ELEMENTS
-from megabert.common.tables import field_names, find, join, kind_of
+from data_prep.readers.formats import ELEMENTS, Slice
+from megabert.common.tables import kind_of
 
 # first bytes of a file for format detection
 HEAD_BYTES = 1 << 18
@@ -37,6 +50,11 @@ PROBES = 4
 EXPANSION = 4
 # endings of compressed tars
 TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
+
+# reasons of problems
+UNKNOWN = "unknown format"
+DAMAGED = "damaged or truncated file"
+UNREADABLE_MEMBER = "unreadable member of an archive"
 
 Item = TypeVar("Item")
 
@@ -77,7 +95,7 @@ def sample_texts(some: Sequence[FileRange], options: ReadOptions) -> Iterator[Te
             file = file if file.opened else identify(file, options)
             if file.format in (AUTO, "text"):
                 first = next(decompress.read_chunks(file.path, file.compression), b"")
-                if first and inspect(file, first[:HEAD_BYTES], options).format == "text":
+                if first and _inspected(file, first, options).format == "text":
                     sampled += 1
                     size = file.size * (EXPANSION if file.compression else 1)
                     yield TextSample.of(first, size, boundaries.sample_size(len(some)))
@@ -86,11 +104,10 @@ def sample_texts(some: Sequence[FileRange], options: ReadOptions) -> Iterator[Te
 def _sample_members(part: FileRange, options: ReadOptions) -> Iterator[TextSample]:
     """The beginnings of the first members of an archive that are plain text."""
     with contextlib.suppress(DamagedArchive):
-        for name, open_member in islice(archives.members(part), SAMPLED_FILES):
+        for name, size, open_member in islice(archives.members(part), SAMPLED_FILES):
             with contextlib.suppress(BadInput), open_member() as content:
-                first = next(archives.chunks(name, content), b"")
-                member = FileRange(name, format=options.format)
-                if first and inspect(member, first[:HEAD_BYTES], options).format == "text":
+                first = next(archives.chunks(name, content, size), b"")
+                if first and _inspected(FileRange(name, format=options.format), first, options).format == "text":
                     yield TextSample.of(first, len(first), boundaries.sample_size(SAMPLED_FILES))
 
 
@@ -99,33 +116,40 @@ def _member_documents(part: FileRange, options: ReadOptions, problems: Problems)
     kind = options.text_documents
     if kind == AUTO:
         kind = boundaries.decide(list(_sample_members(part, options)))
-    for name, open_member in archives.members(part):
+    for name, size, open_member in archives.members(part):
         path = f"{part.path}: {name}"
         member = FileRange(path, format=options.format, documents=kind)
         try:
             with open_member() as content:
-                chunks = archives.chunks(path, content)
+                chunks = decompress.until_damage(
+                    archives.chunks(path, content, size), path, problems, UNREADABLE_MEMBER
+                )
                 yield from _chunk_documents(chunks, 0, member, path, RangeEnd(), options, problems)
         except DamagedArchive:
             raise
         except BadInput:
             if problems.policy == "stop":
                 raise
-            problems.counts["unreadable member of an archive"] += 1
+            problems.add(path, UNREADABLE_MEMBER, size)
 
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
     """`items` read from a file that must not change meanwhile; errors of the file follow the policy."""
+    lost, before = part.size, problems.counts[DAMAGED]  # `lost`: until there is an item
     try:
         if change := _change(part):
             raise BadInput(change)
-        yield from items
+        for item in items:
+            lost = 0
+            yield item
         if change := _change(part):
             raise BadInput(change)
     except BadInput as error:
         if problems.policy == "stop":
             raise Unfinished(_change(part) or str(error)) from None  # documents of other files are kept
-        problems.counts["damaged or truncated file"] += 1
+        if problems.counts[DAMAGED] == before:  # else `until_damage` has counted it
+            reason = UNKNOWN if isinstance(error, UnknownFormat) else DAMAGED
+            problems.add(part.path, reason, (isinstance(error, Damaged) and error.lost) or lost)
     except OSError as error:
         problems.unreadable(part.path, error)
 
@@ -155,18 +179,26 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
         raise BadInput(f"{file.path}: byte 0: no {named} data in spite of its suffix {suffix}")
     file = replace(file, compression=compression, opened=True)
     if not compression:
-        return inspect(file, head, options)
+        file = inspect(file, head, options, whole=file.size <= HEAD_BYTES)
+        if file.format == "zip":
+            archives.refuse_documents(file.path)
+        return file
     if TAR_NAME.search(file.path):
         return replace(file, format="tar")
     if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
         return file
     text = next(decompress.read_chunks(file.path, compression), b"")
-    file = inspect(file, text[:HEAD_BYTES], options)
+    file = _inspected(file, text, options)
     return file if file.format in UNCUT else replace(file, unpack_first=_must_unpack(file, head))
 
 
-def inspect(part: FileRange, head: bytes, options: ReadOptions) -> FileRange:
-    """The range with its format, by the first unpacked bytes. Raises BadInput if they don't determine it."""
+def _inspected(part: FileRange, first: bytes, options: ReadOptions) -> FileRange:
+    """`inspect` by the first chunk of a file."""
+    return inspect(part, first[:HEAD_BYTES], options, whole=len(first) <= HEAD_BYTES)
+
+
+def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
+    """The range with its format, by the first unpacked bytes; `whole`: these are all. Raises BadInput if they don't determine it."""
     path, format_ = part.path, options.format
     if archive := archives.kind_of(head):
         return replace(part, format=archive)
@@ -177,10 +209,8 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions) -> FileRange:
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
     if format_ == AUTO:
-        stem, suffix = os.path.splitext(path)
-        if suffix in decompress.SUFFIXES:
-            suffix = os.path.splitext(stem)[1]
-        format_ = formats.detect(path, suffix, head[: formats.HEAD])
+        whole_head = whole and len(head) <= formats.HEAD
+        format_ = detection.detect(path, detection.suffix_of(path), head[: formats.HEAD], whole_head)
     return replace(part, format=format_)
 
 
@@ -209,6 +239,8 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
                 return
             range_end = RangeEnd()
         chunks = decompress.read_chunks(path, part.compression, stream or 0, part.end, range_end)
+        if part.end is None:
+            chunks = decompress.until_damage(chunks, path, problems, DAMAGED)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
     else:
         text = spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
@@ -233,12 +265,14 @@ def _chunk_documents(
     problems: Problems,
 ) -> Iterator[RawDocument]:
     """Documents of unpacked text; `begin` is the offset of its first byte."""
+    before = problems.counts.total()
     first = next(chunks, b"")
     if not first:
-        problems.counts["empty file"] += 1
+        if problems.counts.total() == before:  # else nothing is left of a damaged one
+            problems.add(path, "empty file")
         return
     if part.format == AUTO:
-        part = inspect(part, first[:HEAD_BYTES], options)
+        part = _inspected(part, first, options)
         if part.format in (*ARCHIVES, *TABLES):
             raise BadInput(
                 f"{path}: a {part.format} file inside another; unpack it first (a packed tar is named .tar.…)"
@@ -256,8 +290,13 @@ def _chunk_documents(
     if part.format in ELEMENTS:
         yield from _elements(chunks, begin, part, path, range_end, options, problems)
     elif part.format == "csv":
-        for line, text in formats.csv_texts(chunks, path, options, problems):
-            yield RawDocument(path, line, text, False)
+        for line, row in csv_rows.csv_texts(chunks, path, options, problems):
+            yield RawDocument(path, line, row, False)
+    elif part.format == "wet":
+        for offset, body in wet.split_wet(decompress.as_file(chunks), path, problems):
+            yield RawDocument(path, offset, body, False)
+    elif part.format == "json":
+        yield from _json(json_records.split_array(chunks, begin, path, problems), path, options, problems)
     else:
         yield from _lines(chunks, begin, synced, part, options, problems)
 
@@ -278,7 +317,7 @@ def _elements(
             yield RawDocument(path, offset + len(body) - len(text), text, True)
             continue
         if options.encoding_errors == "replace":  # else the XML parser reports invalid bytes
-            body = utf8.decode(body, options, problems).encode()
+            body = utf8.decode(body, options, problems, path).encode()
         if (article := mediawiki.article(body, offset, path, problems)) is not None:
             yield RawDocument(path, offset, article, True)
 
@@ -300,49 +339,17 @@ def _lines(
         bodies = formats.split_lines(runs, begin, synced)
     else:
         bodies = formats.split_at(kind, runs, begin, synced, path, problems, start, end)
-    for offset, body in bodies:
-        if end is not None and offset >= end:
-            return
-        if offset < start:
-            continue
-        if part.format == "jsonl":
-            text = _json_text(body, offset, path, options, problems)
-            if text is not None:
-                yield RawDocument(path, offset, text, False)
-        else:
+    bodies = takewhile(lambda body: end is None or body[0] < end, bodies)
+    bodies = dropwhile(lambda body: body[0] < start, bodies)
+    if part.format == "jsonl":
+        yield from _json(bodies, path, options, problems)
+    else:
+        for offset, body in bodies:
             yield RawDocument(path, offset, body, False, kind)
 
 
-def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
-    """The text of a JSON record; None if it has none, which is counted."""
-    try:
-        record = json.loads(utf8.decode(line, options, problems))
-    except UnicodeDecodeError as error:
-        problems.bad(path, offset + error.start, "invalid UTF-8", utf8.INVALID)
-        return None
-    except (ValueError, RecursionError) as error:
-        problems.bad(path, offset, "bad JSON line", f"not a JSON object on one line ({error})")
-        return None
-    texts: list[str | None] = []
-    for name in field_names(options.text_field, record if isinstance(record, dict) else ()):
-        try:
-            text = find(record, name)
-        except (KeyError, TypeError):
-            has = ""
-            if isinstance(record, dict):
-                has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field"
-            problems.bad(path, offset, "no text field", f"no field {name!r} in the JSON line{has}")
-            return None
-        if text is not None and not isinstance(text, str):
-            problems.bad(path, offset, "no text field", f"field {name!r} is not a string")
-            return None
-        try:
-            (text or "").encode()
-        except UnicodeEncodeError:
-            problems.bad(path, offset, "lone surrogate", f"half a surrogate pair in field {name!r}")
-            return None
-        texts.append(text)
-    joined = join(texts)
-    if joined is None:
-        problems.dropped[formats.NULL] += 1
-    return joined
+def _json(records: Iterator[Slice], path: str, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
+    """Documents of JSON records."""
+    for offset, record in records:
+        if (text := json_records.text_of(record, offset, path, options, problems)) is not None:
+            yield RawDocument(path, offset, text, False)

@@ -9,15 +9,27 @@ import glob
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
 from megabert.common.files import refuse_url
+from megabert.common.logs import log
 
 MAGIC = re.compile(r"[*?\[]")
 # files beside the tables of a saved dataset of Hugging Face `datasets`
+# files of a folder that describe its data, read only where an input names them
+ABOUT_DATA = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation)(\.(md|txt|rst|html|cff|bib))?"
+    r"|dataset_infos?\.json|dataset_dict\.json|croissant\.json|(sha\d*|md5)sums?(\.txt)?|_success|_metadata|_common_metadata",
+    re.IGNORECASE,
+)
+# the name of a file or folder of a split for evaluation: test.jsonl, wiki.valid.tokens, validation-00000-of-00002.parquet
+EVALUATION_SPLIT = re.compile(
+    r"(?:.*[._-])?(test|validation|valid|val|dev)(?:[._-]?\d+)*(?:-of-\d+)?(?:\.\w+)*", re.IGNORECASE
+)
 BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
 
@@ -55,16 +67,60 @@ def folder_of_input(item: str) -> str:
     return os.path.dirname(item if os.path.lexists(item) else MAGIC.split(item, maxsplit=1)[0] + "*") or "."
 
 
-def expand(item: str, problems: Problems) -> Iterator[str]:
-    """Files of one input in order.
+class Notices:
+    """Files of the inputs about which the user should know: those left out because they describe a folder's data, and those of splits
+    for evaluation."""
+
+    SHOWN = 3
+
+    def __init__(self) -> None:
+        # number and first names of each kind
+        self._counts = Counter[str]()
+        self._shown: dict[str, list[str]] = {"about": [], "evaluation": [], "other": []}
+        self._beside_split = ""
+
+    def is_read(self, path: str, item: str) -> bool:
+        """Whether to read a file of an input, `item` or a file below it."""
+        inside = path[len(item) :].strip("/")
+        names = [os.path.basename(item.rstrip("/")), *filter(None, inside.split("/"))]
+        if inside and ABOUT_DATA.fullmatch(names[-1]):
+            self._add("about", path)
+            return False
+        split = next((name for name in names if EVALUATION_SPLIT.fullmatch(name)), "")
+        self._add("evaluation" if split else "other", path)
+        if split and not self._beside_split:
+            self._beside_split = os.path.join(path[: path.rindex(split)], "train*")
+        return True
+
+    def _add(self, kind: str, path: str) -> None:
+        self._counts[kind] += 1
+        if len(self._shown[kind]) < self.SHOWN:
+            self._shown[kind].append(path)
+
+    def log(self) -> None:
+        """A line for each kind."""
+        n = self._counts
+        about, evaluation = (
+            ", ".join(self._shown[kind]) + ", …" * (n[kind] > self.SHOWN) for kind in ("about", "evaluation")
+        )
+        if about:
+            log.info(f"left out: {n['about']} files that describe data ({about}); to read them name them with --input")
+        if evaluation and n["other"]:
+            log.warning(
+                f"--input: {n['evaluation']} files of a test or validation split will be training text ({evaluation}); to leave them "
+                f"out name the others, as --input '{self._beside_split}'"
+            )
+
+
+def expand(item: str, problems: Problems, notices: Notices | None = None) -> Iterator[str]:
+    """Files of one input in order, without those that `notices` leaves out.
 
     Raises BadInput if there is no such file; unreadable ones follow the policy of `problems`.
     """
     for path in matches(item):
-        if os.path.isdir(path):
-            yield from _walk(path, problems)
-        else:
-            yield path
+        for file in _walk(path, problems) if os.path.isdir(path) else (path,):
+            if notices is None or notices.is_read(file, path):
+                yield file
 
 
 def _match(pattern: str) -> list[str]:

@@ -1,24 +1,17 @@
-"""Formats of text: detection by content, and splitting of chunks of bytes into (offset, document) pairs.
+"""Formats of text: splitting of chunks of bytes into (offset, document) pairs.
 
-wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; csv: a row, possibly
-quoted over several lines; text: plain, with documents that are a file, blocks between blank lines, or lines. Beginning and end of
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain, with documents that are a file, blocks between blank lines, or lines. Beginning and end of
 a document depend only on the bytes, not on chunks or ranges. Memory is bounded also for lines and documents without an end.
 """
 
 from __future__ import annotations
 
-import csv
 import html
-import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Literal
 
-from data_prep.common import utf8
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
-from data_prep.readers.decompress import SUFFIXES, RangeEnd
-from megabert.common.tables import field_names, join
+from data_prep.common.errors import Problems
+from data_prep.readers.decompress import RangeEnd
 
 # bytes; longer lines are not text with sentences
 MAX_LINE = 16 << 20
@@ -30,9 +23,6 @@ FILE_PART = 8 << 20
 STEP = 1 << 20
 # bytes for format detection
 HEAD = 1 << 16
-TEXT_SUFFIXES = ("", ".txt", ".text")
-# names of TSV files, also packed ones
-TSV_NAME = re.compile(rf"\.tsv({'|'.join(map(re.escape, SUFFIXES))})?$")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
 SPACES = re.compile(rb"\s")
@@ -44,52 +34,17 @@ SENTENCE_END = re.compile(rf"[.!?…؟。！？｡۔।॥։።။།]{CLOSERS}$
 HEADING_LINE = re.compile(rb" ?= [^=\r\n][^\r\n]*(?<!=) =[ \t]*(?:\r?\n|\Z)")
 # what stands between two documents, by their kind; whitespace at the beginning and end of a document does not matter
 SEPARATORS = {"blank-line": BLANK, "heading": re.compile(rb"\n(?=" + HEADING_LINE.pattern + rb")")}
-XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 # names, and the patterns of their opening and closing tags, up to the attributes
 ELEMENTS = {"wiki": ("doc", rb"<doc(?=[ >])", b"</doc>"), "mediawiki": ("page", rb"<page>", b"</page>")}
 DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
 TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 
-# separators of values, in the order in which they are tried
-DELIMITERS = ",\t;|"
 # the rule that drops records without text
 NULL = "null value"
+LONG_LINE, LONG_DOCUMENT = "long line", "long document"
 
 # (offset, bytes)
 Slice = tuple[int, bytes]
-
-
-def detect(path: str, suffix: str, head: bytes) -> str:
-    """Format name of a file of text from its first unpacked bytes (at most HEAD, UTF-8) and its suffix.
-
-    Raises BadInput naming the file when neither decides it.
-    """
-    start = head.removeprefix(BOM).lstrip()
-    if head.count(0) > len(head) // 4:
-        raise BadInput(f"{path}: binary data (or UTF-16: convert it to UTF-8 first)")
-    if start.startswith((b"<doc ", b"<doc>")):
-        return "wiki"
-    if match := XML_HEAD.match(start):
-        if match[1] == b"!DOCTYPE":
-            raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is not a MediaWiki dump")
-        return "mediawiki"
-    if suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
-    if suffix in (".csv", ".tsv"):
-        return "csv"
-    if start.startswith(b"{"):
-        line = start.split(b"\n", 1)[0]
-        try:
-            json.loads(line)
-            return "jsonl"
-        except (ValueError, RecursionError):
-            if len(line) == len(start):  # a line longer than the head
-                return "jsonl"
-    if suffix in TEXT_SUFFIXES:
-        return "text"
-    raise BadInput(
-        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|mediawiki|jsonl|csv"
-    )
 
 
 def line_runs(
@@ -102,21 +57,31 @@ def line_runs(
     # part of a line whose end was not read yet
     parts: list[bytes] = []
     size, offset, dropping = 0, base, False
+    long_line = -1  # offset of the line that is dropped, if it is reported
+
+    def count_long_line() -> None:
+        nonlocal long_line
+        if long_line >= 0:
+            problems.add(path, LONG_LINE, offset - long_line, places=0)
+            long_line = -1
+
     step = min(STEP, MAX_LINE)
     slices = (chunk[i : i + step] for chunk in chunks for i in range(0, len(chunk), step))
     for chunk in slices:
         line_end = chunk.find(b"\n")
         if not dropping and size + (line_end if line_end >= 0 else len(chunk)) > MAX_LINE:
             if offset >= start and (end is None or offset < end):
-                problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE / 2**20:g} MiB")
+                problems.bad(path, offset, LONG_LINE, f"a line longer than {MAX_LINE / 2**20:g} MiB")
+                long_line = offset
             parts, size, offset, dropping = [], 0, offset + size, True
         if dropping:
             if line_end < 0:
                 offset += len(chunk)
-                if end is not None and offset >= end:
+                if long_line < 0 and end is not None and offset >= end:
                     return
                 continue
             chunk, offset, dropping = chunk[line_end + 1 :], offset + line_end + 1, False
+            count_long_line()
         cut = chunk.rfind(b"\n") + 1
         if cut:
             run = b"".join([*parts, chunk[:cut]])
@@ -126,6 +91,7 @@ def line_runs(
         if cut < len(chunk):
             parts.append(chunk[cut:])
             size += len(chunk) - cut
+    count_long_line()
     if size:
         yield offset, b"".join(parts)
 
@@ -179,13 +145,18 @@ def split_elements(
     tags = re.compile(opening + b"|" + closing)
     keep = len(closing) - 1  # length of a possibly partial tag
     begin: int | None = None  # offset of the open element
+    is_long = False  # the open element, which is reported with its bytes at the next tag
     buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
     def bad(start: int, end: int) -> None:
-        if end - start > MAX_DOCUMENT:
-            problems.bad(path, start, "long document", f"a <{name}> longer than {MAX_DOCUMENT / 2**20:g} MiB")
+        if is_long:
+            problems.add(path, LONG_DOCUMENT, end - start, places=0)
+        elif end - start > MAX_DOCUMENT:
+            detail = f"a <{name}> longer than {MAX_DOCUMENT / 2**20:g} MiB"
+            problems.bad(path, start, LONG_DOCUMENT, detail, size=end - start)
         else:
-            problems.bad(path, start, "unclosed document", f"a <{name}> without </{name}>")
+            detail = f"a <{name}> without </{name}>"
+            problems.bad(path, start, "unclosed document", detail, size=end - start)
 
     for chunk in chunks:
         buffer += chunk
@@ -198,19 +169,19 @@ def split_elements(
                     return
                 begin = place
             elif begin is not None:
-                if place - begin > MAX_DOCUMENT:
+                if is_long or place - begin > MAX_DOCUMENT:
                     bad(begin, place)
                 else:
                     yield begin, buffer[begin - base : match.start()]
                 begin = None
-            at = match.end()
+            is_long, at = False, match.end()
         at = max(at, len(buffer) - keep)
-        if begin is not None and base + at - begin > MAX_DOCUMENT:
-            bad(begin, base + at)
-            begin = None
+        if begin is not None and not is_long and base + at - begin > MAX_DOCUMENT:
+            bad(begin, begin + MAX_DOCUMENT + 1)
+            begin, is_long = begin + MAX_DOCUMENT + 1, True
         if begin is None and range_end.end is not None and base + at >= range_end.end:
             return
-        cut = at if begin is None else begin - base
+        cut = at if begin is None or is_long else begin - base
         buffer, base, at = buffer[cut:], base + cut, at - cut
     if begin is not None:
         bad(begin, base + len(buffer))
@@ -246,19 +217,31 @@ def split_at(
     long line ends a document.
     """
     buffer = b""
+    long_document = -1  # offset of one that is dropped, if it is reported
 
-    def document(offset: int, text: bytes) -> Iterator[Slice]:
+    def document(offset: int, end_offset: int) -> Iterator[Slice]:
+        nonlocal long_document
+        text = buffer[offset - base : end_offset - base]
         if len(text) > MAX_DOCUMENT:
             if offset >= start and (end is None or offset < end):
-                problems.bad(path, offset, "long document", f"a document longer than {MAX_DOCUMENT / 2**20:g} MiB")
+                detail = f"a document longer than {MAX_DOCUMENT / 2**20:g} MiB"
+                problems.bad(path, offset, LONG_DOCUMENT, detail)
+                long_document = offset
         elif text.strip():
             yield offset, text
+
+    def count_long_document(end_offset: int) -> None:
+        nonlocal long_document
+        if long_document >= 0:
+            problems.add(path, LONG_DOCUMENT, end_offset - long_document, places=0)
+            long_document = -1
 
     searched = 0  # from here on an unseen separator may begin
     for offset, run in runs:
         if base + len(buffer) != offset:  # a long line was skipped in between
             if synced:
-                yield from document(base, buffer)
+                yield from document(base, base + len(buffer))
+            count_long_document(base + len(buffer))
             buffer, base, synced, searched = b"", offset, True, 0
         if not buffer and synced:  # more blank lines
             stripped = run.lstrip(SPACE)
@@ -269,16 +252,18 @@ def split_at(
         at = 0
         for match in SEPARATORS[kind].finditer(buffer, searched):
             if synced:
-                yield from document(base + at, buffer[at : match.start()])
+                yield from document(base + at, base + match.start())
+            count_long_document(base + match.start())
             at, synced = match.end(), True
         if synced and following - at > MAX_DOCUMENT:
-            yield from document(base + at, buffer[at:])
+            yield from document(base + at, base + len(buffer))
             synced = False  # up to the next separator
         if not synced:  # only line ends with which a separator may begin
             at = max(at, following)
         buffer, base, searched = buffer[at:], base + at, max(following - at, 0)
     if synced:
-        yield from document(base, buffer)
+        yield from document(base, base + len(buffer))
+    count_long_document(base + len(buffer))
 
 
 def split_file(chunks: Iterator[bytes], base: int, synced: bool) -> Iterator[Slice]:
@@ -313,56 +298,3 @@ def _part_end(text: bytearray, cut: int) -> int:
 def with_line_feeds(text: bytes, head: bytes) -> bytes:
     """`text` with line feeds for carriage returns if its file, which begins with `head`, has no line feeds (classic Mac OS)."""
     return text.replace(b"\r", b"\n") if b"\r" in head and b"\n" not in head else text
-
-
-def csv_texts(
-    chunks: Iterator[bytes], path: str, options: ReadOptions, problems: Problems
-) -> Iterator[tuple[int, str]]:
-    """(last line, text) of each row of a file of separated values, whose first row names the columns.
-
-    The separator is the first of DELIMITERS with which these columns exist. Values of a .tsv file are separated by tabs and not
-    quoted, as in `megabert.common.tables`. Raises BadInput if there is no such column.
-    """
-    lines = (line for _, run in line_runs(chunks, 0, path, problems) for line in _decoded(run, options, problems))
-    header = next(lines, "")
-    csv.field_size_limit(MAX_DOCUMENT)
-    is_tsv = TSV_NAME.search(path)
-    delimiters = "\t" if is_tsv else DELIMITERS
-    quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
-    for delimiter in delimiters:
-        names = next(csv.reader([header], delimiter=delimiter, quoting=quoting), [])
-        wanted = field_names(options.text_field, names)
-        if set(wanted) <= set(names):
-            break
-    else:
-        shown = ", ".join(next(csv.reader([header], delimiter=delimiters[0]), [])[:20]) or "none"
-        raise BadInput(f"{path}: line 1: no column {options.text_field!r} (it has {shown}); name one with --text-field")
-    rows = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-    while True:
-        try:
-            row = next(rows, None)
-            "".join(row or ()).encode()
-        except UnicodeEncodeError:
-            problems.bad(path, rows.line_num + 1, "invalid UTF-8", utf8.INVALID, unit="line")
-            continue
-        except csv.Error as error:
-            problems.bad(path, rows.line_num + 1, "bad CSV row", str(error), unit="line")
-            continue
-        if row is None:
-            return
-        if row and len(row) != len(names):
-            detail = f"a row of {len(row)} values, the first line names {len(names)} columns"
-            problems.bad(path, rows.line_num + 1, "bad CSV row", detail, unit="line")
-        elif row:
-            text = join([row[names.index(name)] or None for name in wanted])
-            if text is None:
-                problems.dropped[NULL] += 1
-            else:
-                yield rows.line_num + 1, text
-
-
-def _decoded(run: bytes, options: ReadOptions, problems: Problems) -> Iterator[str]:
-    """The lines of a run, with line ends. Invalid bytes become U+FFFD or surrogates, so that quotation marks beside them count."""
-    replace = options.encoding_errors == "replace"
-    for line in run.splitlines(keepends=True):
-        yield utf8.decode(line, options, problems) if replace else line.decode(errors="surrogateescape")

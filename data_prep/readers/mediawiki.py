@@ -121,7 +121,7 @@ def article(body: bytes, offset: int, path: str, problems: Problems) -> str | No
     try:
         page = _Page(body + b"</page>")
     except (expat.ExpatError, _Refused) as error:
-        problems.bad(path, offset, "bad page", f"a <page> that is not well-formed XML ({error})")
+        problems.bad(path, offset, "bad page", f"a <page> that is not well-formed XML ({error})", size=len(body))
         return None
     title, text, dropped = page.get("title"), page.get("text"), problems.dropped
     if page.get("ns").strip() not in ("", "0"):

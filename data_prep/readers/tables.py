@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from data_prep.common import utf8
 from data_prep.common.errors import BadInput, Problems
@@ -34,7 +37,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
 
 
 def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
-    """Names from the outermost column to each text column.
+    """Names from the outermost column to each column of texts or lists of texts.
 
     Raises BadTable listing the columns, or naming the type of a column that is not text.
     """
@@ -43,20 +46,30 @@ def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     columns = []
     for name in tables.field_names(text_field, schema.names):
         parts = tables.field_path(name, schema.names)
-        has, type_ = list(schema), schema
+        has, type_, path_of = list(schema), schema, []
         for part in parts:
-            (field,) = [field for field in has if field.name == part] or [None]
+            (field,) = [field for field in has if field.name in (part, part.removesuffix("[]"))] or [None]
             if field is None:
                 names = ", ".join(field.name for field in has) or "none"
                 raise BadTable(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
+            path_of.append(field.name)
             type_ = field.type
-            has = list(type_) if types.is_struct(type_) else []
+            inner = type_.value_type if part.endswith("[]") and _is_list(type_) else type_
+            has = list(inner) if types.is_struct(inner) else []
+        if _is_list(type_):
+            type_ = type_.value_type
         if types.is_dictionary(type_):
             type_ = type_.value_type
         if not (_is_text(type_) or types.is_null(type_)):
             raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
-        columns.append(parts)
+        columns.append(path_of)
     return columns
+
+
+def _is_list(type_: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_list(type_) or types.is_large_list(type_))
 
 
 def _is_text(type_: Any) -> bool:
@@ -111,20 +124,21 @@ def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Ite
             row, batch = next(stream, (0, None))
             if batch is None:
                 return
-            values = [_values(_inside(batch, parts)) for parts in columns]
+            values = [_values(batch.column(batch.schema.get_field_index(names[0])), names[1:]) for names in columns]
         for record in zip(*values, strict=True):
             text = None
             values_of = [value for value in record if value is not None]
             try:
-                if sum(map(len, values_of)) > formats.MAX_DOCUMENT:
+                size = sum(map(len, values_of))
+                if size > formats.MAX_DOCUMENT:
                     detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
-                    problems.bad(path, row, "long document", detail, unit="row")
+                    problems.bad(path, row, "long document", detail, unit="row", size=size)
                 elif values_of:
-                    text = tables.join([utf8.decode(value, options, problems) for value in values_of])
+                    text = tables.join([utf8.decode(value, options, problems, path) for value in values_of])
                 else:
                     problems.dropped[formats.NULL] += 1
             except UnicodeDecodeError:
-                problems.bad(path, row, "invalid UTF-8", utf8.INVALID, unit="row")
+                problems.bad(path, row, "invalid UTF-8", utf8.INVALID, unit="row", size=size)
             if text is not None:
                 yield row, text
             row += 1
@@ -149,19 +163,26 @@ def _refuse_bombs(part: FileRange, columns: list[list[str]]) -> None:
                 raise BadTable(f"{part.path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
 
 
-def _inside(batch: Any, path: list[str]) -> Any:
-    """The array of a nested column of a RecordBatch; null where an outer one is null."""
-    import pyarrow.compute as compute
-
-    column = batch.column(batch.schema.get_field_index(path[0]))
-    return compute.struct_field(column, path[1:]) if len(path) > 1 else column
-
-
-def _values(column: Any) -> list[bytes | None]:
-    """Values of an array as bytes, after a check of the offsets; the caller checks UTF-8."""
+def _values(column: Any, path: list[str]) -> list[bytes | None]:
+    """Texts at the end of `path` in an array, as bytes, after a check of the offsets; the caller checks UTF-8. Those of a list are
+    joined."""
     import pyarrow
+    import pyarrow.compute as compute
     import pyarrow.types as types
 
+    if types.is_struct(column.type):
+        return _values(compute.struct_field(column, path[0]), path[1:])
+    if _is_list(column.type):
+        column.validate()
+        edges = column.offsets.to_numpy()  # int32 or int64 [n + 1]
+        if edges[0] < 0 or (np.diff(edges) < 0).any() or edges[-1] > len(column.values):
+            raise ValueError("offsets of a list")
+        inner = _values(column.values[edges[0] : edges[-1]], path)
+        places = (edges - edges[0]).tolist()
+        lists = ([text for text in inner[a:b] if text is not None] for a, b in pairwise(places))
+        null = column.is_null().to_pylist()
+        joint = tables.JOINT.encode()
+        return [joint.join(texts) if texts and not n else None for texts, n in zip(lists, null, strict=True)]
     if types.is_dictionary(column.type):
         column.validate()
         column.indices.validate(full=True)

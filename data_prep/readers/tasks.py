@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, islice, pairwise, repeat
 
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import BadInput, Problems, add_losses
 from data_prep.common.records import (
     AUTO,
     PYDOC,
@@ -57,7 +57,7 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
 
     Raises BadInput naming the file that can't be read.
     """
-    seen = files.SeenFiles()
+    seen, notices = files.SeenFiles(), files.Notices()
     _real_folder.cache_clear()
     several = bool(source_names(corpora))
 
@@ -69,14 +69,17 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                 modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
                 planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
             else:
-                planned = _plan_all(files.expand(item, problems), options, problems.policy, threads)
+                planned = _plan_all(files.expand(item, problems, notices), options, problems.policy, threads)
             for real, parts, its_problems in planned:
                 if seen.add(real):
                     problems.counts += its_problems.counts
+                    add_losses(problems.lost, its_problems.lost)
                     yield from (replace(part, source=source) for part in parts)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        return [RangeList(ranges_of(number, corpus)) for number, corpus in enumerate(corpora)]
+        ranges = [RangeList(ranges_of(number, corpus)) for number, corpus in enumerate(corpora)]
+    notices.log()
+    return ranges
 
 
 def text_documents(
@@ -145,10 +148,11 @@ def _real_folder(folder: str) -> str:
 
 def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
     """Ranges of one file; none if it is empty or bad."""
+    size = 0
     try:
         size, changed = files.status(path)
         if not size:
-            problems.counts["empty file"] += 1
+            problems.add(path, "empty file")
             return []
         whole = FileRange(path, format=options.format, size=size, stamp=(size, changed))
         suffix = os.path.splitext(path)[1]
@@ -160,7 +164,7 @@ def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[File
     except BadInput:
         if problems.policy == "stop":
             raise
-        problems.counts["unknown format"] += 1
+        problems.add(path, documents.UNKNOWN, size)
     except OSError as error:
         problems.unreadable(path, error)
     return []

@@ -5,12 +5,15 @@ Every figure is counted independently, none is computed as a difference.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from data_prep.common.errors import Problems
+from data_prep.common.errors import Losses, Problems, add_losses, describe_losses
 from data_prep.common.records import Corpus, ReadTask
 from data_prep.executor.work_files import ItemResult, total
+from data_prep.filters import rules
+from data_prep.stages import dedup
 from megabert.data.tokenizer import Tokenizer
 
 UNITS = ("documents", "sentences", "tokens")
@@ -74,6 +77,9 @@ def facts(
             assert whole[unit] == kept + dropped[unit], (
                 f"{unit} do not add up for length {length}: {whole[unit]} read, {kept} kept, {dropped[unit]} dropped"
             )
+    lost: Losses = {}
+    for losses in (problems.lost, everything.lost):
+        add_losses(lost, losses)
     return {
         "options": account["options"],
         "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
@@ -96,6 +102,7 @@ def facts(
             "lines": {name[len(LINES) :]: n for name, n in sorted(everything.counts.items()) if name.startswith(LINES)},
         },
         "problems": dict(sorted((problems.counts + everything.problems).items())),
+        "lost": lost,
         "datasets": datasets,
     }
 
@@ -107,13 +114,42 @@ def _documents(name: str, corpus: dict[str, Any]) -> str:
     return f"{name}: {corpus['documents']:,}, {share:,.1f} a file{size}"
 
 
+def losses_text(read: ItemResult) -> str:
+    """What was read and dropped, by reason and with the option of each, as the end of an error; "" if nothing was dropped."""
+    lines = Counter({name: n for name, n in read.counts.items() if name.startswith(LINES)})
+    reasons, problems = +(read.dropped + lines), +read.problems
+    if not reasons and not problems:
+        return ""
+    dropped = ", ".join(f"{name} {n:,}{_option_of(name)}" for name, n in sorted(reasons.items())) or "none"
+    options = "".join(sorted({_option_of(name) for name in problems}))
+    return (
+        f"; of {read.counts['documents read']:,} documents read were dropped: {dropped}; "
+        f"problems: {describe_losses(problems, read.lost)}{options}"
+    )
+
+
+def _option_of(reason: str) -> str:
+    """The option behind a reason for which documents or lines are dropped, in brackets; "" if there is none."""
+    options = dict.fromkeys((*dedup.REASONS.values(), dedup.LOST), "--dedup none") | {
+        "left out by weight": "--weight", "null value": "--text-field", "no text field": "--text-field",
+        "invalid UTF-8": "--encoding-errors replace", "lone surrogate": "--encoding-errors replace",
+    }  # fmt: skip
+    rule = reason.removeprefix(LINES)
+    if rule in rules.BY_NAME:
+        return f" (--filters … {rule}=off)"
+    if reason.startswith("classifier "):
+        return " (--classifier)"
+    option = options.get(reason, "--filters" if ": " in reason else "")
+    return option and f" ({option})"
+
+
 def summary_text(s: dict[str, Any], folder: str) -> str:
     """The summary of a build in a dozen lines."""
     mb = 1e6
     read, dropped = s["read"], s["dropped"]
-    reasons, problems, cut_lines = (
+    reasons, cut_lines = (
         ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
-        for counts in (dropped["reasons"], s["problems"], dropped["lines"])
+        for counts in (dropped["reasons"], dropped["lines"])
     )
     speed = "resumed, " if s["resumed"] else f"{s['mb_per_second']:.2f} MB/s of text, "
     lines = {
@@ -123,7 +159,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         "documents": "; ".join(_documents(name, corpus) for name, corpus in s["corpora"].items()),
         "dropped": f"{dropped['documents']:,} documents ({reasons}); {dropped['repeated_paragraphs']:,} repeated paragraphs; "
         f"lines: {cut_lines}",
-        "problems": problems,
+        "problems": describe_losses(s["problems"], s["lost"]),
         "vocabulary": f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})",
     }
     for length, d in s["datasets"].items():

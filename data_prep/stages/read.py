@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -79,10 +78,15 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
             try:
                 text, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
-                if job.options.encoding_errors == "stop":
-                    problems.bad(document.path, document.offset + error.start, "invalid UTF-8", utf8.INVALID)
-                    continue
-                text, glued = clean.decode(utf8.decode(raw, job.read, problems).encode())
+                if job.options.encoding_errors == "replace":
+                    text, glued = clean.decode(utf8.decode(raw, job.read, problems, document.path).encode())
+                else:
+                    raw, bad = utf8.without_invalid_lines(raw)
+                    at, size = document.offset + error.start, sum(map(len, bad))
+                    problems.bad(document.path, at, "invalid UTF-8", utf8.INVALID, size=size, places=len(bad))
+                    if not raw.strip():
+                        continue
+                    text, glued = clean.decode(raw)
             paragraphs = clean.paragraphs(text, document.markup, glued)
             yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source, document.kind)
 
@@ -120,7 +124,7 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         blocks, lines = largest.blocks_and_lines()
         place = {"source": largest.path, "document": largest.offset, "kind": largest.kind}
         result.facts["largest"] = {"bytes": largest.size, "blocks": blocks, "lines": lines, **place}
-    result.problems = problems.counts
+    result.problems, result.lost = problems.counts, problems.lost
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents
         result.counts["documents read"] += documents
@@ -235,10 +239,9 @@ class _TaskFiles:
         code_of: dict[str, int] = {}
         contents = batch.encoded.document_texts() if self._job.options.own_filters else []
         for classifier in self._classifiers:
-            reason = f"classifier {Path(classifier.path).name}"
             for i in np.flatnonzero(codes == 0).tolist():
                 if not classifier.keeps(contents[i]):
-                    codes[i] = code_of.setdefault(reason, OWN - len(code_of))
+                    codes[i] = code_of.setdefault(classifier.reason, OWN - len(code_of))
         for function in self._functions:
             for i in np.flatnonzero(codes == 0).tolist():
                 document, tokens = documents[i], int(table["tokens"][i])

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.common.arrays import choose_share
-from data_prep.common.errors import BadInput
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stage, Stages
-from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer, total
+from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, TooLittleText, Writer, total
 from data_prep.stages import passages, read
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
@@ -439,10 +438,10 @@ def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def check(drawn: ItemResult, seq_len: int) -> None:
-    """Warn if the training sequences of `seq_len`, with totals `drawn`, are poor. Raises BadInput if they fill no row."""
+    """Warn if the training sequences of `seq_len`, with totals `drawn`, are poor. Raises TooLittleText if they fill no row."""
     c = drawn.counts
     if c["tokens"] < seq_len:
-        raise BadInput(
+        raise TooLittleText(
             f"--input: the corpus makes only {c['tokens']} tokens, less than one row of {seq_len}; give more text"
         )
     if c["random next"] > MAX_RANDOM * c["pairs"]:

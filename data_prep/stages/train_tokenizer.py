@@ -13,6 +13,7 @@ import copy
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import ReadTask
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages
-from data_prep.executor.work_files import BuildJob, ItemResult
+from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.filters import rules
 from data_prep.filters.measures import WordFacts
 from data_prep.options import BuildOptions
@@ -64,7 +65,11 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
     if given is None:
         shares = sample_shares(tasks, job.options, job.weights)
         samples = stages.map(SAMPLE, sample, job, shares)
-        trained = stages.map(TRAIN, train_item, job, [len(shares)])
+        try:
+            trained = stages.map(TRAIN, train_item, job, [len(shares)])
+        except TooLittleText as error:
+            error.read = work_files.total([ItemResult.from_json(one.facts["read"]) for one in samples.results])
+            raise
         stages.journal.consume(samples, trained)
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
@@ -97,16 +102,24 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     held-out passages, which are chosen later, may be in it."""
     documents: list[list[str]] = []
     size = share.size
-    # Bad input is counted only when the build reads it.
-    for document in clean_documents(share.task, job, Problems(job.on_error)):
-        if job.options.own_filters and not _is_kept(document, job):
+    # a fact for errors; the build counts what it drops when it reads it
+    read, problems = ItemResult(), Problems(job.on_error)
+    for document in clean_documents(share.task, job, problems):
+        if reason := _own_objection(document, job) if job.options.own_filters else "":
+            read.dropped[reason] += 1
             continue
         size -= document.size
         documents.append(document.paragraphs)
         if size <= 0:
             break
+    read.problems, read.lost = problems.counts, problems.lost
+    read.dropped += problems.dropped
+    read.counts["documents read"] = len(documents) + read.dropped.total()
     documents, words = _without_lines(documents, job)
-    wanted = rules.judge(words, job.options.rules) == 0
+    verdicts = rules.judge(words, job.options.rules)
+    read.dropped += Counter(rules.REASONS[verdict] for verdict in verdicts[verdicts > 0].tolist())
+    wanted = verdicts == 0
+    read.dropped["empty"] += sum(not any(map(str.strip, documents[i])) for i in np.flatnonzero(wanted).tolist())
     wanted &= words.document_hashes(job.options.seed) >= job.held_limit
     lines: list[str] = []
     size = share.size
@@ -117,7 +130,7 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
                 size -= len(sentence)
             if size <= 0:
                 break
-    result = ItemResult()
+    result = ItemResult(facts={"read": read.as_json()})
     data = "".join(line + "\n" for line in lines).encode()
     work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), result)
     return result
@@ -130,22 +143,24 @@ def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list
     return documents, word_facts(documents, job.needs_folded())
 
 
-def _is_kept(document: CleanDocument, job: BuildJob) -> bool:
-    """Whether the user's own filters keep a document. Reading shows them neither empty ones nor those that rules drop."""
+def _own_objection(document: CleanDocument, job: BuildJob) -> str:
+    """The reason for which one of the user's own filters drops a document, or "". Reading shows them neither empty ones nor those
+    that rules drop."""
     options, left = job.options, document.paragraphs
     if options.rules:
         (left,), words = _without_lines([left], job)
         if rules.judge(words, options.rules).any():
-            return True
+            return ""
     paragraphs = (" ".join(map(clean_word, paragraph.split())).strip() for paragraph in left)
     text = "\n\n".join(filter(None, paragraphs))
     if not text:
-        return True
-    if not all(classifier.keeps(text) for classifier in options.classifiers):
-        return False
+        return ""
+    for classifier in options.classifiers:
+        if not classifier.keeps(text):
+            return classifier.reason
     # tokens are unknown before there is a tokenizer
     metadata = {"source": document.path, "document": document.offset, "tokens": len(text.split())}
-    return not any(function.objection(text, metadata) for function in options.functions)
+    return next(filter(None, (function.objection(text, metadata) for function in options.functions)), "")
 
 
 def train_item(job: BuildJob, count: int) -> ItemResult:
@@ -175,7 +190,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
     """
     model = io.BytesIO()
     if not lines:
-        raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
+        raise TooLittleText("--input: no text to train a tokenizer on")
     special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
     special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
     rule = "identity"
@@ -202,7 +217,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         largest = re.search(r"value <= (\d+)", text)
         if largest or "ocabulary size" in text or "vocab_size" in text:
             hint = f"; the largest that works is {largest.group(1)}" if largest else ""
-            raise BadInput(
+            raise TooLittleText(
                 f"--vocab-size: {options.vocab_size} tokens are more than the corpus gives{hint}, or give more text"
             ) from None
         raise

@@ -58,6 +58,7 @@ def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
 
     text = bytearray()
     chunks = decompress.read_chunks(item.file.path, item.file.compression)
+    chunks = decompress.until_damage(chunks, item.file.path, problems, documents.DAMAGED)
     for chunk in documents.watch(item.file, chunks, problems):
         text += chunk
         while len(text) >= documents.RANGE_BYTES:
@@ -66,7 +67,7 @@ def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
     if text:
         write_spool(bytes(text))
     result.facts["spools"] = written
-    result.problems = problems.counts
+    result.problems, result.lost = problems.counts, problems.lost
     return result
 
 

@@ -3,7 +3,7 @@
 The first three are UTF-8, gzip if the name ends in .gz. The format is chosen by the ending of the file name, else by the first line;
 a saved dataset is a folder. Tables may be larger than memory. Errors are ValueErrors that name file and line, or row.
 
-A field `a.b` is nested, `a+b` joins texts, unless a record has a field of exactly that name.
+A field `a.b` is nested, `a[].b` in each record of a list, `a+b` joins texts, unless a record has a field of exactly that name.
 """
 
 from __future__ import annotations
@@ -51,13 +51,22 @@ def field_path(name: str, has: Any) -> list[str]:
 
 
 def find(record: dict[str, Any], name: str) -> Any:
-    """The value of a field of a record, None inside one that is None. Raises KeyError where it has none."""
+    """The value of a field of a record, None inside one that is None. Raises KeyError where it has none.
+
+    `a[].b` is a list: `b` of each record in the list `a`.
+    """
     value: Any = record
-    for part in field_path(name, record):
+    path = field_path(name, record)
+    for number, part in enumerate(path, 1):
         if value is None:
             return None
         if not isinstance(value, dict):
             raise KeyError(part)
+        if part.endswith("[]") and part not in value:
+            items, inner = value[part[:-2]], ".".join(path[number:])
+            if not isinstance(items, list | None):
+                raise KeyError(part)
+            return [find(item if isinstance(item, dict) else {}, inner) for item in items] if items and inner else items
         value = value[part]
     return value
 

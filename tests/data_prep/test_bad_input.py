@@ -1,5 +1,6 @@
 """Every mistake ends the real command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
+import json
 import resource
 
 import pyarrow.parquet
@@ -57,6 +58,62 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     (saved,) = (tmp_path / "out").rglob("*.parquet")
     text = "\n".join(pyarrow.parquet.read_table(saved)["text"].to_pylist())
     assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
+
+
+def test_a_bad_byte_costs_its_line(build, tmp_path):
+    """Also in a novel, which is one document; places, bytes and files are the same for any number of workers."""
+    wrapped = "The lines of this novel are wrapped, as most are, so that it has\n" * 2_000
+    names = []
+    for i in range(7):
+        text = wrapped.encode()
+        names.append(write(tmp_path / f"novel-{i}.txt", text[:70_000] + b"\xff" + text[70_000:]))
+    long = write(
+        tmp_path / "long.txt", b"word " * 4_000 + b"\xff " + b"word " * 4_000
+    )  # a line: the words around the byte
+    summaries = []
+    for workers in ("1", "2"):
+        extra = (
+            "--on-error",
+            "skip",
+            "--workers",
+            workers,
+            "--overwrite",
+            "--json",
+            tmp_path / "s.json",
+            "--dedup",
+            "none",
+        )
+        result = build(*names, long, extra=extra)
+        assert result.returncode == 0, result.stderr
+        summary = json.loads((tmp_path / "s.json").read_bytes())
+        summaries.append((summary["problems"], summary["lost"], summary["read"]))
+        assert "invalid UTF-8 8 (" in result.stdout and f"bytes; {names[0]}, {names[1]}, …)" in result.stdout
+    assert summaries[0] == summaries[1]
+    problems, lost, read = summaries[0]
+    assert problems == {"invalid UTF-8": 8} and read["documents"] == 8
+    assert lost["invalid UTF-8"]["files"] == [str(name) for name in names[:5]]
+    # a line of 65 bytes and the bad one from each novel, at most 8 KiB of the long line
+    assert 7 * 66 < lost["invalid UTF-8"]["bytes"] < 7 * 66 + 8_200
+    assert read["bytes"] > 7 * (len(wrapped) - 66) + 31_000
+
+
+def test_too_little_text_names_reasons_and_options(build, command, tmp_path):
+    few, bad = write(tmp_path / "few.txt", "Only five words are here."), write(tmp_path / "bad.txt", b"\xffword\n")
+    extra = ("--filters", "min-words=9", "--on-error", "skip")
+    parts = (
+        "1 documents read",
+        "min-words 1 (--filters … min-words=off)",
+        "invalid UTF-8 1 (6 bytes; ",
+        "bad.txt",
+        "--encoding-errors",
+    )
+    expect_error(build(few, bad, extra=extra), "makes only 0 tokens", *parts)
+    arguments = ("build", "--input", few, bad, "--output", tmp_path / "out", "--workers", 1, "--quiet")
+    expect_error(command(*arguments, *extra), "no text to train a tokenizer on", *parts)
+    records = write(tmp_path / "a.jsonl", '{"text": null}\n' * 3)
+    expect_error(build(records), "3 documents read", "null value 3 (--text-field)")
+    pdf = write(tmp_path / "a.pdf", b"%PDF-1.4")
+    expect_error(build(pdf, extra=("--on-error", "skip")), "no text there", "unknown format 1 (8 bytes; ", "a.pdf")
 
 
 def test_wrong_files_and_options_are_named(build, tmp_path):

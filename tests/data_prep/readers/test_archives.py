@@ -105,6 +105,26 @@ def test_members_that_cannot_be_read_are_skipped_alone(kind, tmp_path):
     found, problems = read_all([path], policy="skip")
     assert [found[0], found[-1]] == ["First.", "Last."]
     assert problems.counts == {"unreadable member of an archive": 2}
+    assert problems.lost["unreadable member of an archive"]["files"] == [f"{path}: logo.png", f"{path}: cut.txt.gz"]
+
+
+def test_suffixes_of_members_are_those_of_their_names(tmp_path):
+    members = {"notes": b"Some words.", "v1.2/README": b"About it.", "a.b/rows.tsv": b'text\n"A row\n'}
+    (tmp_path / "a.zip").write_bytes(packed_zip(members))
+    assert read_all([tmp_path / "a.zip"])[0] == ["Some words.", "About it.", '"A row']
+
+
+def test_text_before_the_damage_of_a_member_is_kept(tmp_path):
+    lines = [b"Line %d of %d.\n" % (i, i * i * 7919) for i in range(300_000)]
+    data = bytearray(packed_zip({"a.txt": b"".join(lines), "b.txt": b"Last."}))
+    data[len(data) - 1000] ^= 0x55  # in the last block of a.txt
+    path = tmp_path / "a.zip"
+    path.write_bytes(data)
+    found, problems = read_all([path], "skip", text_documents="line")
+    assert problems.counts == {"unreadable member of an archive": 1} and found[-1] == "Last."
+    kept = len(found) - 1
+    assert kept > 200_000 and [text.encode() + b"\n" for text in found[:kept]] == lines[:kept]
+    assert 0 <= problems.lost["unreadable member of an archive"]["bytes"] < sum(map(len, lines)) / 3
 
 
 def test_columns_of_a_csv_are_named(tmp_path):

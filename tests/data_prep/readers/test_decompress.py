@@ -9,7 +9,7 @@ import zstandard
 from data_prep.common.errors import BadInput
 from data_prep.readers import decompress
 from data_prep.readers.decompress import RangeEnd, compression_of, first_stream, read_chunks
-from tests.helpers.prep_reading import PACK
+from tests.helpers.prep_reading import PACK, read_all
 
 DATA = random.Random(1).randbytes(50_000) + b"line of text\n" * 400_000
 
@@ -53,9 +53,10 @@ def test_a_bomb_costs_bounded_memory_and_time(kind, tmp_path):
     assert largest <= 64 << 20 and 36 << 20 <= total <= 100 << 20
 
 
-def test_skippable_frames_are_skipped(tmp_path):
+@pytest.mark.parametrize("number", [0x50, 0x5A, 0x5F])
+def test_skippable_frames_are_skipped(number, tmp_path):
     path = tmp_path / "file"
-    frame = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
+    frame = bytes([number]) + b"\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
     path.write_bytes((frame + PACK["zst"](b"text ")) * 2 + frame)
     assert compression_of(path.read_bytes()) == "zst"
     assert b"".join(read_chunks(str(path), "zst")) == b"text text "
@@ -78,3 +79,38 @@ def test_bzip2_streams_end_a_range(tmp_path, monkeypatch):
         data = b"".join(read_chunks(str(path), "bz2", starts[1], starts[i] + 1, edge))
         assert data == b"".join(b"%d " % j * 1000 for j in range(1, 6))
         assert edge.end == 2000 * i
+
+
+def test_zstd_windows_of_two_gigabytes_are_read(tmp_path):
+    path = tmp_path / "a.txt.zst"
+    frame = b"\x28\xb5\x2f\xfd\x00\xa8"  # window of 2 GiB, as by --long=31
+    path.write_bytes(frame + (len(b"Some words.") << 3 | 1).to_bytes(3, "little") + b"Some words.")
+    assert read_all([path])[0] == ["Some words."]
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("tail", [b"<html>Not found</html>", b"\n", bytes(9) + b"x"])
+def test_other_data_behind_the_text_is_counted(kind, tail, tmp_path):
+    path = tmp_path / f"a.txt.{kind}"
+    path.write_bytes(PACK[kind](b"Some words\nand more") + PACK[kind](b", to its end") + tail)
+    with pytest.raises(
+        BadInput, match=rf"a\.txt\.{kind}: something else follows the {kind} data after 31 unpacked bytes"
+    ):
+        read_all([path])
+    found, problems = read_all([path], "skip")
+    assert found == ["Some words\nand more, to its end"]
+    size = len(tail.lstrip(b"\0"))
+    assert problems.lost == {"other data behind packed text": {"bytes": size, "files": [str(path)]}}
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_text_before_the_damage_is_kept(kind, tmp_path):
+    lines = [b"%d is line %d of the file.\n" % (i * i * 7919 % 99_991, i) for i in range(100_000)]
+    packed = PACK[kind](b"".join(lines))
+    path = tmp_path / f"a.txt.{kind}"
+    path.write_bytes(packed[: len(packed) * 9 // 10])
+    found, problems = read_all([path], "skip", text_documents="line")
+    assert len(found) > 10_000 and [text.encode() + b"\n" for text in found] == lines[: len(found)]
+    assert problems.counts == {"damaged or truncated file": 1}
+    (text,), _ = read_all([path], "skip", text_documents="file")
+    assert text.encode() == b"".join(lines[: len(found)])

@@ -59,7 +59,7 @@ from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import files, tasks
 
-files.expand = lambda item, problems: (f"/text/{i // 100:05}/article-{i:09}.txt" for i in range(int(item)))
+files.expand = lambda item, problems, notices: (f"/text/{i // 100:05}/article-{i:09}.txt" for i in range(int(item)))
 digits = lambda path: zlib.crc32(path.encode()) * 1_000_003
 files.status = lambda path: (digits(path) % 20_000 + 1, 1_700_000_000_000_000_000 + digits(path) % (1 << 50))
 for count in (10_000, 100_000):

@@ -52,6 +52,7 @@ def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
         read_all([path])
     found, problems = read_all([path], "skip")
     assert len(found) == 599 and problems.counts == {"invalid UTF-8": 1}
+    assert problems.lost == {"invalid UTF-8": {"bytes": 5, "files": [str(path)]}}
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
@@ -65,6 +66,7 @@ def test_too_long_text_names_its_row(name, tmp_path, monkeypatch):
         read_all([path], text_field="text+more")
     found, problems = read_all([path], "skip", text_field="text+more")
     assert len(found) == 6 and found[-1] == half and problems.counts == {"long document": 1}
+    assert problems.lost["long document"]["bytes"] == (1 << 20) + 1
 
 
 def test_damaged_table_never_passes(tmp_path):

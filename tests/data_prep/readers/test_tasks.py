@@ -41,14 +41,14 @@ def test_what_a_document_is_in_plain_text(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pdf", b"%PDF-1.4 text", r"a\.pdf: unknown suffix '\.pdf'"),
+        ("a.pdf", b"%PDF-1.4 text", r"a\.pdf: a PDF, which is not read"),
         ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data \(or UTF-16: convert"),
         ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\)"),
         ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 25: invalid UTF-8"),
         ("a.jsonl", b'{"te\0xt": 1}\n', r"a\.jsonl: byte 0: not a JSON object"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
-        ("a", b"<!DOCTYPE html><html>", r"a: XML or HTML with a DOCTYPE"),
+        ("a", b"<!DOCTYPE html><html>", r"a: HTML, which is not read"),
         ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
         ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
     ],
@@ -89,6 +89,8 @@ OPENINGS = {
     "jsonl": (b'{"text": "words"}\n{"text": "', "long line"),
     "wiki": (b'<doc id="1">\nT\n\nwords\n</doc>\n<doc id="2">\n', "long document"),
     "mediawiki": (b"<mediawiki><page><text>words</text></page><page><text>", "long document"),
+    "json": (b'[{"text": "words"}, {"text": "', "bad JSON"),
+    "wet": (b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 536870912\r\n\r\n", "long document"),
     "blank": (b"words\n\n" + b"a line of a block\n", "long document"),
 }
 

@@ -99,7 +99,9 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         path.write_bytes(packed + bytes(10))
         (tmp_path / "good").write_bytes(data)
         summary, _ = run("out", path, tmp_path / "good", on_error="skip", dedup=())
-        assert sum(summary["problems"].values()) >= 1
+        lost = summary["lost"]["damaged or truncated file"]
+        assert summary["problems"]["damaged or truncated file"] == 1 and lost["files"] == [str(path)]
+        assert 0 < lost["bytes"] <= len(packed) + 10 + documents.RANGE_BYTES
         assert 60 <= summary["read"]["documents"] < 120
 
 

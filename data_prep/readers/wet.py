@@ -1,0 +1,57 @@
+"""Records of WET files, the text of web pages as of Common Crawl: WARC records of type `conversion`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BufferedReader
+
+from data_prep.common.errors import Problems
+from data_prep.readers.decompress import PLAIN_CHUNK
+from data_prep.readers.formats import HEAD, MAX_DOCUMENT, Slice
+
+BAD = "bad WARC record"
+# lines of a header at most
+HEADER_LINES = 100
+TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "continuation")
+
+
+def split_wet(file: BufferedReader, path: str, problems: Problems) -> Iterator[Slice]:
+    """The content of each record of type `conversion`, as long as its header says. Records of other types are counted and dropped."""
+    offset = lost = 0
+    while True:
+        line = file.readline(HEAD)
+        if lost and (not line or line.startswith(b"WARC/")):
+            problems.bad(path, offset - lost, BAD, "no header of a WARC record", size=lost)
+            lost = 0
+        if not line:
+            return
+        offset += len(line)
+        if not line.startswith(b"WARC/"):
+            lost += len(line) if lost or line.strip() else 0
+            continue
+        header: dict[bytes, bytes] = {}
+        while len(header) < HEADER_LINES and (line := file.readline(HEAD)).strip():
+            offset += len(line)
+            name, _, value = line.partition(b":")
+            header[name.strip().lower()] = value.strip()
+        offset += len(line)
+        size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace")
+        if not size.isdigit():
+            problems.bad(path, offset, BAD, "a WARC record without its Content-Length")
+            continue
+        left = int(size)
+        if kind == "conversion" and left <= MAX_DOCUMENT:
+            body = file.read(left)
+            if len(body) < left:
+                detail = f"a WARC record of {left} bytes ends after {len(body)}"
+                problems.bad(path, offset, "unclosed document", detail, size=len(body))
+                return
+            yield offset, body
+            offset += left
+            continue
+        if kind == "conversion":
+            problems.bad(path, offset, "long document", f"a record longer than {MAX_DOCUMENT / 2**20:g} MiB", size=left)
+        else:
+            problems.dropped[f"WARC record of type {kind if kind in TYPES else 'unknown'}"] += 1
+        while left and (data := file.read(min(left, PLAIN_CHUNK))):
+            left, offset = left - len(data), offset + len(data)
