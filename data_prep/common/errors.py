@@ -49,7 +49,7 @@ class Problems:
 
     Policy "stop" raises at the first bad place, "skip" drops the bad part. `counts` maps a reason to the number of bad places
     under "skip" (empty files are counted under both policies), `lost` to the bytes and files; `dropped` maps a rule to the number
-    of valid documents that it dropped, e.g. redirects.
+    of valid documents that it dropped, e.g. redirects, `changed` to the places where it changed the text of a document.
     """
 
     def __init__(self, policy: str) -> None:
@@ -57,6 +57,7 @@ class Problems:
         self.counts: Counter[str] = Counter()
         self.lost: Losses = {}
         self.dropped: Counter[str] = Counter()
+        self.changed: Counter[str] = Counter()
 
     def bad(
         self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte", size: int = 0, places: int = 1

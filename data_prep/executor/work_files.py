@@ -92,14 +92,15 @@ class BuildJob:
 class ItemResult:
     """The result of an item of work, or the sum of several.
 
-    `counts` are documents, sentences, tokens and the like; `problems` and `lost` are as of `errors.Problems`; `dropped` maps a
-    reason to documents; `histograms` maps a name to counts by value; `facts` are figures of an item for planning the next stage.
+    `counts` are documents, sentences, tokens and the like; `problems`, `lost` and `changed` are as of `errors.Problems`; `dropped`
+    maps a reason to documents; `histograms` maps a name to counts by value; `facts` are figures of an item for planning the next stage.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     lost: Losses = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
     histograms: dict[str, Counter[int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     # name -> bytes, CRC-32
@@ -115,7 +116,8 @@ class ItemResult:
     @staticmethod
     def from_json(raw: dict[str, Any]) -> ItemResult:
         result = ItemResult(**raw)
-        result.counts, result.problems, result.dropped = map(Counter, (result.counts, result.problems, result.dropped))
+        for name in ("counts", "problems", "dropped", "changed"):
+            setattr(result, name, Counter(getattr(result, name)))
         result.histograms = {
             name: Counter({int(value): n for value, n in counts.items()}) for name, counts in raw["histograms"].items()
         }
@@ -146,6 +148,7 @@ def total(results: list[ItemResult]) -> ItemResult:
         whole.problems.update(result.problems)
         add_losses(whole.lost, result.lost)
         whole.dropped.update(result.dropped)
+        whole.changed.update(result.changed)
         for name, counts in result.histograms.items():
             whole.histograms.setdefault(name, Counter()).update(counts)
         whole.peak = max(whole.peak, result.peak)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from data_prep.common.errors import UnknownFormat
 from data_prep.readers.decompress import SUFFIXES
-from data_prep.readers.formats import BOM, SPACE
+from data_prep.readers.formats import BOM, INDEX, INDEX_LINES, SPACE
 
 # share of bytes that are not UTF-8, or control characters, up to which a file of an unknown suffix is text
 MOST_NOISE = 0.1
@@ -124,6 +124,8 @@ def detect(path: str, suffix: str, head: bytes, whole: bool) -> str:
         return "wiki"
     if MEDIAWIKI.match(start):
         return "mediawiki"
+    if INDEX_LINES.match(start):
+        return INDEX
     for refusal in REFUSALS:
         if refusal.start.match(start):
             raise refused(path, refusal.what, refusal.advice)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, dropwhile, islice, takewhile
 from typing import TypeVar
 
@@ -55,6 +56,8 @@ TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
 UNKNOWN = "unknown format"
 DAMAGED = "damaged or truncated file"
 UNREADABLE_MEMBER = "unreadable member of an archive"
+# what is dropped of a `<doc>` element
+TITLE = "title of a <doc>"
 
 Item = TypeVar("Item")
 
@@ -231,6 +234,11 @@ def _must_unpack(file: FileRange, head: bytes) -> bool:
 def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
     """Documents of a range that is not of a table; its index is in `folder`. Raises BadInput for errors of the file."""
     path, range_end, begin = part.path, RangeEnd(part.end), part.start
+    no_text = (
+        _no_text(replace(part, start=0, end=None, size=0), folder)
+        if part.start and part.format == "mediawiki"
+        else None
+    )
     if part.compression and not part.index:
         stream: int | None = 0
         if part.end is not None:
@@ -243,7 +251,7 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
             chunks = decompress.until_damage(chunks, path, problems, DAMAGED)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
     else:
-        text = spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
+        text = _text_of(part, folder)
         if part.start and part.format not in ELEMENTS:
             head = text.read(0, formats.HEAD)
             begin = formats.sync_point(
@@ -252,7 +260,22 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
             chunks = (formats.with_line_feeds(chunk, head) for chunk in text.chunks(begin))
         else:
             chunks = text.chunks(begin)
-    yield from _chunk_documents(chunks, begin, part, path, range_end, options, problems)
+    yield from _chunk_documents(chunks, begin, part, path, range_end, options, problems, no_text)
+
+
+@lru_cache(maxsize=8)
+def _no_text(file: FileRange, folder: str) -> frozenset[str]:
+    """The namespaces by the head of a dump, of which a range is read; those of any language if it is damaged, as its first range says."""
+    try:
+        packed = file.compression and not file.index
+        chunks = decompress.read_chunks(file.path, file.compression) if packed else _text_of(file, folder).chunks(0)
+        return mediawiki.read_head(chunks)[0]
+    except BadInput:
+        return mediawiki.NO_TEXT
+
+
+def _text_of(part: FileRange, folder: str) -> spools.SpooledText | spools.PlainText:
+    return spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
 
 
 def _chunk_documents(
@@ -263,8 +286,9 @@ def _chunk_documents(
     range_end: RangeEnd,
     options: ReadOptions,
     problems: Problems,
+    no_text: frozenset[str] | None = None,
 ) -> Iterator[RawDocument]:
-    """Documents of unpacked text; `begin` is the offset of its first byte."""
+    """Documents of unpacked text; `begin` is the offset of its first byte. `no_text`: of a dump whose head is not in `chunks`."""
     before = problems.counts.total()
     first = next(chunks, b"")
     if not first:
@@ -273,6 +297,9 @@ def _chunk_documents(
         return
     if part.format == AUTO:
         part = _inspected(part, first, options)
+        if part.format == formats.INDEX:
+            problems.add(path, formats.INDEX)
+            return
         if part.format in (*ARCHIVES, *TABLES):
             raise BadInput(
                 f"{path}: a {part.format} file inside another; unpack it first (a packed tar is named .tar.…)"
@@ -288,7 +315,7 @@ def _chunk_documents(
         head = first[: formats.HEAD]
         chunks = (formats.with_line_feeds(chunk, head) for chunk in chunks)
     if part.format in ELEMENTS:
-        yield from _elements(chunks, begin, part, path, range_end, options, problems)
+        yield from _elements(chunks, begin, part, path, range_end, options, problems, no_text)
     elif part.format == "csv":
         for line, row in csv_rows.csv_texts(chunks, path, options, problems):
             yield RawDocument(path, line, row, False)
@@ -309,16 +336,21 @@ def _elements(
     range_end: RangeEnd,
     options: ReadOptions,
     problems: Problems,
+    no_text: frozenset[str] | None,
 ) -> Iterator[RawDocument]:
     """Documents of `<doc>` or `<page>` elements."""
+    if no_text is None and part.format == "mediawiki":
+        no_text, chunks = mediawiki.read_head(chunks)
     for offset, body in formats.split_elements(chunks, begin, part.format, path, problems, range_end):
         if part.format == "wiki":
-            text = formats.wiki_body(body)
+            text, titled = formats.wiki_body(body)
+            if titled:
+                problems.changed[TITLE] += 1
             yield RawDocument(path, offset + len(body) - len(text), text, True)
             continue
         if options.encoding_errors == "replace":  # else the XML parser reports invalid bytes
             body = utf8.decode(body, options, problems, path).encode()
-        if (article := mediawiki.article(body, offset, path, problems)) is not None:
+        if (article := mediawiki.article(body, offset, path, problems, no_text or mediawiki.NO_TEXT)) is not None:
             yield RawDocument(path, offset, article, True)
 
 

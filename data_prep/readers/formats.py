@@ -34,6 +34,8 @@ SENTENCE_END = re.compile(rf"[.!?…؟。！？｡۔।॥։።။།]{CLOSERS}$
 HEADING_LINE = re.compile(rb" ?= [^=\r\n][^\r\n]*(?<!=) =[ \t]*(?:\r?\n|\Z)")
 # what stands between two documents, by their kind; whitespace at the beginning and end of a document does not matter
 SEPARATORS = {"blank-line": BLANK, "heading": re.compile(rb"\n(?=" + HEADING_LINE.pattern + rb")")}
+# "offset:id:title" of each page of a multistream dump: a file beside it, which is left out and counted
+INDEX, INDEX_LINES = "index of a dump, left out", re.compile(rb"(?:\d+:\d+:[^\n]+\n){3}")
 # names, and the patterns of their opening and closing tags, up to the attributes
 ELEMENTS = {"wiki": ("doc", rb"<doc(?=[ >])", b"</doc>"), "mediawiki": ("page", rb"<page>", b"</page>")}
 DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
@@ -187,8 +189,8 @@ def split_elements(
         bad(begin, base + len(buffer))
 
 
-def wiki_body(element: bytes) -> bytes:
-    """The text of a `<doc …>` element after the tag and the title.
+def wiki_body(element: bytes) -> tuple[bytes, bool]:
+    """The text of a `<doc …>` element after the tag and the title, and whether there is one.
 
     The title is the first line if it equals the tag's `title`, or if a blank line follows it and it does not end like a sentence.
     Without `title` all lines are text.
@@ -201,10 +203,10 @@ def wiki_body(element: bytes) -> bytes:
     title = TITLE.search(element[:tag_end])
     line, _, rest = body.partition(b"\n")
     if title is None or not line.strip():
-        return body
+        return body, False
     named, shown = (html.unescape(text.decode(errors="replace")).split() for text in (title[1], line))
     apart = not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(shown[-1])
-    return rest if named == shown or apart else body
+    return (rest, True) if named == shown or apart else (body, False)
 
 
 def split_at(

@@ -29,7 +29,7 @@ from data_prep.common.records import (
     folder_of,
     source_names,
 )
-from data_prep.readers import archives, boundaries, decompress, documents, files, pydoc_corpus, tables
+from data_prep.readers import archives, boundaries, decompress, documents, files, formats, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES
 
 # smallest and largest bytes of text in a task, estimated by the size on disk
@@ -160,7 +160,10 @@ def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[File
         if suffix in NAMED and size < (small // EXPANSION if NAMED[suffix] else small):
             format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
             return [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]
-        return _cut_file(documents.identify(whole, options))
+        file = documents.identify(whole, options)
+        if file.format != formats.INDEX:
+            return _cut_file(file)
+        problems.add(path, formats.INDEX)
     except BadInput:
         if problems.policy == "stop":
             raise

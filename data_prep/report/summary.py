@@ -101,6 +101,7 @@ def facts(
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
             "lines": {name[len(LINES) :]: n for name, n in sorted(everything.counts.items()) if name.startswith(LINES)},
         },
+        "changed": dict(sorted(everything.changed.items())),
         "problems": dict(sorted((problems.counts + everything.problems).items())),
         "lost": lost,
         "datasets": datasets,
@@ -147,9 +148,9 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     """The summary of a build in a dozen lines."""
     mb = 1e6
     read, dropped = s["read"], s["dropped"]
-    reasons, cut_lines = (
+    reasons, changed, cut_lines = (
         ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
-        for counts in (dropped["reasons"], dropped["lines"])
+        for counts in (dropped["reasons"], s["changed"], dropped["lines"])
     )
     speed = "resumed, " if s["resumed"] else f"{s['mb_per_second']:.2f} MB/s of text, "
     lines = {
@@ -159,6 +160,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         "documents": "; ".join(_documents(name, corpus) for name, corpus in s["corpora"].items()),
         "dropped": f"{dropped['documents']:,} documents ({reasons}); {dropped['repeated_paragraphs']:,} repeated paragraphs; "
         f"lines: {cut_lines}",
+        "changed": f"dropped inside documents: {changed}",
         "problems": describe_losses(s["problems"], s["lost"]),
         "vocabulary": f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})",
     }

@@ -124,7 +124,7 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         blocks, lines = largest.blocks_and_lines()
         place = {"source": largest.path, "document": largest.offset, "kind": largest.kind}
         result.facts["largest"] = {"bytes": largest.size, "blocks": blocks, "lines": lines, **place}
-    result.problems, result.lost = problems.counts, problems.lost
+    result.problems, result.lost, result.changed = problems.counts, problems.lost, problems.changed
     for reason, documents in problems.dropped.items():
         result.dropped[reason] += documents
         result.counts["documents read"] += documents
