@@ -22,7 +22,9 @@ from megabert.common.files import sha256_of
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")
 # fields that matter only for training a tokenizer
-TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "character_coverage")
+TRAINING = (
+    "vocab_size", "model_type", "normalization", "lowercase", "casing", "sample_megabytes", "character_coverage",
+)  # fmt: skip
 
 
 def _option(
@@ -51,7 +53,13 @@ class BuildOptions:
     model_type: str = _option(
         "unigram", "tokenizer", "kind of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
     )  # fmt: skip
+    normalization: str = _option(
+        "nfc", "tokenizer", "Unicode's normal form of a trained tokenizer's text: nfkc also replaces ligatures, superscripts and the like", choices=("nfc", "nfkc", "none")
+    )  # fmt: skip
     lowercase: bool = _option(False, "tokenizer", "train an uncased tokenizer")
+    casing: str = _option(
+        "any", "tokenizer", "language whose rules --lowercase follows: Turkish or Azerbaijani, where I has a form with and one without a dot", choices=("any", "tr", "az")
+    )  # fmt: skip
     character_coverage: float = _option(
         0.9995, "tokenizer", "share of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
     )  # fmt: skip
@@ -134,6 +142,8 @@ class BuildOptions:
                     raise BadInput(f"{flag}: must lie in {limits[0]}..{limits[1]}, is {number}")
         if len(set(self.seq_len)) < len(self.seq_len):
             raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
+        if self.casing != "any" and not self.lowercase:
+            raise BadInput(f"--casing: {self.casing} is of --lowercase, which is not given")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
         assert self.rules is not None and self.classifiers is not None and self.functions is not None

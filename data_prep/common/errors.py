@@ -5,6 +5,7 @@ Bad input is reported in one line that names the file and the byte, or counted.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,11 @@ from megabert.common.errors import FAILED
 NAMED_FILES = 5
 # reason -> {"bytes": lost bytes as far as they are known, "files": the first NAMED_FILES with such places, in order}
 Losses = dict[str, dict[str, Any]]
+
+
+def printable(path: str) -> str:
+    """A file's name in which bytes that are not UTF-8, surrogates in Python, are U+FFFD."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 class BadInput(ValueError):
@@ -74,7 +80,7 @@ class Problems:
     def add(self, path: str, reason: str, size: int = 0, places: int = 1) -> None:
         """Count places and bytes of a file under both policies."""
         self.counts[reason] += places
-        add_loss(self.lost, reason, size, [path.encode("utf-8", "replace").decode()])
+        add_loss(self.lost, reason, size, [printable(path)])
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
         """Report a file or folder that can't be read."""

@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.common.arrays import segment_hashes, segment_sums, word_bytes
 from data_prep.tokens.encoder import DocumentBatch
 from megabert.common.random_numbers import GOLDEN64, mix64
-from megabert.data.text import NO_SPACES, clean_word, writes_without_spaces
+from megabert.data.text import NO_SPACES, Form, clean_word, writes_without_spaces
 
 _UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
@@ -45,8 +45,8 @@ class Units(NamedTuple):
     documents: np.ndarray
 
 
-def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
-    """The units of a batch with the paragraphs `documents`.
+def units(batch: DocumentBatch, documents: Sequence[Sequence[str]], form: Form = "NFC") -> Units:
+    """The units of a batch with the paragraphs `documents`; `form`: as of `clean_word`.
 
     Only documents with words in a script without spaces are read again; their words in other scripts have the same hashes as in
     other documents.
@@ -60,7 +60,7 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]]) -> Units:
     for d in np.flatnonzero(batch.unspaced).tolist():
         first = last[d] - len(documents[d])
         text = "\n".join(p for p, kept in zip(documents[d], left[first : last[d]], strict=True) if kept)
-        text_units = UNIT.findall(" ".join(map(clean_word, text.split())))
+        text_units = UNIT.findall(" ".join(clean_word(word, form) for word in text.split()))
         hashes[d] = segment_hashes(*word_bytes(text_units))
         characters[d] = np.fromiter(map(writes_without_spaces, (unit[0] for unit in text_units)), bool, len(text_units))
     sizes = np.cumsum([0, *map(len, hashes)])

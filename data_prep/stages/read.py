@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.common import utf8
 from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes, segment_sums
-from data_prep.common.errors import Problems
+from data_prep.common.errors import Problems, printable
 from data_prep.common.records import AUTO, ReadTask
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
@@ -122,7 +122,7 @@ def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         shared.write(task.index, new_words)
     if largest is not None:
         blocks, lines = largest.blocks_and_lines()
-        place = {"source": largest.path, "document": largest.offset, "kind": largest.kind}
+        place = {"source": printable(largest.path), "document": largest.offset, "kind": largest.kind}
         result.facts["largest"] = {"bytes": largest.size, "blocks": blocks, "lines": lines, **place}
     result.problems, result.lost, result.changed = problems.counts, problems.lost, problems.changed
     for reason, documents in problems.dropped.items():
@@ -258,13 +258,14 @@ class _TaskFiles:
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray, documents: list[CleanDocument]) -> None:
         """Write the keys for finding duplicates of the kept documents."""
-        options, dedup = self._job.options, self._job.options.dedup
+        job, options, dedup = self._job, self._job.options, self._job.options.dedup
         first = (self._task.index << TASK_SHIFT) + self._documents
         numbers = first + np.arange(int(keep.sum()), dtype=np.uint64)
         if "documents" in dedup:
             self._keys["documents"].append(work_files.keyed(table["hash"][keep], numbers))
         if "near" in dedup:
-            units = minhash.units(batch, [document.paragraphs for document in documents])
+            form = encoder_of(job)[0].form
+            units = minhash.units(batch, [document.paragraphs for document in documents], form)
             signatures = minhash.signatures(units, options.near_words, options.near_characters)[keep]
             self._files["signatures"].write(signatures)
             bands = minhash.band_keys(signatures)

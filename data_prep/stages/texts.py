@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from data_prep.common.errors import printable
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import DOCUMENT, BuildJob, ItemResult, Writer
@@ -69,18 +70,13 @@ def run(stages: Stages, job: BuildJob, tasks: list[SavedTask], folder: Path) -> 
     return stage
 
 
-def _as_unicode(name: str) -> str:
-    """A file's name whose bytes that are not UTF-8, surrogates in Python, are replaced by U+FFFD."""
-    return os.fsencode(name).decode(errors="replace")
-
-
 def save(job: BuildJob, item: SavedTask) -> ItemResult:
     """Write text/part-TASK.parquet if any document of the task remains; the fact "sources": (file, documents, tokens)."""
     import pyarrow.parquet as parquet
 
     result = ItemResult()
     stem = f"read-{item.task:07d}"
-    sources = list(map(_as_unicode, item.sources))
+    sources = list(map(printable, item.sources))
     documents = work_files.read(job, f"{stem}.documents", DOCUMENT)
     lengths = work_files.read(job, f"{stem}.sentences", "uint32").astype(np.int64)
     data, sizes = work_files.read(job, f"{stem}.texts", "uint8"), work_files.read(job, f"{stem}.text-sizes", "int32")

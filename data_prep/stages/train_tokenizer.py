@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import re
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,19 @@ from data_prep.stages.read import CleanDocument, clean_documents
 from data_prep.text import sentences
 from data_prep.tokens.encoder import word_facts
 from megabert.common.files import write_whole
-from megabert.data.text import clean_word
-from megabert.data.tokenizer import CONTINUATION, SPECIAL_TOKENS, WORD_START, Tokenizer
+from megabert.common.logs import log
+from megabert.data.text import Form, clean_word
+from megabert.data.tokenizer import (
+    CONTINUATION,
+    ESCAPES,
+    FORMS,
+    RESERVED,
+    SPECIAL_TOKENS,
+    WORD_START,
+    Casing,
+    Tokenizer,
+    turkic_rules,
+)
 
 SAMPLE, TRAIN = "sample", "train"
 # tasks sampled of a corpus
@@ -47,8 +59,14 @@ THREADS = 2
 STEPS = 256
 # SentencePiece's names of the first special tokens
 ROLES = ("pad", "unk", "bos", "eos")
+# names of normal forms in a tokenizer's files by those of --normalization; in lower case they would be SentencePiece's own
+FORM_NAMES = {"nfc": "NFC", "nfkc": "NFKC", "none": "none"}
 # characters; longer sentences are cut
 MAX_SENTENCE = 4096
+# Letters that Turkish and Azerbaijani have, about 7% of a text's characters, and hardly another language. From a share of
+# TURKIC_SHARE on the text is taken for one of these.
+TURKIC = "ıİğ"
+TURKIC_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -71,12 +89,27 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
             error.read = work_files.total([ItemResult.from_json(one.facts["read"]) for one in samples.results])
             raise
         stages.journal.consume(samples, trained)
+        _warn_of_casing(job.options, [result.counts for result in samples.results])
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
         write_whole(Path(job.path(name)), data)  # other jobs may be reading it
     same = copy.copy(given)
     same.path = Path(job.path(given.file_name))
     return same
+
+
+def form_of(options: BuildOptions) -> Form:
+    """The normal form of a trained tokenizer's text, as of `clean_word`."""
+    return FORMS[FORM_NAMES[options.normalization]]
+
+
+def _warn_of_casing(options: BuildOptions, counts: Sequence[Mapping[str, int]]) -> None:
+    letters, characters = (sum(of[name] for of in counts) for name in ("sampled Turkic letters", "sampled characters"))
+    if options.lowercase and options.casing == "any" and letters >= TURKIC_SHARE * characters > 0:
+        log.warning(
+            f"--lowercase: {letters / characters:.1%} of the sample's characters are {', '.join(TURKIC)}, as in Turkish; --casing tr "
+            "(az for Azerbaijani) makes I ı and İ i, without it they become i and i with a dot above"
+        )
 
 
 def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequence[float]) -> list[SampleShare]:
@@ -122,25 +155,28 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     read.dropped["empty"] += sum(not any(map(str.strip, documents[i])) for i in np.flatnonzero(wanted).tolist())
     wanted &= words.document_hashes(job.options.seed) >= job.held_limit
     lines: list[str] = []
-    size = share.size
+    size, form = share.size, form_of(job.options)
     for i in np.flatnonzero(wanted).tolist():
         for paragraph in documents[i]:
             for sentence in sentences.split(paragraph):
-                lines.append(" ".join(map(clean_word, sentence[:MAX_SENTENCE].split(" "))))
+                lines.append(" ".join(clean_word(word, form) for word in sentence[:MAX_SENTENCE].split(" ")))
                 size -= len(sentence)
             if size <= 0:
                 break
     result = ItemResult(facts={"read": read.as_json()})
-    data = "".join(line + "\n" for line in lines).encode()
-    work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), result)
+    text = "".join(line + "\n" for line in lines)
+    result.counts["sampled characters"] = len(text)
+    result.counts["sampled Turkic letters"] = sum(map(text.count, TURKIC))
+    work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(text.encode(), np.uint8), result)
     return result
 
 
 def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list[str]], WordFacts]:
     """Documents without the lines dropped by rules of lines, and the facts of their words."""
-    kept = iter((rules.judge_lines(word_facts(documents, job.needs_folded()), job.options.rules) == 0).tolist())
+    folded, form = job.needs_folded(), form_of(job.options)
+    kept = iter((rules.judge_lines(word_facts(documents, folded, form), job.options.rules) == 0).tolist())
     documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
-    return documents, word_facts(documents, job.needs_folded())
+    return documents, word_facts(documents, folded, form)
 
 
 def _own_objection(document: CleanDocument, job: BuildJob) -> str:
@@ -151,7 +187,8 @@ def _own_objection(document: CleanDocument, job: BuildJob) -> str:
         (left,), words = _without_lines([left], job)
         if rules.judge(words, options.rules).any():
             return ""
-    paragraphs = (" ".join(map(clean_word, paragraph.split())).strip() for paragraph in left)
+    form = form_of(options)
+    paragraphs = (" ".join(clean_word(word, form) for word in paragraph.split()).strip() for paragraph in left)
     text = "\n\n".join(filter(None, paragraphs))
     if not text:
         return ""
@@ -193,23 +230,23 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         raise TooLittleText("--input: no text to train a tokenizer on")
     special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
     special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
-    rule = "identity"
-    if options.kind == "sentencepiece":
-        rule = "nmt_nfkc_cf" if options.lowercase else "nmt_nfkc"
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=options.vocab_size,
-            model_type="unigram" if options.model_type == "unigram" else "bpe",
-            normalization_rule_name=rule,
-            **special,
-            control_symbols=["[MASK]"],
-            character_coverage=options.character_coverage,
-            max_sentence_length=4 * MAX_SENTENCE,
-            num_threads=THREADS,
-            minloglevel=2,
-        )
+        with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules_file:
+            rules_file.write(_character_rules(options))
+            rules_file.flush()
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=(line.translate(ESCAPES) for line in lines),  # it leaves out lines with ▅
+                model_writer=model,
+                vocab_size=options.vocab_size,
+                model_type="unigram" if options.model_type == "unigram" else "bpe",
+                normalization_rule_tsv=rules_file.name,
+                **special,
+                control_symbols=["[MASK]"],
+                character_coverage=options.character_coverage,
+                max_sentence_length=4 * MAX_SENTENCE,
+                num_threads=THREADS,
+                minloglevel=2,
+            )
     except RuntimeError as error:
         text = str(error)
         if least := re.search(r"smaller than required_chars.* vs (\d+)", text):
@@ -221,7 +258,28 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
                 f"--vocab-size: {options.vocab_size} tokens are more than the corpus gives{hint}, or give more text"
             ) from None
         raise
-    return exact(model.getvalue()) if options.model_type == "unigram" else model.getvalue()
+    proto = _parse(model.getvalue())
+    proto.normalizer_spec.name = FORM_NAMES[options.normalization]
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    named = proto.SerializeToString()
+    return exact(named) if options.model_type == "unigram" else named
+
+
+def _character_rules(options: BuildOptions) -> str:
+    """SentencePiece's table of replaced characters: a line each, of its code point, a tab and those of its replacement, in hex.
+
+    Those that it reserves and, for a SentencePiece model, upper-case letters. Text in the form needs no others.
+    """
+    replaced = {chr(code): chr(escape) for code, escape in ESCAPES.items()}
+    if options.lowercase and options.kind == "sentencepiece":
+        from tokenizers import normalizers
+
+        turkic = turkic_rules() if options.casing != "any" else []
+        lower = normalizers.Sequence([*turkic, normalizers.Lowercase()]).normalize_str  # as an exported one does it
+        letters = [*map(chr, (*range(ord("A"), 0xD800), *range(0xE000, sys.maxunicode + 1)))]
+        pairs = zip(letters, lower("\n".join(letters)).split("\n"), strict=True)
+        replaced |= {c: low for c, low in pairs if low != c}
+    return "".join(f"{ord(c):X}\t{' '.join(f'{ord(part):X}' for part in by)}\n" for c, by in replaced.items())
 
 
 def _too_few(options: BuildOptions, least: int) -> BadInput:
@@ -249,12 +307,20 @@ def exact(model: bytes) -> bytes:
     return proto.SerializeToString()
 
 
+def _casing(options: BuildOptions) -> Casing:
+    return Casing(
+        lowercase=options.lowercase,
+        strip_accents=False,
+        turkic=options.casing != "any",
+        form=FORM_NAMES[options.normalization],
+    )
+
+
 def bert_words(lines: list[str], options: BuildOptions) -> list[str]:
     """Lines split by BERT's rules: words separated by spaces, lower-cased on request, with accents."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tokenizers import normalizers, pre_tokenizers
+    normalizer = _casing(options).normalizer()
+    from tokenizers import pre_tokenizers
 
-    normalizer = normalizers.BertNormalizer(lowercase=options.lowercase, strip_accents=False)
     splitter = pre_tokenizers.BertPreTokenizer()
     normal = (normalizer.normalize_str(line) for line in lines)
     return [" ".join(word for word, _ in splitter.pre_tokenize_str(line)) for line in normal]
@@ -281,5 +347,5 @@ def wordpiece_vocabulary(model: Any, options: BuildOptions) -> Tokenizer:
         if len(token) > 1:
             bare = token.removeprefix(WORD_START)
             vocabulary[bare if token != bare else CONTINUATION + bare] = None
-    casing = {"lowercase": options.lowercase, "strip_accents": False}
-    return Tokenizer.parse("".join(f"{token}\n" for token in vocabulary).encode(), Path("vocab.txt"), casing)
+    text = "".join(f"{token}\n" for token in vocabulary).translate(RESERVED)
+    return Tokenizer.parse(text.encode(), Path("vocab.txt"), asdict(_casing(options)))

@@ -1,6 +1,6 @@
 """Cleaning of text: control characters, line ends, left-over markup, paragraphs.
 
-These steps need a whole document. Steps local to a word (Unicode normal form, invisible characters, entities) are in
+These steps need a whole document. Steps local to a word (Unicode normal form, invisible characters) are in
 `megabert.data.text.clean_word`, which `tokens.encoder` runs once for each distinct word.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from megabert.data.text import GLUED, GLUED_END
+from data_prep.text import entities
+from megabert.data.text import CONTROLS, GLUED, GLUED_END
 
-# C0 controls and DEL are removed, except for tab and line feed; VT and FF become spaces.
-_DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
-_SPACES = bytes.maketrans(b"\x0b\x0c", b"  ")
+# bytes in which CONTROLS are spaces
+_SPACED = bytes(32 if CONTROLS.match(chr(byte)) else byte for byte in range(256))
 # A tag with `>`, which is bare or has attributes, or one that is cut off at the end of a line; a comparison (a<b) is neither.
 TAG = re.compile(
     r"</?(?:br|dl|dd|dt|ul|ol|li|p|ref|references|nowiki|noinclude|onlyinclude|includeonly|div|span|center|"
@@ -27,14 +27,13 @@ _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 
 
 def decode(raw: bytes) -> tuple[str, bool]:
-    """(text with bare line feeds and without control characters, whether it may contain one of the marks GLUED) of UTF-8 bytes.
+    """(text with bare line feeds and spaces for control characters, whether it may contain one of the marks GLUED) of UTF-8 bytes.
 
     Raises UnicodeDecodeError, whose `start` counts from the first byte of `raw`.
     """
     text = raw.decode()
-    cleaned = raw.translate(_SPACES, _DELETED)
-    if len(cleaned) != len(raw) or b"\x0b" in raw or b"\x0c" in raw:
-        text = cleaned.decode()
+    if (spaced := raw.translate(_SPACED)) != raw:
+        text = spaced.decode()
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text, not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
@@ -52,10 +51,13 @@ def is_hard_wrapped(text: str) -> bool:
 def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
     """Paragraphs of a document, with unchanged whitespace inside.
 
-    `markup`: the text comes from an extractor, so paragraphs are lines and tags may be left over. `glued`: as of `decode`.
+    `markup`: the text comes from an extractor, so paragraphs are lines, and tags and entities may be left over. `glued`: as of
+    `decode`.
     """
     if markup and "<" in text:
         text = TAG.sub(" ", text)
+    if markup and "&" in text:
+        text, glued = entities.unescape(text), True
     if glued:
         text = GLUED_END.sub(r"\1 ", text)
     if not markup and is_hard_wrapped(text):

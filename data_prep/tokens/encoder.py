@@ -22,7 +22,7 @@ from data_prep.common.errors import BadInput
 from data_prep.filters.measures import FACTS, WordFacts, describe_words, fold
 from data_prep.text import sentences
 from data_prep.tokens.word_cache import WORD, EncodedWords, WordNumbers, word_hashes
-from megabert.data.text import MAX_WORD, clean_word
+from megabert.data.text import MAX_WORD, Form, clean_word
 from megabert.data.tokenizer import Tokenizer
 
 # distinct words in the cache, about 150 MB
@@ -120,8 +120,9 @@ class DocumentBatch:
         return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0), self.unspaced)
 
 
-def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
-    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded`: also folded words."""
+def word_facts(documents: list[list[str]], folded: bool = False, form: Form = "NFC") -> WordFacts:
+    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded`: also folded words; `form`: as of
+    `clean_word`."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
@@ -130,7 +131,7 @@ def word_facts(documents: list[list[str]], folded: bool = False) -> WordFacts:
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    plain = [clean_word(word) for word in distinct]
+    plain = [clean_word(word, form) for word in distinct]
     facts = describe_words(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     hashes = fold(plain)[numbers] if folded else None
@@ -201,9 +202,9 @@ class WordEncoder:
         word_numbers = numbers[place]
         words = None
         if self.texts:
-            words = pa.array((clean_word(word.lstrip(FIRST)) for word in distinct.to_pylist()), pa.string()).take(
-                encoded.indices
-            )
+            form = self.tokenizer.form
+            cleaned = (clean_word(word.lstrip(FIRST), form) for word in distinct.to_pylist())
+            words = pa.array(cleaned, pa.string()).take(encoded.indices)
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow returns an empty word for space at either end, unlike Python's split.
         if not full.all():
@@ -250,7 +251,7 @@ class WordEncoder:
         if max(map(len, new)) > MAX_WORD:
             parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
             edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
-        plain = [w if w.isascii() and "&" not in w else clean_word(w) for w in parts]
+        plain = [w if w.isascii() else clean_word(w, self.tokenizer.form) for w in parts]
         encoded = self._encode(plain)
         if parts is not new:
             plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]

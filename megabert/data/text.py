@@ -1,27 +1,26 @@
 """Text before tokens: its cleaning, sentence ends of all scripts, scripts without spaces, and offsets of tokens in the text.
 
-The same functions clean text for a dataset and for a model's input.
+The same functions clean text for a dataset and for a model's input. A `form` is Unicode's normal form of the text: NFC, NFKC, or ""
+for text that stays as it is composed.
 """
 
 from __future__ import annotations
 
 import functools
-import html
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
-INVISIBLE = re.compile("[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]")
-# as HTML 5 finds them
-ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[^\t\n\f <&#;]{1,32});?")
-# most times that an entity was escaped; more would take quadratic time for a long `&amp;amp;amp;…`
-MAX_ESCAPES = 16
-# as separated by `_spaces`; an entity of a space is inside a word
-_WORD = re.compile(r"[^ ]+")
-# characters that `data_prep` removes from the bytes of a document
+# Marks of direction, soft hyphens, byte order marks, C1 controls and noncharacters. The zero-width joiner and non-joiner are not among
+# them: emoji, Persian and scripts of India are spelled with them.
+INVISIBLE = re.compile(
+    "[\x80-\x84\x86-\x9f\xad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufdd0-\ufdef\ufeff\ufffe\uffff]"
+)
+# C0 controls and DEL, which separate fields or are damage; they become spaces
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # whitespace between words, other than a single space
 SPACES = re.compile(r"\s{2,}|[^\S ]")
@@ -30,7 +29,7 @@ MAX_WORD = 512
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD + 1},}}")
 # (start, end, replacement)
 Replacement = tuple[int, int, str]
-Rule = Callable[[str], Iterator[Replacement]]
+Form = Literal["NFC", "NFKC", ""]
 
 # marks that close a quotation or bracket
 CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
@@ -75,75 +74,48 @@ FIRST_WITHOUT = chr(NO_SPACES[0][0])
 TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
 
 
-def clean_word(word: str) -> str:
-    """A word in NFC, without invisible characters, with complete HTML entities resolved, also escaped ones (`&amp;lt;`), so that
-    cleaning it again changes nothing."""
-    for _ in range(MAX_ESCAPES):
-        before = word
-        if "&" in word and ";" in word:
-            word = html.unescape(word)
-        if not word.isascii():
-            word = unicodedata.normalize("NFC", INVISIBLE.sub("", word))
-        if "&" not in word or word == before:
-            break
-    return word
+def clean_word(word: str, form: Form = "NFC") -> str:
+    """A word in the form, without invisible characters, so that cleaning it again changes nothing."""
+    if word.isascii():
+        return word
+    word = INVISIBLE.sub("", word)
+    return unicodedata.normalize(form, word) if form else word
 
 
-def prepared(text: str) -> str:
+def prepared(text: str, form: Form = "NFC") -> str:
     """`text` cleaned as for a dataset.
 
-    Control characters are removed, sentences, words and slices of long words are separated by single spaces, and each word is
+    Control characters are spaces; sentences, words and slices of long words are separated by single spaces, and each word is
     cleaned by `clean_word`. Spaces around the text become single ones.
     """
-
-    def apply(text: str, rule: Rule) -> str:
-        if rule is _composed:  # faster without the places
-            return unicodedata.normalize("NFC", text)
-        return "".join(new for *_, new in _segments(text, rule))
-
-    return _by_rules(text, apply)
-
-
-def _by_rules(text: str, apply: Callable[[str, Rule], str]) -> str:
-    """`text` after RULES, each applied by `apply(text, rule)`; the last two as often as `clean_word` does."""
     for rule in RULES:
-        text = apply(text, rule)
-    for _ in range(MAX_ESCAPES - 1):
-        if "&" not in text or ";" not in text:
-            break
-        before = text
-        for rule in RULES[-2:]:
-            text = apply(text, rule)
-        if text == before:
-            break
-    return text
+        text = "".join(new for *_, new in _segments(text, rule(text)))
+    return unicodedata.normalize(form, text) if form else text
 
 
-def prepared_with_places(text: str) -> tuple[str, np.ndarray]:
-    """`prepared(text)`, and int64 [its length, 2]: for each of its characters the range of characters of `text` that it came from.
+def prepared_with_places(text: str, form: Form = "NFC") -> tuple[str, np.ndarray]:
+    """`prepared(text, form)`, and int64 [its length, 2]: for each of its characters the range of characters of `text` that it came
+    from.
 
     An inserted space has the range of the character before it.
     """
     place = np.arange(len(text))
     places = np.stack([place, place + 1], 1)
-
-    def apply(text: str, rule: Rule) -> str:
-        nonlocal places
+    for rule in (*RULES, functools.partial(_normalized, form=form)):
         parts = [places[:0]]
-        segments = list(_segments(text, rule))
+        segments = list(_segments(text, rule(text)))
         for start, end, new in segments:
             same = new == text[start:end]
             parts.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
         places = np.concatenate(parts)
-        return "".join(new for *_, new in segments)
+        text = "".join(new for *_, new in segments)
+    return text, places
 
-    return _by_rules(text, apply), places
 
-
-def _segments(text: str, rule: Rule) -> Iterator[Replacement]:
-    """All of `text` in order: the ranges that `rule` replaces, and the unchanged ones between them."""
+def _segments(text: str, replacements: Iterator[Replacement]) -> Iterator[Replacement]:
+    """All of `text` in order: the ranges that are replaced, and the unchanged ones between them."""
     at = 0
-    for start, end, new in rule(text):
+    for start, end, new in replacements:
         yield at, start, text[at:start]
         yield start, end, new
         at = end
@@ -152,7 +124,7 @@ def _segments(text: str, rule: Rule) -> Iterator[Replacement]:
 
 def _controls(text: str) -> Iterator[Replacement]:
     for match in CONTROLS.finditer(text):
-        yield match.start(), match.end(), " " if match[0] in "\x0b\x0c" else ""
+        yield match.start(), match.end(), " "
 
 
 def _separations(text: str) -> Iterator[Replacement]:
@@ -171,34 +143,24 @@ def _long_words(text: str) -> Iterator[Replacement]:
             yield end - 1, end, f"{text[end - 1]} "
 
 
-def _resolved(text: str) -> Iterator[Replacement]:
-    """Complete entities in words, and invisible characters."""
-    replacements = [(m.start(), m.end(), "") for m in (() if text.isascii() else INVISIBLE.finditer(text))]
-    for word in _WORD.finditer(text) if "&" in text else ():
-        if "&" in word[0] and ";" in word[0]:
-            for entity in ENTITY.finditer(word[0]):
-                new = html.unescape(entity[0])
-                if new != entity[0]:
-                    start = word.start() + entity.start()
-                    replacements.append((start, start + len(entity[0]), INVISIBLE.sub("", new)))
-    last = 0
-    for start, end, new in sorted(replacements):
-        if start >= last:  # an invisible character may interrupt an apparent entity
-            yield start, end, new
-            last = end
+def _invisible(text: str) -> Iterator[Replacement]:
+    for match in () if text.isascii() else INVISIBLE.finditer(text):
+        yield match.start(), match.end(), ""
 
 
-def _composed(text: str) -> Iterator[Replacement]:
-    """Characters with the marks that follow them, where NFC changes them."""
-    for match in () if unicodedata.is_normalized("NFC", text) else _composable().finditer(text):
-        if (new := unicodedata.normalize("NFC", match[0])) != match[0]:
+def _normalized(text: str, form: Form) -> Iterator[Replacement]:
+    """Characters with the marks that follow them, where the form changes them."""
+    if not form or unicodedata.is_normalized(form, text):
+        return
+    for match in _composable().finditer(text):
+        if (new := unicodedata.normalize(form, match[0])) != match[0]:
             yield match.start(), match.end(), new
 
 
 @functools.cache
 def _composable() -> re.Pattern[str]:
     """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and
-    finals."""
+    finals, and characters that NFKC replaces by one of these."""
     joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
     for code in range(sys.maxunicode + 1):
         parts = unicodedata.decomposition(chr(code)).split()
@@ -206,18 +168,21 @@ def _composable() -> re.Pattern[str]:
             joins.append(code)
         elif len(parts) == 2 and parts[0][0] != "<":
             joins.append(int(parts[1], 16))
+    known = {*map(chr, joins)}
+    wide = (c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c)[:1] == "<")
+    joins += [ord(c) for c in wide if unicodedata.normalize("NFKD", c)[0] in known]
     return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
 
 
-# the steps of `prepared`, in order
-RULES = (_controls, _separations, _spaces, _long_words, _resolved, _composed)
+# the steps of `prepared` before the form, in order
+RULES = (_controls, _separations, _spaces, _long_words, _invisible)
 
 
-def offsets_in_original(text: str, encoded: str, offsets: np.ndarray) -> np.ndarray:
-    """Offsets int64 [n, 2] in `encoded`, which is `prepared(text)` or `text`, as offsets in `text`."""
+def offsets_in_original(text: str, encoded: str, offsets: np.ndarray, form: Form) -> np.ndarray:
+    """Offsets int64 [n, 2] in `encoded`, which is `prepared(text, form)` or `text`, as offsets in `text`."""
     if encoded == text:
         return offsets
-    same, places = prepared_with_places(text)
+    same, places = prepared_with_places(text, form)
     assert same == encoded
     starts, ends = np.append(places[:, 0], len(text)), np.append(0, places[:, 1])
     first = starts[offsets[:, 0]]

@@ -4,12 +4,14 @@ but [UNK].
 The file is read once, then hashed and parsed. The kind is recognised by content:
 
     sentencepiece  a SentencePiece model with [PAD], [UNK], [CLS], [SEP] and [MASK] at ids 0 to 4, all but [UNK] control
-                   symbols
+                   symbols. One that data_prep trained names the normal form of its text in the model's normalizer_spec, and
+                   has characters of its own for ▁ and ▅, which SentencePiece reserves
     wordpiece      BERT's published `vocab.txt`: UTF-8, a token a line, [PAD] first, the other special tokens anywhere.
                    The normalisation is not in it but in a tokenizer_config.json beside it, as in Hugging Face's folders,
                    or given by the caller. Without either it is guessed: cased where lower-casing would change some token
                    outside square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two
-                   releases). If it is not as guessed, the SHA-256 is of both files' content
+                   releases). If it is not as guessed, the SHA-256 is of both files' content. One that data_prep trained
+                   names the normal form of its text there, and keeps the characters that BERT's cleaning drops
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
 "[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there; all other ids are
@@ -32,7 +34,7 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical
-from megabert.data.text import begins_unit, offsets_in_original, prepared, without_blanks
+from megabert.data.text import Form, begins_unit, offsets_in_original, prepared, without_blanks
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,12 @@ SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # SentencePiece's mark of a space before the token
 WORD_START = "\u2581"
+# characters that SentencePiece reserves (of these it shows an unknown token in training as the second), and the noncharacters,
+# which cleaned text does not have, for them in a model that data_prep trained
+ESCAPES = str.maketrans("\u2581\u2585", "\ufdd0\ufdd1")
+RESERVED = {escape: code for code, escape in ESCAPES.items()}
+# normal forms of text by their names in the files of a trained tokenizer
+FORMS: dict[str, Form] = {"NFC": "NFC", "NFKC": "NFKC", "none": ""}
 # WordPiece's mark of a token inside a word
 CONTINUATION = "##"
 # a token of one byte, in vocabularies with byte fallback
@@ -56,6 +64,8 @@ CHUNK = 4096
 # Hugging Face's file beside a vocab.txt, and its fields by those of `Casing`
 CONFIG = "tokenizer_config.json"
 CASING_FIELDS = {"lowercase": "do_lower_case", "strip_accents": "strip_accents", "ideographs": "tokenize_chinese_chars"}
+# fields of a vocabulary that data_prep trained, which Hugging Face does not have
+TRAINED_FIELDS = {"turkic": "turkic_lower_case", "form": "unicode_form"}
 # tokenizer classes of Hugging Face that split text like BERT's, with or without "Fast" at the end
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 SPLIT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
@@ -64,25 +74,55 @@ SPLIT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece
 @dataclass(frozen=True)
 class Casing:
     """Normalisation of BERT's tokenizer: lower-case, drop accents (Unicode's non-spacing marks of all scripts), put spaces around
-    ideographs."""
+    ideographs.
+
+    `turkic`: in lower case, I is ı and İ is i. `form`: of a vocabulary that data_prep trained, a name of FORMS; its text keeps
+    format and private characters. "": a published one, whose text BERT cleans of these.
+    """
 
     lowercase: bool
     strip_accents: bool
     ideographs: bool = True
+    turkic: bool = False
+    form: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """The fields by name, without those that only a trained vocabulary has and this has not."""
+        return {name: value for name, value in asdict(self).items() if value or name not in TRAINED_FIELDS}
+
+    def normalizer(self) -> Any:
+        """As an object of the tokenizers library, for text in the form."""
+        # With a thread pool the library would warn at every later fork. A variable that the user has set is kept.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import normalizers  # a SentencePiece run does not need it
+
+        bert = normalizers.BertNormalizer(not self.form, self.ideographs, self.strip_accents, self.lowercase)
+        return normalizers.Sequence([*turkic_rules(), bert]) if self.turkic else bert
 
 
-def read_casing(path: Path) -> dict[str, bool | None]:
+def turkic_rules() -> list[Any]:
+    """Normalizers before lower-casing Turkish or Azerbaijani."""
+    from tokenizers import normalizers
+
+    return [normalizers.Replace("\u0130", "i"), normalizers.Replace("I", "\u0131")]
+
+
+def read_casing(path: Path) -> dict[str, Any]:
     """The fields of `Casing` in Hugging Face's tokenizer_config.json; None where it has none.
 
     Raises ValueError for a damaged file and for a tokenizer that splits text differently from BERT's.
     """
+    fields = CASING_FIELDS | {"turkic": TRAINED_FIELDS["turkic"]}
     try:
         tree = json.loads(path.read_bytes())
-        values = {name: tree.get(field) for name, field in CASING_FIELDS.items()}
+        values = {name: tree.get(field) for name, field in fields.items()}
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path}: is no JSON object; remove it or save the tokenizer again") from None
     refuse_other_tokenizer(tree, path)
-    return checked_casing(values, CASING_FIELDS, str(path))
+    form = tree.get(TRAINED_FIELDS["form"])
+    if form is not None and form not in FORMS:
+        raise ValueError(f"{path}: {TRAINED_FIELDS['form']} is {form!r:.40}, must be one of {', '.join(FORMS)}")
+    return checked_casing(values, fields, str(path)) | {"form": form}
 
 
 def checked_casing(
@@ -122,6 +162,8 @@ class Tokenizer:
     file_name: str
     # the mark of tokens inside a word; "": tokens that begin a word include the space before it
     continuation = ""
+    # Unicode's normal form of cleaned text, "" for none
+    form: Form = "NFC"
     processor: Any
     # the protocol buffer of a SentencePiece model
     proto: Any
@@ -165,14 +207,14 @@ class Tokenizer:
             from megabert.data.tokenizer_json import FastTokenizer, names_beside
 
             return FastTokenizer(path, data, names_beside(path))
-        casing = {"lowercase": lowercase, "strip_accents": strip_accents}
+        casing: dict[str, Any] = {"lowercase": lowercase, "strip_accents": strip_accents}
         beside = path.with_name(CONFIG)
         if _first_binary_byte(data) is None and beside.is_file():
             casing = read_casing(beside) | {name: value for name, value in casing.items() if value is not None}
         return Tokenizer.parse(data, path, casing)
 
     @staticmethod
-    def parse(data: bytes, path: Path, casing: Mapping[str, bool | None] | None = None) -> Tokenizer:
+    def parse(data: bytes, path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
         """The tokenizer of a file's content `data`; errors as of `load`, which name `path`.
 
         `casing`: known fields of `Casing`, for a vocab.txt.
@@ -209,7 +251,7 @@ class Tokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of raw texts, equal to those of a dataset built from them."""
-        return self.encode_batch(list(map(prepared, texts)))
+        return self.encode_batch([prepared(text, self.form) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
         """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`."""
@@ -241,12 +283,12 @@ class Tokenizer:
         Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
         without characters: a blank, or one of several tokens of a single character.
         """
-        cleaned = list(map(prepared, texts))
-        encoded = self._encode_with_offsets(cleaned)
-        return [
-            (ids, offsets_in_original(text, clean, without_blanks(clean, np.array(offsets, np.int64).reshape(-1, 2))))
-            for text, clean, (ids, offsets) in zip(texts, cleaned, encoded, strict=True)
-        ]
+        cleaned = [prepared(text, self.form) for text in texts]
+        found = []
+        for text, clean, (ids, at) in zip(texts, cleaned, self._encode_with_offsets(cleaned), strict=True):
+            offsets = without_blanks(clean, np.array(at, np.int64).reshape(-1, 2))
+            found.append((ids, offsets_in_original(text, clean, offsets, self.form)))
+        return found
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         raise NotImplementedError
@@ -316,8 +358,10 @@ class _SentencePiece(Tokenizer):
                 raise ValueError(f"{path}: token {token} must be a control symbol ([UNK]: the unknown one)")
         self.processor = processor
         starts = np.array([t.startswith(WORD_START) for t in tokens], bool)
-        shown = [t.removeprefix(WORD_START).replace(WORD_START, " ") for t in tokens]
+        shown = [t.removeprefix(WORD_START).replace(WORD_START, " ").translate(RESERVED) for t in tokens]
         super().__init__(path, sha256, shown, SPECIAL_IDS, starts)
+        self.form = FORMS.get(self.proto.normalizer_spec.name, "NFC")
+        del self.proto  # rarely needed again
         # A token with the mark after its start crosses words; without a dummy prefix a word's first token depends on
         # whether a space stands before it.
         first = tokens[processor.encode("a")[0]]
@@ -338,15 +382,15 @@ class _SentencePiece(Tokenizer):
         return self.processor.encode(list(texts), out_type=int, num_threads=1)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        find = self.processor.piece_to_id
-        return [without_space(self, ids, lambda i: find(self.tokens[i][1:])) for ids in self.encode_texts(words)]
+        find, name = self.processor.piece_to_id, self.processor.id_to_piece
+        return [without_space(self, ids, lambda i: find(name(i)[1:])) for ids in self.encode_texts(words)]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)
         return [(e["ids"], e["offsets"]) for e in encoded]
 
     def _decode(self, ids: list[int]) -> str:
-        return self.processor.decode(ids)
+        return self.processor.decode(ids).translate(RESERVED)
 
 
 class _WordPiece(Tokenizer):
@@ -354,10 +398,8 @@ class _WordPiece(Tokenizer):
 
     kind, file_name, continuation = "wordpiece", "vocab.txt", CONTINUATION
 
-    def __init__(self, path: Path, sha256: str, text: str, casing: Mapping[str, bool | None]) -> None:
-        # With a thread pool the library would warn at every later fork. A variable that the user has set is kept.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        import tokenizers  # a SentencePiece run does not need it
+    def __init__(self, path: Path, sha256: str, text: str, casing: Mapping[str, Any]) -> None:
+        import tokenizers
 
         tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
         ids = _checked_ids(tokens, path)
@@ -369,15 +411,13 @@ class _WordPiece(Tokenizer):
         base = self._guess if lowercase is None else Casing(lowercase, lowercase)
         self.casing = replace(base, **known)
         if self.casing != self._guess:
-            sha256 = hashlib.sha256(text.encode() + b"\0" + canonical(asdict(self.casing))).hexdigest()
+            sha256 = hashlib.sha256(text.encode() + b"\0" + canonical(self.casing.fields())).hexdigest()
+        self.form = FORMS[self.casing.form or "NFC"]
+        normalizer = self.casing.normalizer()
         self.processor = tokenizers.Tokenizer(
             tokenizers.models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD)
         )
-        self.processor.normalizer = tokenizers.normalizers.BertNormalizer(
-            handle_chinese_chars=self.casing.ideographs,
-            strip_accents=self.casing.strip_accents,
-            lowercase=self.casing.lowercase,
-        )
+        self.processor.normalizer = normalizer
         self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
         special = {name: ids[token] for name, token in zip(SPECIAL_IDS, SPECIAL_TOKENS, strict=True)}
@@ -387,7 +427,7 @@ class _WordPiece(Tokenizer):
     def files(self) -> dict[str, bytes]:
         if self.casing == self._guess:
             return super().files()
-        fields = {CASING_FIELDS[name]: value for name, value in asdict(self.casing).items()}
+        fields = {(CASING_FIELDS | TRAINED_FIELDS)[name]: value for name, value in self.casing.fields().items()}
         return super().files() | {CONFIG: canonical(fields)}
 
     def doubt(self) -> str:

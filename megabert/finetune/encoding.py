@@ -154,7 +154,8 @@ def _tags(
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    ways = tokenizer.encode_words(list(map(prepared, distinct))), tokenizer.encode_inside(distinct)
+    cleaned = [prepared(word, tokenizer.form) for word in distinct]
+    ways = tokenizer.encode_words(cleaned), tokenizer.encode_inside(distinct)
     apart, inside = (
         {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
     )

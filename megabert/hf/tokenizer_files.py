@@ -2,18 +2,17 @@
 
 `tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
 lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. The first two stand behind
-the cleaning of texts that `megabert.data.text.prepared` does, but for HTML entities and the cut of words of more than 512
-characters, which the format cannot express; a tokenizer.json keeps the normalizer that it has. What else it cannot express is
-refused by name. After a mask the library puts a space where a text begins with one. Three differences remain, all of them the
-`tokenizers` library's:
+the cleaning of texts that `megabert.data.text.prepared` does, but for the cut of words of more than 512 characters, which the
+format cannot express; a tokenizer.json keeps the normalizer that it has. What else it cannot express is refused by name. After a
+mask the library puts a space where a text begins with one. Three differences remain, all of them the `tokenizers` library's:
 
     a special token that a text spells out ("[MASK]") becomes the special id, which filling it in needs
     it sums a unigram model's scores in fp64 and word by word, SentencePiece in fp32 over the whole text: where two
         segmentations score the same up to rounding, either may win (never in a model that data_prep trained: its
         scores have exact sums)
-    it cannot compose what takes more than five bytes (kana and a separate voicing mark, Hangul in separate letters) nor
-        two marks at once, and composes some marks after characters that are replaced themselves; NFC text has next to
-        none of these
+    in a model with SentencePiece's own character map it cannot compose what takes more than five bytes (kana and a
+        separate voicing mark, Hangul in separate letters) nor two marks at once, and composes some marks after
+        characters that are replaced themselves; NFC text has next to none of these
 """
 
 from __future__ import annotations
@@ -22,10 +21,22 @@ import copy
 import json
 import os
 import re
+import unicodedata
 from typing import Any
 
-from megabert.data.text import CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES
-from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_TOKENS, WORD_START, Casing, Tokenizer
+from megabert.data.text import CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form
+from megabert.data.tokenizer import (
+    CONTINUATION,
+    ESCAPES,
+    FORMS,
+    MAX_WORD,
+    SPECIAL_TOKENS,
+    TRAINED_FIELDS,
+    WORD_START,
+    Casing,
+    Tokenizer,
+    turkic_rules,
+)
 from megabert.data.tokenizer_json import FastTokenizer
 
 # SentencePiece's numbers of the types of tokens and of models
@@ -114,6 +125,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
         config |= {
             "do_lower_case": casing.lowercase, "strip_accents": strip, "tokenize_chinese_chars": casing.ideographs,
         }  # fmt: skip
+        config |= {field: value for name, field in TRAINED_FIELDS.items() if (value := getattr(casing, name))}
     tokens: dict[str, Any] = dict(names)
     if not tokenizer.continuation:
         flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
@@ -136,7 +148,7 @@ def _from_wordpiece(tokenizer: Tokenizer) -> Any:
     from tokenizers import decoders
 
     built = tokenizers.Tokenizer.from_str(tokenizer.processor.to_str())
-    built.normalizer = tokenizers.normalizers.Sequence([*_cleaning(), built.normalizer])
+    built.normalizer = tokenizers.normalizers.Sequence([*_cleaning(tokenizer.form), built.normalizer])
     built.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
     assert built.model.max_input_chars_per_word == MAX_WORD
     return built
@@ -153,7 +165,8 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     proto = tokenizer.proto
     _refuse_unknown(tokenizer, proto)
     built = tokenizers.Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto))
-    rules, spec = _character_rules(proto), proto.normalizer_spec
+    spec = proto.normalizer_spec
+    rules = _trained_rules(tokenizer) if spec.name in FORMS else _character_rules(proto)
     if spec.remove_extra_whitespaces:
         rules += [normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
         rules += [normalizers.Replace(tokenizers.Regex(r" +\z"), "")]
@@ -173,6 +186,9 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
         built.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     else:
         built.decoder = decoders.Metaspace(WORD_START, "first")
+        if spec.name in FORMS:
+            reserved = [decoders.Replace(chr(escape), chr(code)) for code, escape in ESCAPES.items()]
+            built.decoder = decoders.Sequence([built.decoder, *reserved])
     before = " " if spec.add_dummy_prefix and not spec.remove_extra_whitespaces else ""  # as for any text
     for piece in proto.pieces:
         if piece.type == USER_DEFINED and built.normalizer.normalize_str(piece.piece) != before + piece.piece:
@@ -192,7 +208,7 @@ def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
     problem = ""
     if kind not in ("unigram", "bpe"):
         problem = f"model_type={kind}"
-    elif rule not in RULES:
+    elif rule not in (*RULES, *FORMS):
         problem = f"normalization_rule_name={rule or 'a table of its own'}"
     elif not proto.normalizer_spec.escape_whitespaces:
         problem = "escape_whitespaces=false"
@@ -213,6 +229,17 @@ def _stands_alone(symbol: str, proto: Any) -> bool:
     return len(symbol) == 1 and sum(symbol in piece.piece for piece in proto.pieces) == 1
 
 
+def _trained_rules(tokenizer: Tokenizer) -> list[Any]:
+    """The cleaning, and the character map of a model that data_prep trained: the characters for reserved ones, lower case."""
+    from tokenizers import normalizers
+
+    rules = [*_cleaning(tokenizer.form), *(normalizers.Replace(chr(c), chr(by)) for c, by in ESCAPES.items())]
+    lower = tokenizer.processor.normalize("I")[-1]
+    if lower == "\u0131":
+        rules += turkic_rules()
+    return rules if lower == "I" else [*rules, normalizers.Lowercase()]
+
+
 def _character_rules(proto: Any) -> list[Any]:
     """The model's character map, made exact on what the library does differently.
 
@@ -223,7 +250,7 @@ def _character_rules(proto: Any) -> list[Any]:
     from tokenizers import Regex, normalizers
 
     table = proto.normalizer_spec.precompiled_charsmap
-    cleaning = _cleaning(" " if proto.normalizer_spec.remove_extra_whitespaces else "")
+    cleaning = _cleaning("NFC", " " if proto.normalizer_spec.remove_extra_whitespaces else "")
     if not table:
         return cleaning
     mapped = normalizers.Precompiled(table)
@@ -237,23 +264,28 @@ def _character_rules(proto: Any) -> list[Any]:
     ]
 
 
-def _cleaning(first: str = " ") -> list[Any]:
-    """What `megabert.data.text.prepared` does, but for entities and long words.
+def _cleaning(form: Form, first: str = " ") -> list[Any]:
+    """What `megabert.data.text.prepared` does, but for long words.
 
     The library puts the mark of a space only before a text whose first character is left: `first` stands for deleted ones.
     """
     from tokenizers import Regex, normalizers
 
     marks, closing = (re.sub(".", lambda c: rf"\x{{{ord(c[0]):X}}}", characters) for characters in (GLUED, CLOSING))
-    return [
-        normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern}|{CONTROLS.pattern})+"), first),
-        normalizers.Replace(Regex(r"[\x0B\x0C]"), " "),
-        normalizers.Replace(Regex(CONTROLS.pattern), ""),
+    rules = [
+        normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern})+"), first),
+        normalizers.Replace(Regex(CONTROLS.pattern), " "),
         normalizers.Replace(Regex(rf"[{marks}]+[{closing}]*\K(?=[^\s{marks}{closing}])"), " "),
         normalizers.Replace(Regex(SPACES.pattern), " "),
         normalizers.Replace(Regex(INVISIBLE.pattern), ""),
-        normalizers.NFC(),
     ]
+    if form == "NFKC":
+        newer = (c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c)[:1] == "<")
+        change = normalizers.NFKC()
+        pairs = [(c, unicodedata.normalize(form, c)) for c in newer]
+        rules += [normalizers.Replace(c, by) for c, by in pairs if change.normalize_str(c) != by]
+        return [*rules, change]
+    return [*rules, normalizers.NFC()] if form else rules
 
 
 def _unigram(proto: Any) -> Any:

@@ -156,7 +156,7 @@ def _tokens_in(token: bytes, old: Tokenizer, new: Tokenizer, known: dict[bytes, 
     if "\ufffd" in text and all(byte in known for byte in single):
         return [known[byte] for byte in single]
     text = token.decode(errors="ignore")
-    word = prepared(text).strip()
+    word = prepared(text, old.form).strip()
     ids = old.encode_words([word])[0]
     if not text.startswith(" "):
         inside = _continued(old, word) if old.continuation else old.encode_inside([word])[0]

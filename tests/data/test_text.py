@@ -1,34 +1,62 @@
-"""Invisible characters go, entities become characters, and every character has its place in the original."""
+"""Invisible characters go, controls become spaces, and every character has its place in the original."""
 
 from __future__ import annotations
 
 import random
 import re
+import unicodedata
 
-from megabert.data.text import MAX_WORD, clean_word, prepared, prepared_with_places
+import pytest
 
-PARTS = ["a", "&amp;", "&lt", "&", "; ", "\u200b", "\xad", "é", " ", "&#65;", "&notit;", "&shy;", "x;", "&nbsp;", "文", "&a\u200bmp;", "&#38;", "amp;", "lt;", "\u0301", "\u0323", "\u1112\u1161", "\u11ab", "か", "\u3099", "。", "」", "\x0b", "\x01"]  # fmt: skip
+from megabert.data.text import MAX_WORD, Form, clean_word, prepared, prepared_with_places
+
+PARTS = ["a", "&amp;", "&lt", "\u200b", "\u2066", "\xad", "é", " ", "文", "\u0301", "\u0323", "\u1112\u1161", "\u11ab", "か", "\u3099", "。", "」", "\x0b", "\x01", "\x00", "ﬁ", "x²", "\uff76", "\uff9e", "㈱", "\u314f", "\u3131", "\u200c", "\xa8"]  # fmt: skip
 
 
-def test_cleaned_characters_have_their_original_places() -> None:
+@pytest.mark.parametrize("form", ["NFC", "NFKC", ""])
+def test_cleaned_characters_have_their_original_places(form: Form) -> None:
     rng = random.Random(0)
     for _ in range(3000):
         text = "".join(rng.choices(PARTS, k=rng.randint(0, 9)))
-        found, places = prepared_with_places(text)
-        assert found == prepared(text)
-        cleaned = re.sub(r"(。+」*)(?=[^\s。」])", r"\1 ", text.replace("\x01", "").replace("\x0b", " "))
-        assert found.split() == " ".join(map(clean_word, cleaned.split())).split()
-        assert all(clean_word(word) == word for word in found.split()), text
+        found, places = prepared_with_places(text, form)
+        assert found == prepared(text, form)
+        cleaned = re.sub(r"(。+」*)(?=[^\s。」])", r"\1 ", re.sub("[\x00\x01\x0b]", " ", text))
+        assert found.split() == " ".join(clean_word(word, form) for word in cleaned.split()).split()
+        assert all(clean_word(word, form) == word for word in found.split()), text
         assert places.shape == (len(found), 2) and (places[:, 0] < places[:, 1]).all()
         for character, (first, last) in zip(found, places.tolist(), strict=True):
-            of = text[first:last]
-            assert of == "\x0b" or "&" in of or character in f"{prepared(of)} ", (text, character)
+            assert character in f"{prepared(text[first:last], form)} ", (text, character)
 
 
-def test_invisible_characters_and_entities() -> None:
-    for escaped in ("&amp;lt;b&amp;gt;", "&amp;amp;amp;lt;b>", "&#38;l&#116;;b&gt;", "&a\xadmp;lt;b>"):
-        assert clean_word(escaped) == prepared(escaped) == "<b>", escaped
-    assert prepared("AT&amp;T \u200bfoo\u200bbar\xad &lt;b&gt; a & b; R&D") == "AT&T foobar <b> a & b; R&D"
+def test_code_and_addresses_stay_as_they_are() -> None:
+    for text in (
+        "init(&params);",
+        "/?a=1&copy=2&region=3&timestamp=4",
+        "AT&amp;T &#38; &lt;b&gt; R&D;",
+        "\u0661 &para;",
+    ):
+        assert clean_word(text) == prepared(text) == text
+
+
+def test_invisible_characters_go_and_joiners_stay() -> None:
+    marks = "\u061c\u200b\u200e\u200f\u202a\u202e\u2060\u2066\u2067\u2068\u2069\ufeff\xad\ufdd0\uffff"
+    for mark in marks:
+        assert prepared(f"foo{mark}bar") == clean_word(f"foo{mark}bar") == "foobar", mark
+    for kept in ("خانه\u200cها", "👩\u200d👧", "क्\u200dष"):
+        assert prepared(kept) == clean_word(kept) == kept
+
+
+def test_controls_become_spaces() -> None:
+    for control in map(chr, (*range(0x20), 0x7F)):
+        assert prepared(f"foo{control}bar") == "foo bar", control
+
+
+def test_the_form_is_a_choice() -> None:
+    text = "x² ㈱ e\u0301 ﬁ"
+    assert prepared(text) == "x² ㈱ é ﬁ" and prepared(text, "NFKC") == "x2 (株) é fi" and prepared(text, "") == text
+    assert [clean_word(text, form) for form in ("NFC", "NFKC", "")] == [
+        unicodedata.normalize("NFC", text), unicodedata.normalize("NFKC", text), text
+    ]  # fmt: skip
 
 
 def test_long_words_are_cut_as_a_build_cuts_them() -> None:

@@ -112,7 +112,7 @@ def test_lowercase_tokenizer_and_one_held_out_passage(topics, command, tmp_path)
     output = tmp_path / "out"
     result = command(
         "build", "--input", tmp_path / "*.txt", "--output", output, "--vocab-size", 600, "--model-type", "bpe",
-        "--lowercase", "--held-out", 0.0001, "--workers", 2, "--quiet",
+        "--lowercase", "--held-out", 0.0001, "--seed", 1, "--workers", 2, "--quiet",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     held = json.loads((output / "held_out" / "manifest.json").read_text())

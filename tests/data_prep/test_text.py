@@ -3,18 +3,36 @@
 import pytest
 
 from data_prep.readers import mediawiki
-from data_prep.text import clean, sentences
+from data_prep.text import clean, entities, sentences
 from megabert.data.text import clean_word
 
 
 def test_bytes_and_words_are_cleaned():
-    assert clean_word("e\u0301t\u00ade\u200b") == "\u00e9te" and clean_word("AT&amp;T") == "AT&T"
+    assert clean_word("e\u0301t\u00ade\u200b") == "\u00e9te" and clean_word("AT&amp;T") == "AT&amp;T"
     assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode())[1]
     assert all(clean.decode(f"ab{mark}".encode())[1] for mark in clean.GLUED)
-    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", False)
+    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("a b \nc\nd  e\tf", False)
+    assert clean.decode(b"".join(b"a%c" % byte for byte in (*range(32), 127)))[0].split() == ["a"] * 33
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")
     assert error.value.start == 5
+
+
+def test_entities_are_resolved_in_markup_alone():
+    text = "init(&params); /?a=1&copy=2 AT&amp;T &amp;amp;lt;b&gt; &#x41;&#66; &notit; &#12290;C"
+    assert clean.paragraphs(text, False) == [text]
+    assert clean.paragraphs(text, True, False) == ["init(&params); /?a=1&copy=2 AT&T <b> AB &notit; \u3002 C"]
+
+
+def test_entities_are_complete_and_bounded():
+    assert (
+        entities.unescape("&lt &lt; &para &para; &nosuch; &;&#; &#x; &amp") == "&lt < &para ¶ &nosuch; &;&#; &#x; &amp"
+    )
+    for escaped in ("&amp;lt;b&amp;gt;", "&amp;amp;amp;lt;b>", "&#38;l&#116;;b&gt;"):
+        assert entities.unescape(escaped) == "<b>", escaped
+    for depth, want in ((15, "<"), (16, "&lt;"), (17, "&amp;lt;")):
+        assert entities.unescape(f"&{'amp;' * depth}lt;") == want
+    assert entities.unescape("&" + "amp;" * 1_000_000) == "&" + "amp;" * (1_000_000 - entities.MAX_ESCAPES)
 
 
 def test_hard_wrapped_lines_are_rejoined():

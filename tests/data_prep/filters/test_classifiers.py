@@ -89,12 +89,12 @@ def test_build_drops_by_each_model(model, tmp_path):
 def test_classifiers_see_cleaned_text_without_dropped_lines(tokenizer, model, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Classifier, "keeps", lambda self, text: seen.append(text) or True)
-    line = "The &quot;house&quot; stands on a hill, and it was good to see how many of them came."
-    (tmp_path / "a.txt").write_text(f"Home | Contact\n{line}\n\n\n" * 9)
+    line = "The \xad&quot;house&quot; stands on a hill, and it was good to see how many of them came."
+    (tmp_path / "a.txt").write_text(f"Home | Contact\n{line}\n\n\n" * 9, encoding="utf-8")
     arguments = [
         "build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", "--text-documents", "blank-line", "--seq-len", "32",
         "--held-out", "0", "--dedup", "none", "--workers", "1", "--quiet", "--classifier", f"{model}:en:0.5", "--filters",
         "min-line-words=5", *tokenizer,
     ]  # fmt: skip
     assert main(arguments) == 0
-    assert set(seen) == {line.replace("&quot;", '"')} and len(seen) == 9 * (1 + ("--vocab-size" in tokenizer))
+    assert set(seen) == {line.replace("\xad", "")} and len(seen) == 9 * (1 + ("--vocab-size" in tokenizer))

@@ -64,7 +64,8 @@ def days(folder):
 def test_passages_of_three_novels_are_held_out(nsp, make, capsys):
     logs.setup()
     folder = make("data", nsp=nsp)
-    (line,) = capsys.readouterr().out.splitlines()
+    kind, line = capsys.readouterr().out.splitlines()
+    assert "a document of plain text is a file" in kind
     report = json.loads((folder / "report.json").read_text())
     for length in (64, 128):
         dataset = folder / f"seq{length}"
