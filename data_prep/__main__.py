@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import sys
 
-from data_prep import commands
-from megabert.common.errors import code_of, command, interrupted
-from megabert.common.files import refuse_url
+from megabert.common.errors import code_of, command, interrupted, leaving_at_ctrl_c
+
+with leaving_at_ctrl_c():
+    from data_prep import commands
+    from megabert.common.files import refuse_url
 
 
 @command

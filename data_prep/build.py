@@ -136,7 +136,7 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         found = errors.describe_losses(problems.counts, problems.lost)
-        raise BadInput(f"--input {paths}: no text there; bad or empty files: {found}")
+        raise BadInput(f"--input {paths}: no text there ({'no files' if found == 'none' else found})")
     return ranges
 
 

@@ -17,7 +17,7 @@ from data_prep.options import BuildOptions
 from data_prep.readers import files
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import cores, launched
-from megabert.common.errors import OK
+from megabert.common.errors import OK, leaving_at_ctrl_c
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the parsed command; returns the exit code."""
     if args.command == "build":
         return _build(args)
-    # slow imports, not needed by --help
-    from data_prep.executor import pool
-    from data_prep.report import inspect_dataset
-    from megabert.data import shards
+    with leaving_at_ctrl_c():  # slow imports, not needed by --help
+        from data_prep.executor import pool
+        from data_prep.report import inspect_dataset
+        from megabert.data import shards
 
     pool.collect_seldom()
     if args.command == "inspect":
@@ -96,10 +96,10 @@ def _build(args: argparse.Namespace) -> int:
         for path in chain.from_iterable(corpus.paths for corpus in given):
             if path != PYDOC and not files.MAGIC.search(path):
                 files.matches(path)
-    # slow imports, after the check of options
-    from data_prep.build import BuildPlan, build, build_part
-    from data_prep.executor import output_folder, pool
-    from data_prep.report.summary import summary_text
+    with leaving_at_ctrl_c():  # slow imports, after the check of options
+        from data_prep.build import BuildPlan, build, build_part
+        from data_prep.executor import output_folder, pool
+        from data_prep.report.summary import summary_text
 
     pool.collect_seldom()
     plan = BuildPlan(given, Path(args.output), options, _tokenizer(args), args.on_error)

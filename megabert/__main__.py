@@ -5,15 +5,20 @@ Modules are listed by name and imported on use, so that `megabert --help` is fas
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import os
 import sys
-from dataclasses import dataclass
 
-from megabert import __version__
-from megabert.common import arguments, environment, errors
-from megabert.common.logs import log
+try:
+    import difflib
+    import importlib
+    import os
+    from dataclasses import dataclass
+
+    from megabert import __version__
+    from megabert.common import arguments, environment, errors
+    from megabert.common.logs import log
+except KeyboardInterrupt:
+    print("error: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,13 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
         leave_when_signalled()  # before the slow imports
     environment.spin_briefly()  # torch reads it when it is imported
     arguments.call_as(prog or called())
-    code = errors.code_of(lambda: importlib.import_module(command.module).main(argv))
+
+    def run() -> int:
+        with errors.leaving_at_ctrl_c():
+            module = importlib.import_module(command.module)
+        return int(module.main(argv))
+
+    code = errors.code_of(run)
     if command.saves:
         from megabert.distributed.signals import ignore_signals
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SLOW_MACHINE = 5  # a shared one, against the 0.3 s of a quiet one
 # what no command's help may leave out: (command and subcommand, option) -> its default
 EXAMPLES = {
-    ("finetune", "--lr"): "5e-05; of models narrower than 768: 0.0003",
+    ("finetune", "--lr"): "5e-05; of models narrower than 768: 0.0003; with --freeze: 0.01",
     ("finetune", "--precision"): "auto",
     ("finetune", "--seeds"): "1",
     ("prep build", "--vocab-size"): "30000",
@@ -391,9 +391,13 @@ def test_every_command_has_mistakes() -> None:
 NOTHING = signals.NOTHING.decode()
 WAITING = """
 import importlib, sys, time
-def slow(name):  # as imports on a cold disk are
+def slow(name):  # as imports on a cold disk are; compiled code prints an exception and continues
     print("importing", name, flush=True)
-    time.sleep(60)
+    for _ in range(2):
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            print("lost", file=sys.stderr)
 importlib.import_module = slow
 from megabert import __main__ as cli
 sys.exit(cli.main(sys.argv[1:]))

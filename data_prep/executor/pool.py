@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -37,9 +38,21 @@ def _begin_worker(parent: int) -> None:
     collect_seldom()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by shells for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block. Processes started inside never receive it, unless they unblock it: Python's
+    handler would print a traceback in each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def launched_ranks() -> int:
@@ -64,6 +77,7 @@ class Pool:
         when the caller removes the work folder.
         """
         results: dict[int, Result] = {}
+        waiting = iter(enumerate(items))
         numbers: dict[Future[Result], int] = {}
         ended: SimpleQueue[Future[Result]] = SimpleQueue()
 
@@ -76,15 +90,20 @@ class Pool:
             if not future.cancelled():
                 take(numbers[future], future.result())
 
+        def submit(executor: Executor, count: int) -> None:
+            for index, item in islice(waiting, count):
+                future = executor.submit(function, item)
+                numbers[future] = index
+                future.add_done_callback(ended.put)
+
         if self._executor is None:
-            for index, item in enumerate(items):
+            for index, item in waiting:
                 take(index, function(item))
             return list(results.values())
         try:
-            for index, item in enumerate(items):
-                numbers[self._executor.submit(function, item)] = index
-            for future in numbers:
-                future.add_done_callback(ended.put)
+            # To processes each worker's next item, so that none has to be cancelled: where workers have died too, as after Ctrl-C,
+            # ProcessPoolExecutor's thread fails at a cancelled one with a traceback (fixed in Python 3.12).
+            submit(self._executor, len(items) if self._root_works else 2 * self.size)
             # Workers take items from the front; rank 0 takes the last waiting one.
             for future, index in reversed(numbers.items()) if self._root_works else ():
                 if not future.cancel():
@@ -94,12 +113,13 @@ class Pool:
                     take_next()
             while len(results) < len(items):
                 take_next()
+                submit(self._executor, 1)
         except BrokenProcessPool:
             raise WorkerDied(
                 "a worker process died (killed for memory?); the same command resumes, with fewer --workers perhaps"
             ) from None
         finally:
-            wait([future for future in numbers if not future.cancel()])
+            wait([future for future in numbers if not (self._root_works and future.cancel())])
         return [results[i] for i in range(len(items))]
 
 
@@ -131,5 +151,6 @@ def opened(workers: int | None) -> Iterator[Pool | None]:
         return
     # Forked before this process has threads; forking saves workers a second of imports.
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),)) as processes:
-        processes.submit(os.getpid).result()
+        with interrupts_blocked():
+            processes.submit(os.getpid).result()
         yield Pool(workers, processes)

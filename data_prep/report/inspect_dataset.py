@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import signal
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_prep.common.errors import BadInput
+from data_prep.executor.pool import interrupts_blocked
 from megabert.data import shards
 from megabert.data.masking import Masked, MaskingConfig, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
@@ -68,9 +68,9 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
     try:
         if workers > 1:
             context = multiprocessing.get_context("spawn")  # a fork would copy locks held by threads of the parent
-            # the parent handles interrupts
-            pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-            results = pool.map(shards.ShardCheck.problems, checks)
+            pool = ProcessPoolExecutor(workers, context)
+            with interrupts_blocked():  # the parent handles them
+                results = pool.map(shards.ShardCheck.problems, checks)
         else:
             results = map(shards.ShardCheck.problems, checks)
         for part in parts:

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from megabert import hf
@@ -27,7 +26,7 @@ from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained
-from megabert.hf.inference import on_every_core, one_row, pack_weights
+from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, width_of
 
 # batches that are sorted by length together, and whose vectors are in memory together
 SORTED = 8
@@ -47,14 +46,6 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
         texts = ((f"{path}, line {number}", line) for number, line in tables.lines(path))
     for where, value in texts:
         yield tables.text_of(value, where)
-
-
-def parse_layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers named by --layers, for a model of `count`; 0 is the embeddings. Raises ValueError naming a layer that it lacks."""
-    layers = tuple(int(number) for number in text.replace("last", str(count)).split(","))
-    if not 0 <= min(layers) <= max(layers) <= count:
-        raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
-    return layers
 
 
 @dataclass
@@ -83,7 +74,7 @@ class Extractor:
     ) -> None:
         """`pool`: none, cls, mean or max. `batch_tokens`: tokens of a batch, on the CPU for each core (None: by device)."""
         model = pretrained.config.model
-        self.layers = parse_layers(layers, model.layers)
+        self.layers, self.width = layers, width_of(layers, model)
         self.max_length = max_length or model.max_positions
         if not 5 <= self.max_length <= model.max_positions:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
@@ -95,8 +86,6 @@ class Extractor:
         self.line = one_row(self.model)
         # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
-        self.width = model.hidden * len(self.layers)
-        self.only_last_layer = self.layers == (model.layers,)
         # texts truncated so far
         self.truncated = 0
 
@@ -163,10 +152,8 @@ class Extractor:
         inputs = packed.inputs() | {"seed": torch.zeros(1, dtype=torch.int64, device=self.device)}
         if self.pool == "cls":
             at = torch.from_numpy(packed.starts + (lengths - 1 if self.causal else 0)).to(self.device)
-            if self.only_last_layer:
-                return self.model.encode(**inputs, keep=at).float().cpu().numpy()
-            return self._hidden(inputs)[at].float().cpu().numpy()
-        hidden = self._hidden(inputs).float()
+            return read_layers(self.model, self.layers, at, **inputs).float().cpu().numpy()
+        hidden = read_layers(self.model, self.layers, **inputs).float()
         if not self.line:
             spans = [np.arange(start, start + n) for start, n in zip(packed.starts, lengths, strict=True)]
             hidden = hidden[torch.from_numpy(np.concatenate(spans)).to(self.device)]  # (N, D)
@@ -174,12 +161,6 @@ class Extractor:
             return hidden.cpu().numpy()
         counts = torch.from_numpy(lengths).to(self.device)
         return torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0).cpu().numpy()
-
-    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(B * T, D): the chosen layers of `BertForPreTraining.hidden_states`, concatenated (in a pre-LN model only the last one is
-        normalised)."""
-        states = self.model.hidden_states(**inputs, count=1 + max(self.layers))
-        return torch.cat([states[i] for i in self.layers], -1).flatten(0, 1)
 
 
 def _write_npy(file: IO[bytes], windows: Iterator[SortingWindow], texts: int, extractor: Extractor) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
-from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
+from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, called_as, layers_of, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import located
 
@@ -47,8 +46,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-length {args.max_length}: must be 0 or more")
     if args.batch_tokens is not None and args.batch_tokens < 1:
         raise ValueError(f"--batch-tokens {args.batch_tokens}: must be 1 or more")
-    if not re.fullmatch(r"(last|\d+)(,(last|\d+))*", args.layers):
-        raise ValueError(f"--layers {args.layers}: is neither last nor N[,N…]")
+    layers_of(args.layers)
 
 
 @command
@@ -61,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     vectors = "file to write: .parquet, or .npy for one vector a text; must not exist"
     add("--output", required=True, metavar="FILE", help=vectors)
     add("--text", default="", metavar="COLUMN", help="column of the text")
-    add("--layers", default="last", help="last, N (0 is the embeddings), or N,N,… concatenated")
+    add("--layers", default="last", help=LAYERS)
     add("--pool", default="mean", choices=("mean", "max", "cls", "none"), help=POOLS)
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: the model's positions")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ PRESETS = Path(__file__).resolve().parents[1] / "presets"
 MODEL = "run folder, one checkpoint in it, a Hugging Face folder, or OWNER/NAME on its hub"
 # help of --tokenizer
 TOKENIZER = "the run's tokenizer, if its dataset was moved"
+# help of --layers
+LAYERS = "last, N (0 is the embeddings), N,N,… concatenated, or N+N+… summed"
 _called_as = ""
 
 
@@ -85,3 +88,14 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     add("--deepspeed_config", default="", metavar="FILE", help="JSON with additional DeepSpeed keys")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
     add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
+
+
+def layers_of(text: str, count: int = sys.maxsize) -> list[int]:
+    """The layers named by --layers in a model of `count`. Raises ValueError for another form than LAYERS, and for a layer that the
+    model lacks."""
+    if not re.fullmatch(r"(last|\d+)((,(last|\d+))*|(\+(last|\d+))*)", text):
+        raise ValueError(f"--layers {text}: is neither last nor N[,N…] nor N[+N…]")
+    layers = [int(number) for number in re.split("[,+]", text.replace("last", str(count)))]
+    if max(layers) > count:
+        raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
+    return layers

@@ -12,13 +12,15 @@ The attribute `exit_code` of an exception overrides the class of its type.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +110,25 @@ def interrupted(consequence: str = "") -> int:
     print(file=sys.stderr)
     log.error(f"interrupted: {consequence}" if consequence else "interrupted")
     return INTERRUPTED
+
+
+@contextlib.contextmanager
+def leaving_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C in the block ends the process with one line. For imports, whose compiled code prints a KeyboardInterrupt with a
+    traceback and continues."""
+
+    def leave(number: int, frame: Any) -> None:
+        os.write(2, b"error: interrupted\n")
+        os._exit(leave_exit_code(INTERRUPTED))
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:

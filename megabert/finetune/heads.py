@@ -1,10 +1,11 @@
 """Heads: one added layer on the pre-trained encoder for each task.
 
 A text is read at [CLS], through the pre-trained pooler if the model has one; words and answers at their tokens (Devlin et al. 2019,
-section 4); in a modern model all of them through the masked-LM head's transform (Warner et al. 2024). Losses are sums, as
-`megabert.engine` requires. The added layer is computed in fp32: bf16 has too few digits for a score or to distinguish spans.
+section 4); in a modern model all of them through the masked-LM head's transform (Warner et al. 2024). Both are of the last layer:
+others are read without. Losses are sums, as `megabert.engine` requires. The added layer is computed in fp32: bf16 has too few
+digits for a score or to distinguish spans.
 
-Shapes: N items, P read positions, W of them in the longest item, D hidden, K outputs.
+Shapes: N items, P read positions, W of them in the longest item, D' features (of one layer hidden), K outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config, ModelConfig, OpsConfig
+from megabert.hf.inference import read_layers, width_of
 from megabert.model import BertForPreTraining, Linear
 
 # Kinds read at tokens; the others at [CLS].
@@ -34,16 +36,16 @@ class OutputLayer(Linear):
 class Head(nn.Module):
     """Pooler with tanh (for texts), transform (in modern models) or neither -> dropout -> the added layer."""
 
-    def __init__(self, cfg: ModelConfig, kind: str, outputs: int, transform: nn.Module) -> None:
+    def __init__(self, cfg: ModelConfig, kind: str, outputs: int, transform: nn.Module, layers: str) -> None:
         super().__init__()
-        pooled = not cfg.modern and kind not in TOKEN_KINDS
-        self.transform = transform if cfg.modern else None
+        pooled = not cfg.modern and kind not in TOKEN_KINDS and layers == "last"
+        self.transform = transform if cfg.modern and layers == "last" else None
         self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std) if pooled else None
         # The published span head has no dropout.
         self.dropout = nn.Dropout(0.0 if kind == "span" and not cfg.modern else cfg.dropout)
-        self.output = OutputLayer(cfg.hidden, outputs, cfg.init_std)
+        self.output = OutputLayer(width_of(layers, cfg), outputs, cfg.init_std)
 
-    def forward(self, hidden: Tensor) -> Tensor:  # (P, D) -> (P, K)
+    def forward(self, hidden: Tensor) -> Tensor:  # (P, D') -> (P, K)
         if self.transform is not None:
             hidden = self.transform(hidden)
         if self.pooler is not None:
@@ -54,13 +56,14 @@ class Head(nn.Module):
 class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
-    def __init__(self, encoder: BertForPreTraining, kind: str, outputs: int) -> None:
-        """`outputs`: classes, labels or tags, 1 for a score, 2 for a span. The pre-training heads of `encoder` are
-        removed; the pooler, or a modern model's transform, moves into the head."""
+    def __init__(self, encoder: BertForPreTraining, kind: str, outputs: int, layers: str = "last") -> None:
+        """`outputs`: classes, labels or tags, 1 for a score, 2 for a span. `layers` as of `read_layers`. The pre-training heads of
+        `encoder` are removed; the pooler, or a modern model's transform, moves into the head."""
         super().__init__()
-        self.kind, self.outputs, self.terms, self.weights = kind, outputs, (kind,), (1.0,)
+        self.kind, self.outputs, self.terms, self.weights, self.layers = kind, outputs, (kind,), (1.0,), layers
         pooler = getattr(encoder, "pooler", None)
-        self.head = Head(encoder.cfg, kind, outputs, encoder.mlm)
+        self.head = Head(encoder.cfg, kind, outputs, encoder.mlm, layers)
+        self.pooler_trained = pooler is not None
         self.encoder = encoder
         for name in PRETRAINING_HEADS:
             if hasattr(encoder, name):
@@ -70,9 +73,21 @@ class Finetuner(nn.Module):
         if pooler is not None and self.head.pooler is not None:
             self.head.pooler.load_state_dict(pooler.state_dict())
 
+    def freeze(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Make the parts with weights of pre-training constant, in eval mode, and no part of the parameters of this module; returns
+        their weights, as named and typed before. What is left to train is the added layer."""
+        weights = self.state_dict()
+        parts = ((self, "encoder"), (self.head, "transform"), (self.head, "pooler"))
+        for owner, name in parts if self.pooler_trained else parts[:2]:
+            if (part := owner._modules.pop(name, None)) is not None:
+                # Not `setattr`, which would register it.
+                owner.__dict__[name] = part.to(device, dtype).eval().requires_grad_(False)
+        left = self.state_dict()
+        return {name: tensor for name, tensor in weights.items() if name not in left}
+
     def logits(self, read: Tensor, **inputs: Tensor) -> Tensor:
         """fp32 [P, K] at the positions `read` (int [P]) of packed `inputs`; for texts one position an item: [N, K]."""
-        return self.head(self.encoder.encode(**inputs, keep=read))
+        return self.head(read_layers(self.encoder, self.layers, read, **inputs))
 
     def forward(
         self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
@@ -113,6 +128,7 @@ def build(
     weights: Mapping[str, Tensor] | None,
     device: torch.device,
     dtype: torch.dtype,
+    layers: str = "last",
 ) -> Finetuner:
     """The module to train, in fp32 on the CPU, with backends for `dtype` on `device`, independent of `config.ops`.
 
@@ -122,4 +138,4 @@ def build(
     model = BertForPreTraining(config.model, OpsConfig(), device.type, dtype, config.data.masking.causal)
     if weights is not None:
         model.load_state_dict(weights)
-    return Finetuner(model, kind, outputs)
+    return Finetuner(model, kind, outputs, layers)

@@ -37,6 +37,11 @@ def load(source: str | Path) -> Finetuned:
     if finetuned.described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
         raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
+    if finetuned.described.layers != "last":
+        raise ValueError(
+            f"{finetuned.folder}: its added layer reads --layers {finetuned.described.layers}, Hugging Face's classes the last one; "
+            "train with --layers last, or predict with megabert finetune --predict"
+        )
     # Its dropout is that of fine-tuning, which EuroBERT's classes lack.
     family = mapping.family_of(finetuned.described.config.model.model_copy(update={"dropout": 0.0}))
     kind = family.prefix + HUB_KINDS[finetuned.described.task.kind].class_of

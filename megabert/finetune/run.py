@@ -24,7 +24,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import Checkpoints
 from megabert.common import tables
+from megabert.common.arguments import layers_of
 from megabert.common.errors import OK
 from megabert.common.files import sha256_of, write_whole
 from megabert.common.logs import aligned, duration, log
@@ -71,6 +72,7 @@ def configure(model: Config, settings: Settings, items: int, world_size: int, lo
     micro = min(settings.micro_batch or share, share)
     if share % micro:
         raise ValueError(f"--micro-batch {micro} does not divide a rank's {share} items of --batch")
+    layers_of(settings.layers, model.model.layers)
     total = settings.epochs * steps_per_epoch(items, settings.batch)
     dropout = {"dropout": settings.dropout, "attention_dropout": settings.dropout}
     return configuration.from_dict(
@@ -125,7 +127,9 @@ def encode_splits(
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
     """The model of a run. Raises ValueError naming an option that does not fit."""
     config = configure(start.config, settings, len(data.items["train"]), world_size, log_interval)
-    return Described(data.task, data.labels, settings.max_length, settings.stride, config)
+    last = layers_of(settings.layers, config.model.layers) == [config.model.layers]
+    layers = "last" if last else settings.layers
+    return Described(data.task, data.labels, settings.max_length, settings.stride, config, layers=layers)
 
 
 # ---- the run
@@ -181,7 +185,8 @@ class FineTuning:
         torch.manual_seed(settings.seed)
         weights = None if settings.from_scratch else start.weights
         kind, outputs, dtype = data.task.kind, self.described.outputs, DTYPES[self.config.precision]
-        self.module: Any = heads.build(self.config, kind, outputs, weights, world.device, dtype)
+        self.module: Any = heads.build(self.config, kind, outputs, weights, world.device, dtype, self.described.layers)
+        self.frozen = self.module.freeze(world.device, dtype) if settings.freeze else {}
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
         self.best = Best()
@@ -299,7 +304,7 @@ class FineTuning:
             if self.world.is_main:
                 results = {"step": step, "dev": dev_scores, "settings": asdict(self.settings)}
                 described = replace(self.described, threshold=threshold)
-                save.save(self.folder / "best", described, weights, self.start.tokenizer, results)
+                save.save(self.folder / "best", described, self.frozen | weights, self.start.tokenizer, results)
         return {f"dev/{name}": v for name, v in dev_scores.items()}
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
@@ -397,11 +402,13 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
             there = json.loads(path.read_text())
         except ValueError:
             raise ValueError(f"{path}: is damaged; name another --output") from None
+        # An earlier version may not have had all settings.
+        usual = {each.name: each.default for each in fields(Settings)}
         for name in {**common, **there}:
-            if common.get(name) != there.get(name):
+            before, now = (values.get(name, usual.get(name)) for values in (there, common))
+            if before != now:
                 raise ValueError(
-                    f"{output}: was made with {name}={there.get(name)!r}, this command says {common.get(name)!r}; "
-                    "name another --output"
+                    f"{output}: was made with {name}={before!r}, this command says {now!r}; name another --output"
                 )
     elif others := sorted(entry.name for entry in output.glob("*") if entry.name != "lock"):
         raise ValueError(f"{output}: holds {others[0]} and no {COMMON}; name an empty folder as --output")

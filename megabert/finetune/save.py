@@ -39,7 +39,7 @@ WEIGHTS = "model.safetensors"
 @dataclass(frozen=True)
 class Described:
     """Description of a fine-tuned model without its weights. `max_length` and `stride` as of `encoding.encode`, `threshold` as of
-    `scores.decode`."""
+    `scores.decode`, `layers` as of `heads.Finetuner`."""
 
     task: Task
     labels: tuple[str, ...]
@@ -47,6 +47,7 @@ class Described:
     stride: int
     config: Config
     threshold: float = 0.5
+    layers: str = "last"
 
     @property
     def outputs(self) -> int:
@@ -79,7 +80,7 @@ def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, replacing that of an earlier call."""
-    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride", "threshold")}
+    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride", "threshold", "layers")}
     tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
@@ -100,7 +101,8 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
         task: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
         config = configuration.from_dict(tree["config"])
         lengths = tree["max_length"], tree["stride"]
-        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, float(tree["threshold"]))
+        layers = str(tree.get("layers", "last"))
+        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, float(tree["threshold"]), layers)
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None
@@ -111,7 +113,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
     dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
-    module = heads.build(config, described.task.kind, described.outputs, None, device, dtype)
+    module = heads.build(config, described.task.kind, described.outputs, None, device, dtype, layers)
     try:
         module.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Inference on the CPU: packed weights, and one batch a core.
+"""Inference: hidden states of chosen layers; on the CPU packed weights, and one batch a core.
 
 A core with its own batch does not synchronise with other cores after every operation, keeps intermediate values in its cache,
 and gives the same results whatever the number of cores.
@@ -14,7 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from megabert.common.arguments import layers_of
 from megabert.common.streaming import in_order
+from megabert.config import ModelConfig
 from megabert.model import BertForPreTraining, FeedForward, Linear
 
 J = TypeVar("J")
@@ -22,6 +24,25 @@ R = TypeVar("R")
 
 # typical rows of a product; the packed layout is valid for any number
 ROWS = 1024
+
+
+def width_of(layers: str, cfg: ModelConfig) -> int:
+    """D' of `read_layers`. Raises ValueError for a layer that the model lacks."""
+    return cfg.hidden * (1 if "+" in layers else len(layers_of(layers, cfg.layers)))
+
+
+def read_layers(model: BertForPreTraining, layers: str, at: Tensor | None = None, **inputs: Tensor) -> Tensor:
+    """(P, D') at the flat positions `at`, without them (B * T, D'): hidden states of the layers named as by `LAYERS`.
+
+    They are those of `BertForPreTraining.hidden_states`, so in a pre-LN model only the last one is normalised.
+    """
+    numbers = layers_of(layers, len(model.layers))
+    if at is not None and numbers == [len(model.layers)]:
+        return model.encode(**inputs, keep=at)
+    states = model.hidden_states(**inputs, count=1 + max(numbers))
+    chosen = [states[number].flatten(0, 1) for number in numbers]
+    hidden = torch.stack(chosen).sum(0) if "+" in layers else torch.cat(chosen, -1)
+    return hidden if at is None else hidden[at]
 
 
 def pack_weights(module: nn.Module) -> bool:

@@ -95,6 +95,10 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     naming what is missing or does not belong to the rest.
     """
     path = located(source)
+    if any((folder / "task.json").is_file() for folder in (path, path / "best")):
+        raise ValueError(
+            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, or export it with megabert export"
+        )
     if is_model_folder(path):
         return read(path, tokenizer)
     run_dir = path.resolve().parents[1] if (path / "manifest.json").is_file() else path

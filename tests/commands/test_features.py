@@ -70,14 +70,15 @@ def tokens_of(path: Path) -> dict[str, np.ndarray]:
     return joined | {"lengths": np.array([len(row) for row in rows["ids"]])}
 
 
-@pytest.mark.parametrize("layers", ["last", "0", "3,4,0"])
+@pytest.mark.parametrize("layers", ["last", "0", "3,4,0", "1+last+3"])
 def test_layers_are_transformers_own(layers: str, run: Path, peer: Any, lines: Path) -> None:
     output = lines.with_suffix(".parquet")
     assert features.main(command(run, lines, output, "--pool", "none", "--layers", layers, "--batch-tokens", "30")) == 0
     found, want = tokens_of(output), []
     for text in TEXTS:
         states = peer(text)
-        want.append(np.concatenate([states[int(i)] for i in layers.replace("last", "4").split(",")], 1))
+        chosen = [states[int(i)] for i in layers.replace("last", "4").replace("+", ",").split(",")]
+        want.append(sum(chosen) if "+" in layers else np.concatenate(chosen, 1))
     assert found["lengths"].tolist() == [len(states) for states in want]
     assert found["vectors"].shape == np.concatenate(want).shape
     assert np.abs(found["vectors"] - np.concatenate(want)).max() <= 1e-5
@@ -175,6 +176,7 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.csv", b"x,y\none, \n", ["--text", "y"], "line 2, column 'y': empty text"),
     ("a.txt", b"one\n", ["--layers", "5"], "the model has 0 (embeddings) to 4"),
     ("a.txt", b"one\n", ["--layers", "first"], "--layers first: is neither last nor N"),
+    ("a.txt", b"one\n", ["--layers", "1,2+3"], "--layers 1,2+3: is neither last nor N"),
     ("a.txt", b"one\n", ["--max-length", "101"], "the model takes 5 to 100 tokens"),
     ("a.txt", b"one\n", ["--batch-tokens", "0"], "must be 1 or more"),
     ("a.txt", b"one\n", ["--output", "OUT.txt"], "OUT.txt: must end in .parquet, .npy"),

@@ -1,37 +1,142 @@
-"""Ctrl-C, which reaches a build and all its workers: one line, and the same command resumes."""
+"""Ctrl-C and TERM, which reach a command and all its workers: one line or none, never a traceback, and the same command resumes."""
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
+import string
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
+import pytest
 
-def build(corpus: Path, out: Path) -> list[str]:
-    sizes = ("--seq-len", "64", "--vocab-size", "300", "--workers", "2")
-    return [sys.executable, "-m", "megabert", "prep", "build", "--input", str(corpus), "--output", str(out), *sizes]
+from data_prep.executor import pool
+
+ENTRY = "import sys; from megabert.__main__ import main; print(flush=True); sys.exit(main())"
+KEPT = "error: interrupted: finished parts are kept, the same command resumes"
+SENTENCE = "The quick brown fox {} jumps over the lazy dog near the river bank. She sells sea shells by the shore.\n"
 
 
-def test_ctrl_c_ends_a_build_with_one_line(tmp_path) -> None:
-    corpus, out = tmp_path / "corpus", tmp_path / "out"
-    corpus.mkdir()
-    text = "The quick brown fox jumps over the lazy dog near the river bank. She sells sea shells by the shore.\n"
-    # of two workers one computes and the other waits
-    (corpus / "one.txt").write_text("".join(text.replace("fox", f"fox {i}") for i in range(80_000)))
+def write_corpus(folder: Path, files: int, lines: int) -> Path:
+    folder.mkdir()
+    for file in range(files):
+        text = (SENTENCE.format(f"{file} {line}") + "\n" * (line % 10 == 0) for line in range(lines))
+        (folder / f"{file:02}.txt").write_text("".join(text))
+    return folder
+
+
+def build(corpus: Path, out: Path, *tokenizer: str) -> list[str]:
+    options = ("--seq-len", "64", "--workers", "2", *tokenizer)
+    return ["prep", "build", "--input", str(corpus), "--output", str(out), *options]
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """A command in its own process group, after the imports with which every command starts."""
     # these tests may run in the background of a shell, which ignores SIGINT there
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
-        build(corpus, out), start_new_session=True, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+        [sys.executable, "-c", ENTRY, *command],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed,
     )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def interrupted(command: list[str], seconds: float, number: int = signal.SIGINT) -> str:
+    """Send a signal to the command's group after some seconds, and check how it ends; returns the last line on stderr."""
+    process = started(command)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, number)
+    _, shown = process.communicate(timeout=60)
+    last = shown.strip().splitlines()[-1:] or [""]
+    assert "Traceback" not in shown and "Exception" not in shown, f"{seconds:.2f} s: {shown}"
+    if process.returncode and number == signal.SIGINT:
+        assert process.returncode == 130 and shown.count("error:") == 1, f"{seconds:.2f} s: {shown}"
+        assert last[0].startswith("error: interrupted"), f"{seconds:.2f} s: {shown}"
+    else:
+        assert process.returncode in (0, -number) and "error:" not in shown, f"{seconds:.2f} s: {shown}"
+    return last[0]
+
+
+def test_ctrl_c_ends_a_build_with_one_line(tmp_path) -> None:
+    # of two workers one computes and the other waits
+    out = tmp_path / "out"
+    command = build(write_corpus(tmp_path / "corpus", 1, 80_000), out, "--vocab-size", "300")
+    process = started(command)
     end = time.monotonic() + 60
     while process.poll() is None and not list(out.rglob("sample-*")) and time.monotonic() < end:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130, shown
-    assert shown.strip().splitlines()[-1] == "error: interrupted: finished parts are kept, the same command resumes"
+    assert shown.strip().splitlines()[-1] == KEPT
     assert "Traceback" not in shown and shown.count("error:") == 1
+
+
+def end_worker(item: int) -> int:
+    if item:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_interrupt_and_dead_workers_leave_no_traceback(monkeypatch) -> None:
+    """Items wait while the build is interrupted and its workers die."""
+    shown: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+
+    def interrupt(result: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pool.opened(2) as executor:
+        assert executor is not None
+        executor.map(end_worker, range(50), interrupt)
+    assert not shown
+
+
+def test_an_error_starts_at_most_two_items_a_worker(tmp_path) -> None:
+    def fail(result: str) -> None:
+        raise ValueError("no")
+
+    with pool.opened(2) as executor:
+        assert executor is not None
+        assert executor.map(str, range(9), lambda result: None) == [*"012345678"]
+        with pytest.raises(ValueError, match="no"):
+            executor.map(Path.touch, [tmp_path / str(item) for item in range(50)], fail)
+    assert 1 <= len(list(tmp_path.iterdir())) <= 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("instants", [pytest.param(2, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
+def test_signal_at_any_instant_leaves_no_traceback(number: int, instants: int, tmp_path) -> None:
+    characters = string.ascii_lowercase + string.digits + "."
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *(f"##{c}" for c in characters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    out = tmp_path / "out"
+    # two tasks of reading, or four
+    corpus = write_corpus(tmp_path / "corpus", 10 * min(instants, 4), 3500)
+    command = build(corpus, out, "--tokenizer", str(tmp_path / "vocab.txt"))
+    # of a build on a quiet machine
+    longest = 3.0
+    draw = random.Random(number)
+    for instant in range(instants):
+        shutil.rmtree(out, ignore_errors=True)
+        interrupted(command, draw.uniform(instant, instant + 1) / instants * longest, number)
+    again = started(command)
+    shown = again.communicate(timeout=120)
+    assert again.returncode == 0, shown
+    for _ in range(instants):
+        interrupted(["prep", "verify", "--workers", "2", str(out)], draw.uniform(0.05, 1.0), number)

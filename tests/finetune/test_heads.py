@@ -84,6 +84,48 @@ def test_loss_is_its_definition(kind: str) -> None:
     assert module.counts(batch) == (15 if kind == "multilabel" else 5,)
 
 
+@pytest.mark.parametrize("layers", ["last", "3", "1,2,3,4", "1+2+3+4"])
+@torch.no_grad()
+def test_layers_are_concatenated_or_summed(layers: str) -> None:
+    cfg = finetune_items.config()
+    module = heads.build(cfg, "tag", 2, finetune_items.weights(cfg), CPU, torch.float32, layers).eval()
+    (item,) = finetune_items.items("tag", 1)
+    batch = batch_of([item], "tag")
+    states = [state[0, item.positions] for state in module.encoder.hidden_states(**batch.packed.inputs())]
+    want = {
+        "last": states[4],
+        "3": states[3],
+        "1,2,3,4": torch.cat(states[1:], -1),
+        "1+2+3+4": states[1] + states[2] + states[3] + states[4],
+    }[layers]
+    assert module.head.output.weight.shape == (2, 128 if layers == "1,2,3,4" else 32)
+    assert (
+        logits_of(module, batch) - (want @ module.head.output.weight.T + module.head.output.bias)
+    ).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("nsp", [True, False])
+@pytest.mark.parametrize("kind", ["classify", "tag"])
+def test_frozen_parts_have_no_dropout_and_no_gradients(kind: str, nsp: bool) -> None:
+    module = build(kind, model__dropout=0.5, model__attention_dropout=0.5, model__nsp=nsp)
+    whole = module.state_dict()
+    frozen = module.freeze(CPU, torch.float32)
+    # A pooler that was not pre-trained is trained.
+    trained = ["head.output.bias", "head.output.weight"]
+    trained += ["head.pooler.bias", "head.pooler.weight"] if kind == "classify" and not nsp else []
+    assert sorted(name for name, _ in module.named_parameters()) == trained
+    assert {**frozen, **module.state_dict()}.keys() == whole.keys()
+    module.train()
+    assert module.head.dropout.training and not module.encoder.training
+    module.head.dropout.p = 0.0
+    batch = batch_of(finetune_items.items(kind, 5), kind)
+    assert torch.equal(logits_of(module, batch), logits_of(module, batch))
+    loss, _ = module(**batch.inputs())
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+    assert all(parameter.grad is None for parameter in module.encoder.parameters())
+
+
 def test_span_loss_is_over_each_items_positions() -> None:
     items = finetune_items.items("span", 8)
     module = build("span").eval()

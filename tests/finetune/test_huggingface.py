@@ -12,6 +12,7 @@ import torch
 import transformers
 from scipy import special
 
+import megabert
 from megabert.commands import export
 from megabert.distributed.ranks import discover
 from megabert.finetune import datasets, onnx, save, scores, tasks
@@ -165,6 +166,26 @@ def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> 
     ):
         assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "hf").exists()
+
+
+def test_a_frozen_model_is_exported_unless_it_reads_other_layers(tmp_path: Path, capsys) -> None:
+    task, path = problem("classify", tmp_path)
+    concatenated, summed = (
+        finetuned.make(tmp_path / str(number), task, path, {"freeze": True, "layers": layers})
+        for number, layers in enumerate(("1,2", "1+2"))
+    )
+    assert save.load(concatenated, CPU).described.layers == "1,2"
+    for source, layers in ((concatenated, "1,2"), (summed, "1+2")):
+        for more in ([], ["--onnx"]):
+            assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), *more]) == 2
+            message = capsys.readouterr().err
+            assert message.count("\n") == 1 and f"its added layer reads --layers {layers}" in message
+    assert not (tmp_path / "hf").exists()
+    for folder in (concatenated, concatenated.parent):
+        with pytest.raises(ValueError, match="is a fine-tuned model; predict with megabert finetune --predict"):
+            megabert.load(folder)
+    # the number of the last layer
+    exported("classify", tmp_path, settings={"freeze": True, "layers": "2"})
 
 
 def test_answers_of_a_nomic_model_are_refused(tmp_path: Path, capsys) -> None:

@@ -39,7 +39,7 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
     given = []
     for name, value in options.items():
         if value:
-            given += [f"--{name}", *([str(base / value)] if name in paths else value.split(" "))]
+            given += [f"--{name}", *([str(base / value)] if name in paths else value.split())]
     return given
 
 
@@ -65,6 +65,9 @@ PREDICT |= {"predict": "dev.tsv"}
         ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
         ({"batch": "0"}, "--batch 0"),
         ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
+        ({"layers": "3,4"}, "--layers 3,4: is for --freeze"),
+        ({"layers": "3,4+1"}, "--layers 3,4\\+1: is neither last nor N"),
+        ({"layers": "3,5", "freeze": " "}, "--layers 3,5: the model has 0 .embeddings. to 4"),
         ({"predict": "dev.tsv"}, "--kind: is for training"),
         (PREDICT | {"limit": "3"}, "--limit: is for training"),
         (PREDICT | {"max_length": "32"}, "--max-length: is for training"),
@@ -111,6 +114,7 @@ def test_runs_are_every_rate_and_seed() -> None:
     assert [each.lr for width in (256, 768) for each in runs_of(parse(["--model", "", "--output", ""]), 32, 8, width).values()] == [
         3e-4, 5e-5
     ]  # fmt: skip
+    assert [each.lr for each in runs("--freeze", "--layers", "1,2").values()] == [1e-2]
     swept = glue.parse(["--model", "", "--data", "", "--output", "", "--seeds", "1"])
     assert list(runs_of(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.001", "0.0001", "5e-05")]
     assert list(runs_of(swept, 32, 8, 768)) == [f"lr{rate}-seed1" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,44 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, st
         assert result["scores"]["dev"][main] > {"tag": 0.8, "multilabel": 0.85}[kind]
 
 
+@pytest.mark.parametrize("modern", [False, True])
+@pytest.mark.parametrize(("layers", "width"), [("last", 1), ("1,2,3,4", 4), ("1+2+3+4", 1)])
+def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, modern: bool, base, tmp_path, world) -> None:
+    """Tags are a function of the word, so features of random weights separate them; three in four are O."""
+    (tmp_path / "base").mkdir()
+    for name in ("tag.train", "tag.dev"):
+        shutil.copy(base / name, tmp_path / "base")
+    made = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False} if modern else {}
+    source, folder = finetune_problem.write_run(tmp_path / "base/run", **made), tmp_path / "out"
+    settings = change(freeze=True, layers=layers, lr=5e-2, epochs=6)
+    result = fine_tune(tmp_path / "base", "tag", folder, world, settings)
+    assert result["scores"]["dev"]["accuracy"] > 0.9
+    before, after = pretrained.load(source).weights, weights(folder)
+    encoder = {name for name in after if name.startswith("encoder.")}
+    assert len(encoder) > 40
+    assert all(torch.equal(after[name], before[name.removeprefix("encoder.")]) for name in encoder)
+    head = {name: tuple(tensor.shape) for name, tensor in after.items() if name not in encoder}
+    if modern and layers == "last":
+        for name in ("weight", "bias", "norm_weight", "norm_bias"):
+            assert torch.equal(after[f"head.transform.{name}"], before[f"mlm.{name}"])
+            del head[f"head.transform.{name}"]
+    assert head == {"head.output.weight": (3, 32 * width), "head.output.bias": (3,)}
+    assert save.load(folder, world.device).described.layers == layers
+    prediction.predict_file(folder, base / "tag.dev", tmp_path / "again.conll")
+    predicted = (folder / "predictions-dev.conll").read_text().split("\n")
+    assert (tmp_path / "again.conll").read_text() == "\n".join(" ".join(line.split()[::2]) for line in predicted)
+
+
+def test_optimizer_of_a_frozen_run_has_the_added_layer_alone(base, tmp_path, world, start) -> None:
+    data = data_of(base, "classify", start)
+    run_ = FineTuning(tmp_path / "a", "a", data, start, change(freeze=True), world, 5)
+    optimized = [parameter for group in run_.engine.optimizer.param_groups for parameter in group["params"]]
+    output = run_.module.head.output
+    assert {id(parameter) for parameter in optimized} == {id(output.weight), id(output.bias)}
+    pooler = run_.frozen["head.pooler.weight"]
+    assert torch.equal(pooler, start.weights["pooler.weight"]) and run_.module.head.pooler.weight.equal(pooler)
+
+
 def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) -> None:
     """Labels 1 in 6; one epoch predicts the rare label of no text at a half."""
     for name in ("train", "dev"):
@@ -168,8 +207,9 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkey
     assert best >= other
 
 
-def test_stopped_run_ends_with_the_same_weights(base, tmp_path, world) -> None:
-    settings, folders = change(epochs=4, dropout=0.1), (tmp_path / "whole", tmp_path / "parts")
+@pytest.mark.parametrize("frozen", [{}, {"freeze": True, "layers": "3,4"}])
+def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tmp_path, world) -> None:
+    settings, folders = change(epochs=4, dropout=0.1, **frozen), (tmp_path / "whole", tmp_path / "parts")
     whole = fine_tune(base, "classify", folders[0], world, settings)
     for ask in (1, 4, 12, 6):  # before the first update, inside a window, after an evaluation, inside a window
         assert fine_tune(base, "classify", folders[1], world, settings, StopAt(ask)) is None
@@ -204,9 +244,10 @@ def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> None:
+@pytest.mark.parametrize("frozen", [{}, {"freeze": True, "layers": "3+4"}])
+def test_ranks_and_micro_steps_train_the_same_model(frozen: dict[str, Any], base, tmp_path, world) -> None:
     # 60 items in batches of 8: the last update of an epoch holds 4, fewer than there are ranks x micro-steps
-    alone, settings = tmp_path / "alone", change(zero=1, dropout=0.0)
+    alone, settings = tmp_path / "alone", change(zero=1, dropout=0.0, **frozen)
     fine_tune(base, "classify", alone, world, settings)
     results = run_ranks(2, train_on_ranks, str(base), str(tmp_path / "ranks"), replace(settings, micro_batch=1))
     assert results[0] == results[1]
@@ -246,6 +287,11 @@ def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> N
         with pytest.raises(ValueError, match=word):
             run.claim(output, common | changed, world)
     assert json.loads((output / run.COMMON).read_text()) == common
+    # Made by a version without these options.
+    run.claim(output, common | {"freeze": False, "layers": "last"}, world)
+    with pytest.raises(ValueError, match="was made with freeze=False, this command says True"):
+        run.claim(output, common | {"freeze": True}, world)
+    run.claim(output, common, world)
     (output / run.COMMON).write_text("")
     with pytest.raises(ValueError, match="damaged"):
         run.claim(output, common, world)

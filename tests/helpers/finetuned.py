@@ -33,7 +33,7 @@ def save_untrained(base: Path, task: Task, file: Path, **settings: Any) -> Path:
     described = run.describe(data, start, chosen, 1)
     torch.manual_seed(1)
     cpu, kind, outputs = torch.device("cpu"), task.kind, described.outputs
-    module = heads.build(described.config, kind, outputs, start.weights, cpu, torch.float32)
+    module = heads.build(described.config, kind, outputs, start.weights, cpu, torch.float32, described.layers)
     for parameter in module.head.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
     save.save(base / "best", described, module.state_dict(), start.tokenizer, {"step": 3, "dev": {"accuracy": 0.75}})
