@@ -68,6 +68,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
                 output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
+            summary.warn_unknown(output.tasks, output.documents.results)
             facts = summary.facts(
                 account,
                 plan.corpora,

@@ -86,6 +86,7 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
     read.warn_of_large_documents(job, documents.results)
     if plan.unpacked:
         stages.journal.consume(plan.unpacked, documents)
+    unknown = summary.unknown(total(documents.results))
 
     compared, mask = dedup.run(stages, job, documents)
     readers = [*compared]  # stages that read the files of `documents` or `compared`
@@ -109,14 +110,21 @@ def run_stages(stages: Stages, plan: ReadPlan, folder: Path, trained: bool) -> B
         if seq_len == job.options.seq_len[-1]:
             for stage in (documents, *compared):
                 stages.journal.consume(stage, *readers)
-        datasets.append(_dataset(stages, job, drawn, plan.tokenizer, place, job.options.listed(trained)))
+        datasets.append(_dataset(stages, job, drawn, plan.tokenizer, place, job.options.listed(trained), unknown))
     return BuildOutput(plan.tokenizer, tasks, documents, datasets)
 
 
 def _dataset(
-    stages: Stages, job: BuildJob, drawn: DrawnSequences, tokenizer: Tokenizer, folder: Path, listed: dict[str, Any]
+    stages: Stages,
+    job: BuildJob,
+    drawn: DrawnSequences,
+    tokenizer: Tokenizer,
+    folder: Path,
+    listed: dict[str, Any],
+    unknown: dict[str, Any],
 ) -> WrittenDataset:
-    """Shuffle and write the held-out rows, if any, then the training rows. `listed`: options as in manifests."""
+    """Shuffle and write the held-out rows, if any, then the training rows. `listed`: options as in manifests; `unknown`: as of
+    `summary.unknown`."""
     seq_len = drawn.seq_len
     held, train = total(drawn.held), total(drawn.train)
     slots = shuffle.choose_slots(train.histograms["tokens of a sequence"], seq_len)
@@ -136,4 +144,6 @@ def _dataset(
     made = write.run(stages, job, *shuffle.run(stages, job, train.counts["tokens"], split, drawn.stage))
     manifest = write.manifest(split, made, train, tokenizer, name, listed, held_entry)
     manifests.append((folder, manifest))
+    for _, written in manifests:
+        written["statistics"] |= {f"unknown_{name}": unknown[name] for name in ("token_share", "character_share")}
     return WrittenDataset(seq_len, folder, manifests, summary.dataset_facts(manifest, train, held))

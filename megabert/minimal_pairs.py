@@ -57,6 +57,7 @@ class SentenceScorer:
         for sentence, ids in zip(sentences, encoded, strict=True):
             if not 0 < len(ids) <= self.most - 2:
                 raise ValueError(f"{sentence[:60]!r} has {len(ids)} tokens; the model scores 1 to {self.most - 2}")
+        tokenizer.warn_unknown(tokenizer.count_unknown(encoded), len(encoded))
         return [np.array([tokenizer.cls_id, *ids, tokenizer.sep_id], np.int32) for ids in encoded]
 
     def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[int]]:

@@ -36,6 +36,8 @@ def collect_seldom() -> None:
 def _begin_worker(parent: int) -> None:
     """First call in a worker. It must end with its parent, or it would write while the build is resumed."""
     collect_seldom()
+    # the library's threads do not survive a fork: a batch would wait for them without end
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by shells for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -20,7 +20,8 @@ from data_prep.filters import repetition
 from megabert.common.random_numbers import mix64
 from megabert.data.text import SCRIPT_TERMINALS
 
-FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
+# `unknown`: characters in [UNK] tokens, counted where words are encoded
+FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("unknown", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))
 # marks at the end of a line, and closing quotes and sentence terminals of other scripts
 MARKS = '.!?"'

@@ -14,11 +14,14 @@ from data_prep.common.records import Corpus, ReadTask
 from data_prep.executor.work_files import ItemResult, total
 from data_prep.filters import rules
 from data_prep.stages import dedup
+from megabert.common.logs import log
 from megabert.data.tokenizer import Tokenizer
 
 UNITS = ("documents", "sentences", "tokens")
 # prefix of the names of rules of lines among counts
 LINES = "lines: "
+# shares of [UNK] tokens, and of the characters in them, above which a build warns
+MAX_UNKNOWN = 0.001
 
 
 def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult) -> dict[str, Any]:
@@ -52,6 +55,37 @@ def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[ReadTask], results: lis
             "largest": max(largest, key=lambda document: document["bytes"], default=None),
         }
     return sums
+
+
+def unknown(read: ItemResult) -> dict[str, Any]:
+    """[UNK] tokens and the characters in them, and their shares of the documents that reading kept."""
+    counts = {unit: read.counts[f"unknown {unit}s"] for unit in ("token", "character")}
+    return {f"{unit}s": count for unit, count in counts.items()} | {
+        f"{unit}_share": round(count / max(1, read.counts[f"kept {unit}s"]), 6) for unit, count in counts.items()
+    }
+
+
+def warn_unknown(tasks: Sequence[ReadTask], results: list[ItemResult]) -> None:
+    """Warn of each corpus of whose tokens or characters too many are [UNK]."""
+    for corpus in sorted({task.corpus for task in tasks}):
+        parts = [result for task, result in zip(tasks, results, strict=True) if task.corpus == corpus]
+        shares = unknown(total(parts))
+        if max(shares["token_share"], shares["character_share"]) > MAX_UNKNOWN:
+            by_file: Counter[str] = Counter()
+            for part in parts:
+                by_file.update(dict(part.facts["most unknown"]))
+            most = "".join(f", most of them in {path}" for path, _ in by_file.most_common(1))
+            log.warning(
+                f"{unknown_text(shares)}{most}: the tokenizer lacks characters (give another --tokenizer, or train one with "
+                "--character-coverage 1 or a larger --vocab-size)"
+            )
+
+
+def unknown_text(shares: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{shares[f'{unit}s']:,} {of} ({shares[f'{unit}_share']:.2%})"
+        for unit, of in (("token", "tokens are [UNK]"), ("character", "characters are in them"))
+    )
 
 
 def facts(
@@ -91,10 +125,12 @@ def facts(
                 "files": read[corpus.name].facts["files"],
                 **{unit: read[corpus.name].counts[f"{unit} read"] for unit in (*UNITS, "bytes")},
                 "largest_document": read[corpus.name].facts["largest"],
+                "unknown": unknown(read[corpus.name]),
                 "dropped_while_reading": dict(sorted(read[corpus.name].dropped.items())),
             }
             for corpus in corpora
         },
+        "unknown": unknown(total([*read.values()])),
         "dropped": dropped
         | {
             "reasons": dict(sorted(everything.dropped.items())),
@@ -163,6 +199,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         "changed": f"dropped inside documents: {changed}",
         "problems": describe_losses(s["problems"], s["lost"]),
         "vocabulary": f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})",
+        "unknown": unknown_text(s["unknown"]),
     }
     for length, d in s["datasets"].items():
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"

@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -164,6 +165,8 @@ class _TaskFiles:
         self._units: list[int] = []
         self._unit_bytes, self._unit_documents = 0, 0
         self._documents = 0
+        # characters in [UNK] tokens of each file
+        self._unknown: Counter[str] = Counter()
         # numbers of the documents' files
         self._sources: dict[str, int] = {}
         none = [np.zeros(0, KEYED)]
@@ -199,6 +202,7 @@ class _TaskFiles:
         result.counts["held-out tokens"] += int(table["tokens"][held_out].sum())
         self._hash(batch, table, keep, documents)
         encoded = batch.encoded.select(keep)
+        self._count_unknown(batch, keep, documents, encoded.tokens)
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
         self._files["tokens"].write(encoded.tokens)
@@ -281,6 +285,21 @@ class _TaskFiles:
             table["paragraphs"] = np.bincount(document, minlength=len(table))
             self._files["paragraphs"].write(records[keep[document]])
 
+    def _count_unknown(
+        self, batch: DocumentBatch, keep: np.ndarray, documents: list[CleanDocument], tokens: np.ndarray
+    ) -> None:
+        """Count [UNK] among the `tokens` of the kept documents, the characters in them, and those of each file."""
+        words, counts = batch.words, self._result.counts
+        characters, unknown = (
+            keep * segment_sums(words.facts[name], words.documents) for name in ("characters", "unknown")
+        )
+        counts["kept tokens"] += len(tokens)
+        counts["kept characters"] += int(characters.sum())
+        counts["unknown tokens"] += int((tokens == encoder_of(self._job)[0].unk_id).sum())
+        counts["unknown characters"] += int(unknown.sum())
+        for i in np.flatnonzero(unknown).tolist():
+            self._unknown[documents[i].path] += int(unknown[i])
+
     def _end_unit(self) -> None:
         if self._unit_documents:
             self._units.append(self._unit_documents)
@@ -295,6 +314,7 @@ class _TaskFiles:
             work_files.write(self._job, f"{self._stem}.{name}-keys", records, self._result)
         self._result.facts["units"] = self._units
         self._result.facts["documents"] = self._documents
+        self._result.facts["most unknown"] = self._unknown.most_common(1)
         if self._sources:
             self._result.facts["sources"] = list(self._sources)
 

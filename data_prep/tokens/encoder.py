@@ -22,7 +22,7 @@ from data_prep.common.errors import BadInput
 from data_prep.filters.measures import FACTS, WordFacts, describe_words, fold
 from data_prep.text import sentences
 from data_prep.tokens.word_cache import WORD, EncodedWords, WordNumbers, word_hashes
-from megabert.data.text import MAX_WORD, Form, clean_word
+from megabert.data.text import MAX_WORD, Form, clean_word, slice_ends
 from megabert.data.tokenizer import Tokenizer
 
 # distinct words in the cache, about 150 MB
@@ -249,20 +249,31 @@ class WordEncoder:
         """Encode words that are not in the cache."""
         parts, edges = new, np.arange(len(new) + 1)
         if max(map(len, new)) > MAX_WORD:
-            parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
-            edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
+            slices = [_slices(word) for word in new]
+            parts = list(chain.from_iterable(slices))
+            edges = np.append(0, np.cumsum(list(map(len, slices))))
         plain = [w if w.isascii() else clean_word(w, self.tokenizer.form) for w in parts]
         encoded = self._encode(plain)
-        if parts is not new:
-            plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
         lengths = np.fromiter(map(len, encoded), np.int32, len(parts))
         tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(lengths.sum()))
+        unknown = self._unknown(plain, lengths, tokens)
+        if parts is not new:
+            plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
         ends = sentences.ends(plain)
         rows = np.zeros(len(plain), WORD)
         rows["length"] = segment_sums(lengths, edges)
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = describe_words(plain, ends)
+        rows["facts"]["unknown"] = segment_sums(unknown, edges)
         return EncodedWords(hashes, rows, tokens, fold(plain) if self.folded else None)
+
+    def _unknown(self, words: list[str], lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """int64 [w]: characters in [UNK] tokens of each of the words with these tokens."""
+        counts = np.zeros(len(words), np.int64)
+        at = np.flatnonzero(tokens == self.tokenizer.unk_id)
+        with_unknown = np.unique(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        counts[with_unknown] = self.tokenizer.unknown_characters([words[i] for i in with_unknown.tolist()])
+        return counts
 
     def _encode(self, words: list[str]) -> list[list[int]]:
         """Tokens of cleaned words; FIRST is removed from those at the beginning of a document."""
@@ -282,7 +293,7 @@ class WordEncoder:
         documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
         self._reset_documents()
         facts = np.empty(len(numbers), FACTS)
-        for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
+        for name in FACTS.names or ():  # field by field: five times as fast as whole records
             facts[name] = self._table["facts"][name][numbers]
         folded = self._folded[numbers] if self.folded else None
         words = WordFacts(facts, documents, paragraphs, folded)
@@ -316,6 +327,13 @@ class WordEncoder:
         shared = self._table["ends"][numbers[:-1]] & starts[1:]
         kinds = sentences.allowed(starts, documents)
         return (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0
+
+
+def _slices(word: str) -> list[str]:
+    """The slices in which a word is encoded, FIRST with the first of them."""
+    first = len(word) - len(word.removeprefix(FIRST))
+    edges = [0, *(first + end for end in slice_ends(word[first:]))]
+    return [word[start:end] for start, end in pairwise(edges)]
 
 
 def _sentence_texts(

@@ -86,8 +86,8 @@ class Extractor:
         self.line = one_row(self.model)
         # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
-        # texts truncated so far
-        self.truncated = 0
+        # texts truncated, and mostly unknown, so far
+        self.truncated = self.unknown = 0
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """fp32 [n, D]: one vector a text, in order; needs a `pool`. [0, D] without texts."""
@@ -130,7 +130,9 @@ class Extractor:
         tokenizer, room = self.tokenizer, self.max_length - 2
         encoded = tokenizer.encode_texts(texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
-        return [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
+        rows = [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
+        self.unknown += tokenizer.count_unknown(rows)
+        return rows
 
     def _compute(self, job: tuple[SortingWindow, list[int]]) -> tuple[SortingWindow, list[int]]:
         """Fill in the vectors of a batch."""
@@ -208,3 +210,4 @@ def extract(source: str | Path, input: str, output: str, column: str = "", token
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:
         log.warning(f"{extractor.truncated:,} of them are longer than {extractor.max_length} tokens and lost their end")
+    extractor.tokenizer.warn_unknown(extractor.unknown, total)

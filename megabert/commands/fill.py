@@ -42,6 +42,7 @@ class Filler:
         from megabert.data.packing import pack
 
         ids = np.array(self._encode(text))
+        self.tokenizer.warn_unknown(self.tokenizer.count_unknown([ids]), 1)
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])
         if len(ids) > most:

@@ -24,7 +24,7 @@ INVISIBLE = re.compile(
 CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # whitespace between words, other than a single space
 SPACES = re.compile(r"\s{2,}|[^\S ]")
-# characters; a longer word is encoded in slices of this size
+# characters; a longer word is encoded in slices of at most this size
 MAX_WORD = 512
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD + 1},}}")
 # (start, end, replacement)
@@ -72,6 +72,11 @@ NO_SPACES = (
 FIRST_WITHOUT = chr(NO_SPACES[0][0])
 # letters of Thai and Lao that cannot begin a syllable
 TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"
+# What belongs to the character before it, besides Unicode's marks: these vowels, joiners, half-width voicing marks, skin tones;
+# and to the one after it: leading vowels of Thai and Lao, a joiner, signs that stack consonants (Burmese, Khmer, Tai Tham,
+# Balinese, Javanese).
+ATTACHED = TRAILING_VOWELS + "\u200c\u200d\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+ATTACHING = "\u0e40\u0e41\u0e42\u0e43\u0e44\u0ec0\u0ec1\u0ec2\u0ec3\u0ec4\u200d\u1039\u17d2\u1a60\u1b44\ua9c0"
 
 
 def clean_word(word: str, form: Form = "NFC") -> str:
@@ -139,13 +144,38 @@ def _spaces(text: str) -> Iterator[Replacement]:
 
 def _long_words(text: str) -> Iterator[Replacement]:
     for match in _LONG_WORD.finditer(text) if len(text) > MAX_WORD else ():
-        for end in range(match.start() + MAX_WORD, match.end(), MAX_WORD):
+        for end in slice_ends(match[0])[:-1]:
+            end += match.start()
             yield end - 1, end, f"{text[end - 1]} "
 
 
 def _invisible(text: str) -> Iterator[Replacement]:
     for match in () if text.isascii() else INVISIBLE.finditer(text):
         yield match.start(), match.end(), ""
+
+
+def slice_ends(word: str) -> list[int]:
+    """Ends of the slices of a word: each the longest of at most MAX_WORD characters that ends between syllables, if there is one."""
+    ends = [0]
+    while len(word) - ends[-1] > MAX_WORD:
+        most = ends[-1] + MAX_WORD
+        ends.append(next((end for end in range(most, ends[-1], -1) if _is_border(word, end)), most))
+    return [*ends[1:], len(word)]
+
+
+def _is_border(word: str, at: int) -> bool:
+    """Whether no character with its marks, and no syllable of Thai, Lao, Burmese or Khmer, reaches across `at`."""
+    after = word[at]
+    return unicodedata.category(after)[0] != "M" and after not in ATTACHED and word[at - 1] not in ATTACHING
+
+
+def escaped(characters: str) -> str:
+    """Characters for a set in a regular expression of the tokenizers library."""
+    return "".join(rf"\x{{{ord(c):X}}}" for c in characters)
+
+
+# `_is_border` as such a regular expression
+BORDER = rf"(?![\p{{M}}{escaped(ATTACHED)}])(?<![{escaped(ATTACHING)}])"
 
 
 def _normalized(text: str, form: Form) -> Iterator[Replacement]:

@@ -14,8 +14,8 @@ The file is read once, then hashed and parsed. The kind is recognised by content
                    names the normal form of its text there, and keeps the characters that BERT's cleaning drops
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
-"[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there; all other ids are
-the same.)
+"[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there, and [UNK] for a
+word of more than 100 characters, which is cut here; all other ids are the same.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,8 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical
-from megabert.data.text import Form, begins_unit, offsets_in_original, prepared, without_blanks
+from megabert.common.logs import log
+from megabert.data.text import BORDER, Form, begins_unit, offsets_in_original, prepared, without_blanks
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +57,12 @@ CONTINUATION = "##"
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 # a model of a million tokens takes about 20 MB
 MAX_BYTES = 256 << 20
-# characters; for BERT a longer word is [UNK]
+# characters; a longer word is cut, as it would be [UNK] in BERT
 MAX_WORD = 100
 # texts encoded at once
 CHUNK = 4096
+# share of a text's tokens above which [UNK] is worth a warning
+MOST_UNKNOWN = 0.1
 
 # Hugging Face's file beside a vocab.txt, and its fields by those of `Casing`
 CONFIG = "tokenizer_config.json"
@@ -293,6 +296,24 @@ class Tokenizer:
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         raise NotImplementedError
 
+    def unknown_characters(self, words: Sequence[str]) -> list[int]:
+        """Characters of each word in [UNK] tokens."""
+        parts = (list(words[i : i + CHUNK]) for i in range(0, len(words), CHUNK))
+        encoded = (e for part in parts for e in self._encode_with_offsets(part))
+        return [sum(end - start for i, (start, end) in zip(*e, strict=True) if i == self.unk_id) for e in encoded]
+
+    def count_unknown(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
+        """Of texts as ids, those of which more than MOST_UNKNOWN is [UNK]."""
+        return sum(int(np.equal(ids, self.unk_id).sum()) > MOST_UNKNOWN * len(ids) for ids in rows)
+
+    def warn_unknown(self, count: int, texts: int) -> None:
+        """Log that `count` of `texts` are as of `count_unknown`, if there are any."""
+        if count:
+            log.warning(
+                f"{count:,} of {texts:,} texts are more than {MOST_UNKNOWN:.0%} {self.tokens[self.unk_id].strip()}: {self.path} "
+                "lacks their characters; take a model with a tokenizer that has them"
+            )
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without [PAD], [CLS], [SEP] and [MASK]. ValueError for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
@@ -313,6 +334,33 @@ def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int],
         return ids[1:] or ids
     inside = bare_id(ids[0])
     return ids if inside in (None, tokenizer.unk_id) else [inside, *ids[1:]]
+
+
+def cut_long_words(processor: Any) -> Any:
+    """Make a WordPiece tokenizer of the tokenizers library cut words of more characters than its model takes, which would be [UNK],
+    into the longest slices that end between syllables, if there is one.
+
+    Returns a copy that does not: it takes a fifth less time for words that are not long.
+    """
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    uncut = Tokenizer.from_str(processor.to_str())
+    size = processor.model.max_input_chars_per_word
+    cut = pre_tokenizers.Split(Regex(rf".{{1,{size}}}(?:\z|{BORDER})|.{{1,{size}}}"), "isolated")
+    before = [processor.pre_tokenizer] if processor.pre_tokenizer else []
+    processor.pre_tokenizer = pre_tokenizers.Sequence([*before, cut])
+    return uncut
+
+
+def ids_by_library(texts: Sequence[str], uncut: Any, processor: Any, unk_id: int) -> list[list[int]]:
+    """Ids of texts by `uncut`, or by `processor` where it makes an [UNK], which may be a long word."""
+    parts = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
+    encoded = [e.ids for part in parts for e in uncut.encode_batch_fast(part, add_special_tokens=False)]
+    if uncut is not processor and (long := [i for i, ids in enumerate(encoded) if unk_id in ids]):
+        again = ids_by_library([texts[i] for i in long], processor, processor, unk_id)
+        for i, ids in zip(long, again, strict=True):
+            encoded[i] = ids
+    return encoded
 
 
 def _in_brackets(token: str) -> bool:
@@ -419,6 +467,7 @@ class _WordPiece(Tokenizer):
         )
         self.processor.normalizer = normalizer
         self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self._uncut = cut_long_words(self.processor)
         self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
         special = {name: ids[token] for name, token in zip(SPECIAL_IDS, SPECIAL_TOKENS, strict=True)}
         starts = np.array([not t.startswith(CONTINUATION) for t in tokens], bool)
@@ -445,8 +494,7 @@ class _WordPiece(Tokenizer):
         return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        parts = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
-        return [e.ids for part in parts for e in self.processor.encode_batch_fast(part, add_special_tokens=False)]
+        return ids_by_library(texts, self._uncut, self.processor, self.unk_id)
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         return [(e.ids, e.offsets) for e in self.processor.encode_batch(texts, add_special_tokens=False)]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from megabert.common.files import canonical
-from megabert.data.tokenizer import BYTE, CHUNK, CONFIG, SPECIAL_IDS, Tokenizer, without_space
+from megabert.data import tokenizer as base
+from megabert.data.tokenizer import BYTE, CONFIG, SPECIAL_IDS, Tokenizer, without_space
 
 SPECIAL_MAP = "special_tokens_map.json"
 USUAL = {
@@ -77,8 +78,12 @@ class FastTokenizer(Tokenizer):
             raise ValueError(f"{path}: not a tokenizer.json of the tokenizers library ({error!s:.100})") from None
         self.processor.no_padding()
         self.processor.no_truncation()
+        self._uncut = self.processor
+        if isinstance(self.processor.model, tokenizers.models.WordPiece):
+            self._uncut = base.cut_long_words(self.processor)
+            self.tree["pre_tokenizer"] = json.loads(self.processor.to_str())["pre_tokenizer"]
         # the name of a special token in a text is ordinary text
-        self.processor.encode_special_tokens = True
+        self.processor.encode_special_tokens = self._uncut.encode_special_tokens = True
         vocabulary = self.processor.get_vocab(with_added_tokens=True)
         self._usual, self._named = _special_names(vocabulary, {}, path), _special_names(vocabulary, named, path)
         if missing := [role for role in SPECIAL_IDS if role not in self._named and role != "unk"]:
@@ -150,8 +155,7 @@ class FastTokenizer(Tokenizer):
         return super().files() | {CONFIG: canonical({f"{role}_token": token for role, token in self._named.items()})}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        parts = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
-        encoded = (e.ids for part in parts for e in self.processor.encode_batch_fast(part, add_special_tokens=False))
+        encoded = base.ids_by_library(texts, self._uncut, self.processor, self.unk_id)
         return [self._without_special(ids) for ids in encoded]
 
     def _without_special(self, ids: list[int]) -> list[int]:

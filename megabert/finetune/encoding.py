@@ -89,10 +89,13 @@ def encode(
     classes = {label: i for i, label in enumerate(labels)}
     given: Any = examples
     if task.kind == "span":
-        return list(_spans(given, tokenizer, max_length, stride))
-    if task.kind == "tag":
-        return list(_tags(given, tokenizer, classes, max_length, stride))
-    return list(_texts(task, given, tokenizer, classes, max_length))
+        items = list(_spans(given, tokenizer, max_length, stride))
+    elif task.kind == "tag":
+        items = list(_tags(given, tokenizer, classes, max_length, stride))
+    else:
+        items = list(_texts(task, given, tokenizer, classes, max_length))
+    tokenizer.warn_unknown(tokenizer.count_unknown(item.ids for item in items), len(items))
+    return items
 
 
 def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:

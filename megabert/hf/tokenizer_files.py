@@ -2,9 +2,9 @@
 
 `tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
 lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. The first two stand behind
-the cleaning of texts that `megabert.data.text.prepared` does, but for the cut of words of more than 512 characters, which the
-format cannot express; a tokenizer.json keeps the normalizer that it has. What else it cannot express is refused by name. After a
-mask the library puts a space where a text begins with one. Three differences remain, all of them the `tokenizers` library's:
+the cleaning of texts that `megabert.data.text.prepared` does; a tokenizer.json keeps the normalizer that it has. What else it cannot
+express is refused by name. After a mask the library puts a space where a text begins with one. Three differences remain, all of them
+the `tokenizers` library's:
 
     a special token that a text spells out ("[MASK]") becomes the special id, which filling it in needs
     it sums a unigram model's scores in fp64 and word by word, SentencePiece in fp32 over the whole text: where two
@@ -20,11 +20,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import unicodedata
 from typing import Any
 
-from megabert.data.text import CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form
+from megabert.data.text import BORDER, CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form, escaped
+from megabert.data.text import MAX_WORD as MAX_SLICE
 from megabert.data.tokenizer import (
     CONTINUATION,
     ESCAPES,
@@ -265,18 +265,19 @@ def _character_rules(proto: Any) -> list[Any]:
 
 
 def _cleaning(form: Form, first: str = " ") -> list[Any]:
-    """What `megabert.data.text.prepared` does, but for long words.
+    """What `megabert.data.text.prepared` does.
 
     The library puts the mark of a space only before a text whose first character is left: `first` stands for deleted ones.
     """
     from tokenizers import Regex, normalizers
 
-    marks, closing = (re.sub(".", lambda c: rf"\x{{{ord(c[0]):X}}}", characters) for characters in (GLUED, CLOSING))
+    marks, closing, longer = escaped(GLUED), escaped(CLOSING), rf"(?=\S{{{MAX_SLICE + 1}}})"
     rules = [
         normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern})+"), first),
         normalizers.Replace(Regex(CONTROLS.pattern), " "),
         normalizers.Replace(Regex(rf"[{marks}]+[{closing}]*\K(?=[^\s{marks}{closing}])"), " "),
         normalizers.Replace(Regex(SPACES.pattern), " "),
+        normalizers.Replace(Regex(rf"{longer}(?:\S{{1,{MAX_SLICE}}}{BORDER}|\S{{{MAX_SLICE}}})\K"), " "),
         normalizers.Replace(Regex(INVISIBLE.pattern), ""),
     ]
     if form == "NFKC":

@@ -61,3 +61,15 @@ def test_the_form_is_a_choice() -> None:
 
 def test_long_words_are_cut_as_a_build_cuts_them() -> None:
     assert prepared("a " + "文" * (2 * MAX_WORD + 1)) == " ".join(["a", "文" * MAX_WORD, "文" * MAX_WORD, "文"])
+
+
+def test_long_words_are_cut_between_syllables() -> None:
+    for syllable in ("กำ", "น้ำ", "เกาะ", "ກຳ", "ເກົາ", "က္ကို", "ក្ក", "👍🏽", "👩\u200d👩\u200d👧", "e\u0323\u0302"):
+        for before in range(len(syllable)):
+            word = "x" * before + syllable * 600
+            parts = prepared(word).split()
+            assert len(parts) > 1 and all(len(part) <= MAX_WORD for part in parts)
+            whole = unicodedata.normalize("NFC", syllable)
+            assert all(part.startswith(whole) for part in parts[1:]), (syllable, before)
+    # nowhere to cut but in the middle
+    assert list(map(len, prepared("x" + "\u0323" * 1200).split(" "))) == [512, 512, 177]

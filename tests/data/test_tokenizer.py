@@ -146,11 +146,28 @@ def test_wordpiece_ids_are_transformers_own(vocab):
     assert tokenizer.kind == "wordpiece" and tokenizer.vocab_size == len(peer)
     assert tokenizer.casing.lowercase is peer.do_lower_case and not tokenizer.doubt()
     texts = wordpiece.odd_texts(5000)  # more than are encoded at once
+    texts = [text for text in texts if max(map(len, text.split()), default=0) <= 100]
     want = peer(texts, add_special_tokens=False)["input_ids"]
     got = tokenizer.encode_batch(texts)
     wrong = [text for text, a, b in zip(texts, got, want, strict=True) if a != b]
     assert not wrong, wrong[:3]
     assert sum(map(len, got)) > 5000 and tokenizer.encode_batch([]) == []
+
+
+def test_a_wordpiece_of_more_than_100_characters_is_cut(vocab):
+    tokenizer, peer = Tokenizer.load(vocab), wordpiece.peer(vocab)
+    cases = {
+        "a" * 100: ["a" * 100],
+        "a" * 101: ["a" * 100, "a"],
+        "the " + "sea" * 70 + "-fox": ["the", "sea" * 33 + "s", "ea" + "sea" * 32 + "se", "a" + "sea" * 3, "-", "fox"],
+        "https://sea.org/" + "x" * 300: ["https://sea.org/", *["x" * 100] * 3],
+    }
+    for text, words in cases.items():
+        want = [i for ids in peer(words, add_special_tokens=False)["input_ids"] for i in ids]
+        assert tokenizer.encode_batch([text]) == [want], text
+        assert tokenizer.unk_id not in want
+        ((ids, offsets),) = tokenizer.encode_with_offsets([text])
+        assert ids == want and "".join(text[a:b] for a, b in offsets.tolist()) == text.replace(" ", "")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])

@@ -22,6 +22,7 @@ TEXTS = [
     "shells",
     "I &amp; you",
     "the  sea\nand\n\nthe <mask> river",
+    "shells" * 100,
 ]
 
 

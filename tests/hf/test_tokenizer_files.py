@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
-from megabert.data.text import MAX_WORD
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
 from tests.helpers import runs, wordpiece
@@ -49,7 +48,6 @@ def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
 
 
 def differing(tokenizer: Tokenizer, peer: Any, texts: list[str]) -> list[str]:
-    texts = [text for text in texts if all(len(word) <= MAX_WORD for word in text.split())]
     theirs = peer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     ours = tokenizer.encode_texts(texts)
     assert sum(map(len, ours)) > len(texts)
@@ -81,6 +79,49 @@ def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
     texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]
     assert not differing(tokenizer, peer, texts)
     assert len(peer) == tokenizer.vocab_size
+
+
+THAI, KHMER = "เด็กนักเรียนกำลังอ่านหนังสือที่น่าสนใจมากในห้องสมุด", "ខ្ញុំកំពុងអានសៀវភៅដ៏គួរឱ្យចាប់អារម្មណ៍"
+
+
+@pytest.mark.parametrize("kind", ["unigram", "uncased", "thai"])
+def test_long_words_have_our_ids(kind: str, tmp_path: Path) -> None:
+    """Of more than the 100 characters that WordPiece takes, and of more than the 512 at which every text is cut."""
+    if kind == "unigram":
+        tokenizer = load_sentencepiece(tmp_path)
+    elif kind == "uncased":
+        tokenizer = Tokenizer.load(wordpiece.write(tmp_path / "vocab.txt"))
+    else:
+        letters = sorted({*THAI, *KHMER})
+        tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+        (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+        tokenizer = Tokenizer.load(tmp_path / "vocab.txt", lowercase=False)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    thai, khmer, base64 = THAI * 30, KHMER * 30, "SGVsbG8gd29ybGQ" * 100
+    sizes = (99, 100, 101, 199, 200, 201, 511, 512, 513, 600, 1100)
+    texts = [f"the {word[:size]} fox" for word in (thai, khmer, base64) for size in sizes]
+    texts += ["the " + "q\u0323" * 300, "\u0302" * 700, "https://" + "a-b_c/" * 100]
+    assert not differing(tokenizer, peer, texts)
+    if kind == "thai":
+        assert all(tokenizer.unk_id not in ids for ids in tokenizer.encode_texts([thai, khmer]))
+
+
+def test_long_words_of_a_tokenizer_json_are_cut(tmp_path: Path) -> None:
+    """Of a WordPiece one, in its exported file too, also when that is read and exported again."""
+    by_vocab = Tokenizer.load(wordpiece.write(tmp_path / "vocab.txt"))
+    built = tokenizer_files.build(by_vocab)
+    tree = json.loads(built.to_str())
+    tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    word = "fox" * 100
+    want = by_vocab.encode_texts([word])
+    assert by_vocab.unk_id not in want[0]
+    for turn in range(3):
+        tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+        assert tokenizer.kind == "tokenizers" and tokenizer.encode_texts([word]) == want
+        peer = auto_tokenizer(tokenizer, tmp_path / f"hf{turn}")
+        assert not differing(tokenizer, peer, [word, "the fox"])
+        (tmp_path / "tokenizer.json").write_bytes((tmp_path / f"hf{turn}" / "tokenizer.json").read_bytes())
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)

@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import pool
+from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 MPIRUN = Path(sys.executable).parent / "mpirun"
@@ -137,3 +138,18 @@ def test_nothing_runs_after_an_error(tmp_path):
 def test_a_killed_worker_is_one_clear_error():
     with pool.opened(2) as executor, pytest.raises(Unfinished, match="a worker process died"):
         executor.map(negative, [1, 9, 2, 4], lambda _: None)
+
+
+def encode_batch(path):
+    return Tokenizer.load(path).encode_batch(["one word", "two words", "three"])
+
+
+def test_workers_encode_after_threads_of_the_parent(tmp_path, monkeypatch):
+    """Whose environment allows the tokenizers library's threads, which a fork does not copy."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    path = tmp_path / "vocab.txt"
+    path.write_text("".join(f"{token}\n" for token in (*SPECIAL_TOKENS, "one", "two", "three", "word", "##s")))
+    expected = [[5, 8], [6, 8, 9], [7]]
+    assert encode_batch(path) == expected
+    with pool.opened(2) as workers:
+        assert workers.map(encode_batch, [path] * 4, lambda result: None) == [expected] * 4

@@ -1,0 +1,130 @@
+"""The share of [UNK]: small in scripts without spaces between words, and always reported."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import main
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_files
+
+WORDS = {
+    "thai": "เด็ก นักเรียน กำลัง อ่าน หนังสือ ที่ น่าสนใจ มาก ใน ห้องสมุด ของ โรงเรียน ใกล้ แม่น้ำ และ เดิน กลับ บ้าน ตอนเย็น",
+    "burmese": "ကျောင်းသား သည် စာကြည့်တိုက် တွင် စာအုပ် ကောင်း တစ်အုပ် ကို ဖတ် နေ ပြီး ညနေ အိမ် သို့ ပြန် လာ ခဲ့ မင်္ဂလာ",
+    "khmer": "សិស្ស កំពុង អាន សៀវភៅ ដ៏ គួរឱ្យ ចាប់អារម្មណ៍ នៅ ក្នុង បណ្ណាល័យ ហើយ ដើរ ត្រឡប់ ទៅ ផ្ទះ វិញ នៅ ពេលល្ងាច",
+    "lao": "ນັກຮຽນ ກຳລັງ ອ່ານ ປຶ້ມ ທີ່ ໜ້າສົນໃຈ ຫຼາຍ ຢູ່ ໃນ ຫໍສະໝຸດ ຂອງ ໂຮງຮຽນ ແລະ ຍ່າງ ກັບ ບ້ານ ຕອນແລງ",
+}
+ENGLISH = "the quick brown fox jumps over a lazy dog near the river bank and she sells sea shells by the shore"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def english(count=400):
+    rng = random.Random(1)
+    return [" ".join(rng.choices(ENGLISH.split(), k=60)) for _ in range(count)]
+
+
+def phrases(words, count=300, size=(20, 60)):
+    """Runs of words without spaces, most of them of more than 100 characters."""
+    rng = random.Random(7)
+    return ["".join(rng.choices(words, k=rng.randint(*size))) for _ in range(count)]
+
+
+def write(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def documents(language):
+    runs = phrases(WORDS[language].split())
+    assert sum(len(run) for run in runs if len(run) > 100) > 0.5 * sum(map(len, runs))
+    return [" ".join(runs[i : i + 5]) for i in range(0, len(runs), 5)]
+
+
+def build(folder, inputs, *options, workers=1):
+    command = ["build", "--input", *inputs, "--output", folder, "--seq-len", 64, "--workers", workers, *options]
+    assert main([*map(str, [*command, "--quiet"])]) == 0
+    return json.loads((folder / "report.json").read_text())
+
+
+def letters_vocabulary(path, text):
+    """A vocab.txt with a token for each character, to begin a word and inside one."""
+    letters = sorted({*text} - {" "})
+    tokens = [*SPECIAL, *letters, *(f"##{c}" for c in letters)]
+    path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    path.with_name("tokenizer_config.json").write_text('{"do_lower_case": false}')
+    return path
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["trained", "given"])
+@pytest.mark.parametrize("language", WORDS)
+def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
+    texts = documents(language)
+    options = ["--model-type", "wordpiece", "--character-coverage", 1, "--vocab-size", 300]
+    if given:
+        options = ["--tokenizer", letters_vocabulary(tmp_path / "vocab.txt", "".join(texts))]
+    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", texts)], *options)
+    none = {"tokens": 0, "characters": 0, "token_share": 0.0, "character_share": 0.0}
+    assert report["unknown"] == report["corpora"]["input"]["unknown"] == none
+    shown = capsys.readouterr()
+    assert "unknown    0 tokens are [UNK] (0.00%), 0 characters are in them (0.00%)\n" in shown.out
+    assert "[UNK]" not in shown.err
+
+    dataset = Dataset(tmp_path / "out")
+    rows = dataset.read(np.arange(dataset.manifest.rows))
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    decoded = (tokenizer.decode(ids[: bounds[0, 0]]) for ids, bounds in zip(rows.ids, rows.bounds, strict=True))
+    shown = ["".join(text.split()).removeprefix("##") for text in decoded]
+    whole = ["".join(text.split()) for text in texts]
+    assert all(any(part in text for text in whole) for part in shown)
+    exported = tokenizer_files.build(tokenizer)
+    assert [exported.encode(text, add_special_tokens=False).ids for text in texts] == tokenizer.encode_texts(texts)
+
+
+def test_unknown_characters_are_counted(tmp_path, capsys):
+    """By file, corpus and number of workers; for WordPiece the whole word is lost."""
+    other = [f"the fox ж щука river ж {text}" for text in english(405)[400:]]
+    tokenizer = letters_vocabulary(tmp_path / "vocab.txt", ENGLISH)
+    clean, russian = write(tmp_path / "clean.jsonl", english()), write(tmp_path / "russian.jsonl", other)
+    inputs = [f"clean={clean}", f"mixed={russian}"]
+    reports = [
+        build(tmp_path / f"out{n}", inputs, "--tokenizer", tokenizer, "--seq-len", 32, 64, workers=n) for n in (1, 2)
+    ]
+    assert reports[0] == reports[1]
+    report = reports[0]
+    assert (report["unknown"]["tokens"], report["unknown"]["characters"]) == (3 * 5, (1 + 4 + 1) * 5)
+    assert report["corpora"]["clean"]["unknown"]["tokens"] == 0
+    mixed = report["corpora"]["mixed"]["unknown"]
+    characters = sum(len(text.replace(" ", "")) for text in other)
+    assert (mixed["tokens"], mixed["characters"]) == (15, 30)
+    assert mixed["character_share"] == round(30 / characters, 6)
+    shown = capsys.readouterr()
+    (warning,) = set(shown.err.splitlines())
+    assert warning.startswith("warning: 15 tokens are [UNK] (") and f"most of them in {russian}: " in warning
+    assert "--tokenizer" in warning and "--character-coverage 1" in warning
+    summary = [line for line in shown.out.splitlines() if line.startswith("unknown ")]
+    assert len(summary) == 2 and "15 tokens are [UNK]" in summary[0] and "30 characters" in summary[0]
+    assert main(["inspect", str(tmp_path / "out1"), "--rows", "0"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for unit in ("token", "character"):
+        assert shown.count(["unknown", unit, "share", str(report["unknown"][f"{unit}_share"])]) == 2  # of both lengths
+
+
+def test_unknown_characters_of_sentencepiece_are_those_alone(tmp_path):
+    first = build(tmp_path / "first", [write(tmp_path / "clean.jsonl", english())], "--vocab-size", 50)
+    assert first["unknown"]["characters"] == 0
+    other = [f"{text} foxщукаfox ж river, 文文" for text in english()]
+    tokenizer = tmp_path / "first" / "tokenizer.model"
+    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", other)], "--tokenizer", tokenizer)
+    # four letters inside a word, one alone, a comma, two ideographs
+    assert report["unknown"]["tokens"] == 4 * len({*other}) and report["unknown"]["characters"] == 8 * len({*other})
+
+
+def test_dropped_documents_and_lines_are_not_counted(tmp_path):
+    tokenizer = letters_vocabulary(tmp_path / "vocab.txt", ENGLISH)
+    texts = [*english(), "щука ж", f"{ENGLISH} {ENGLISH}\nщука\n{ENGLISH}"]
+    rules = ["--filters", "min-words=20", "min-line-words=3"]
+    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", texts)], "--tokenizer", tokenizer, *rules)
+    assert report["unknown"]["characters"] == 0
