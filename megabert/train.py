@@ -180,7 +180,7 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
         loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
     elif figures:
         loss = f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
-    saved += f", the end by {trainer.limit}"
+    saved = f"ended by {trainer.limit}; {saved}"
     lines = [
         f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
         f'fill     --model {best} "The capital of France is [MASK]."',

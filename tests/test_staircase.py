@@ -32,11 +32,13 @@ MEGABERT = (
 )
 DATA_PREP = (
     ("common",),
-    ("text", "filters", "readers"),
+    ("text", "filters"),
+    ("readers",),
     ("options",),
     ("executor",),
     ("tokens",),
-    ("stages", "report"),
+    ("stages",),
+    ("report",),
 )
 
 
