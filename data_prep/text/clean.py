@@ -57,7 +57,8 @@ def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
     if markup and "<" in text:
         text = TAG.sub(" ", text)
     if markup and "&" in text:
-        text, glued = entities.unescape(text), True
+        text = entities.unescape(text)
+        glued = glued or any(mark in text for mark in GLUED)
     if glued:
         text = GLUED_END.sub(r"\1 ", text)
     if not markup and is_hard_wrapped(text):

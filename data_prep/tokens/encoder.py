@@ -152,6 +152,9 @@ class WordEncoder:
                 "one with data_prep build"
             )
         self.tokenizer, self.dtype, self.folded, self.texts = tokenizer, np.dtype(dtype), folded, texts
+        # of each token
+        self._characters = np.array([len(token.strip()) for token in tokenizer.tokens])
+        self._characters[tokenizer.unk_id] = 0
         self._reset_cache()
         self._reset_documents()
 
@@ -268,11 +271,16 @@ class WordEncoder:
         return EncodedWords(hashes, rows, tokens, fold(plain) if self.folded else None)
 
     def _unknown(self, words: list[str], lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """int64 [w]: characters in [UNK] tokens of each of the words with these tokens."""
+        """int64 [w]: characters in [UNK] tokens of each of the words with these tokens: those in none of the others.
+
+        Inexact in words with [UNK] whose number of characters the tokenizer's own normalisation changes.
+        """
         counts = np.zeros(len(words), np.int64)
+        edges = np.append(0, np.cumsum(lengths))
         at = np.flatnonzero(tokens == self.tokenizer.unk_id)
-        with_unknown = np.unique(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        counts[with_unknown] = self.tokenizer.unknown_characters([words[i] for i in with_unknown.tolist()])
+        some = np.unique(np.searchsorted(edges, at, side="right")) - 1
+        known = segment_sums(self._characters[tokens], edges)[some]
+        counts[some] = np.maximum([len(words[i]) for i in some.tolist()] - known, 1)
         return counts
 
     def _encode(self, words: list[str]) -> list[list[int]]:

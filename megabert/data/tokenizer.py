@@ -296,12 +296,6 @@ class Tokenizer:
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         raise NotImplementedError
 
-    def unknown_characters(self, words: Sequence[str]) -> list[int]:
-        """Characters of each word in [UNK] tokens."""
-        parts = (list(words[i : i + CHUNK]) for i in range(0, len(words), CHUNK))
-        encoded = (e for part in parts for e in self._encode_with_offsets(part))
-        return [sum(end - start for i, (start, end) in zip(*e, strict=True) if i == self.unk_id) for e in encoded]
-
     def count_unknown(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
         """Of texts as ids, those of which more than MOST_UNKNOWN is [UNK]."""
         return sum(int(np.equal(ids, self.unk_id).sum()) > MOST_UNKNOWN * len(ids) for ids in rows)

@@ -63,7 +63,10 @@ def test_one_rank_and_init_from(dataset, tmp_path):
     first = tmp_path / "first"
     done = train(dataset, first, "schedule.total_steps=4", "schedule.warmup_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"; ended by schedule.total_steps=4; saved at step 4 in {first}. Next:\n  megabert evaluate --model {first} --data {dataset}\n" in done.stdout
+    assert (
+        f"; ended by schedule.total_steps=4; saved at step 4 in {first}. Next:\n  megabert evaluate --model {first} --data {dataset}\n"
+        in done.stdout
+    )
     assert "finished: held-out loss " in done.stdout and f"megabert export   --model {first} --output " in done.stdout
     second = tmp_path / "second"
     done = train(
