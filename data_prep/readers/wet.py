@@ -36,7 +36,7 @@ def split_wet(file: BufferedReader, path: str, problems: Problems) -> Iterator[S
             header[name.strip().lower()] = value.strip()
         offset += len(line)
         size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace")
-        if not size.isdigit():
+        if not size.isdigit() or len(size) > 18:
             problems.bad(path, offset, BAD, "a WARC record without its Content-Length")
             continue
         left = int(size)
