@@ -7,7 +7,7 @@ is masked (Salazar et al. 2020, Masked Language Model Scoring). A causal model's
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from statistics import fmean
@@ -151,14 +151,19 @@ def sentences_of(pairs: Sequence[Pair]) -> list[str]:
 
 def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
     """How often the acceptable sentence of a pair has the higher score: {"accuracy", "pairs", "ties", "fields": {name: accuracy},
-    "paradigms": {name: {"field", "pairs", "accuracy"}}}. A tie counts half. A field is the mean of its paradigms, `accuracy` the mean
+    "paradigms": {name, or FIELD/name if several fields have it: {"field", "pairs", "accuracy"}}}. A tie counts half. A field is the mean of its paradigms, `accuracy` the mean
     of all paradigms, as in BLiMP."""
     outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for pair in pairs:
         good, bad = scores[pair.good], scores[pair.bad]
         outcomes[pair.field, pair.paradigm].append(1.0 if good > bad else 0.5 if good == bad else 0.0)
+    fields_of = Counter(paradigm for _, paradigm in outcomes)
     paradigms: dict[str, dict[str, Any]] = {
-        paradigm: {"field": field, "pairs": len(results), "accuracy": fmean(results)}
+        paradigm if fields_of[paradigm] == 1 else f"{field}/{paradigm}": {
+            "field": field,
+            "pairs": len(results),
+            "accuracy": fmean(results),
+        }
         for (field, paradigm), results in sorted(outcomes.items())
     }
     fields: dict[str, list[float]] = defaultdict(list)

@@ -104,6 +104,21 @@ def test_fields_are_means_and_ties_count_half() -> None:
     assert (table["accuracy"], table["pairs"], table["ties"]) == (pytest.approx(2 / 3), 4, 1)
 
 
+def test_equal_names_of_fields_and_folders_stay_apart(tmp_path: Path) -> None:
+    scores = {"right": -1.0, "wrong": -2.0}
+    table = table_of(
+        [Pair("right", "wrong", "a", "f"), Pair("wrong", "right", "a", "g"), Pair("right", "wrong", "b", "g")], scores
+    )
+    assert {name: values["pairs"] for name, values in table["paradigms"].items()} == {"f/a": 1, "g/a": 1, "b": 1}
+    assert table["accuracy"] == pytest.approx(2 / 3) and table["pairs"] == 3
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "npi-any.txt").write_text(f"wrong {folder}\nright {folder}\nwrong x\nright x\n")
+    pairs = read_pairs(tmp_path, each=1)
+    assert [pair.paradigm for pair in pairs] == ["one/npi-any", "two/npi-any"]
+    assert [pair.good for pair in pairs] == ["right one", "right two"]
+
+
 def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     lines = [
         {"sentence_good": f"good {i}", "sentence_bad": f"bad {i}", "field": "syntax", "UID": "x_1"} for i in range(3)

@@ -33,12 +33,19 @@ def read_pairs(source: str | Path, each: int = 0) -> list[Pair]:
         files = [path]
     if not files or any(file.suffix not in READERS for file in files):
         raise ValueError(f"{path}: neither a {' or '.join(READERS)} file nor a folder of such files")
-    kept: dict[str, list[Pair]] = defaultdict(list)
+    # (field, paradigm) -> pairs by folder: equal names in several folders are several paradigms
+    kept: dict[tuple[str, str], dict[Path, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         for pair in READERS[file.suffix](file):
-            if not each or len(kept[pair.paradigm]) < each:
-                kept[pair.paradigm].append(pair)
-    pairs = [pair for paradigm in kept.values() for pair in paradigm]
+            of_folder = kept[pair.field, pair.paradigm][file.parent]
+            if not each or len(of_folder) < each:
+                of_folder.append(pair)
+    pairs = [
+        pair if len(folders) == 1 else pair._replace(paradigm=f"{folder.relative_to(path)}/{pair.paradigm}")
+        for folders in kept.values()
+        for folder, of_folder in folders.items()
+        for pair in of_folder
+    ]
     if not pairs:
         raise ValueError(f"{path}: has no pair in it")
     return pairs

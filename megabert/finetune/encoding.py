@@ -6,6 +6,7 @@ windows, so that each answer that fits and each word is in a window.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,6 +49,12 @@ FIRST = np.zeros(1, np.int64)
 CHUNK = 512
 
 
+def natural_order(label: str) -> tuple[tuple[str, int, str], ...]:
+    """Key by which numbers in names are ordered as numbers: "2" before "10"."""
+    parts = re.findall(r"(\D*)(\d*)", label)
+    return tuple((text, int(number or -1), number) for text, number in parts)
+
+
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     """The labels of a task in the order of their classes; () for kinds without labels.
 
@@ -63,7 +70,7 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
         if task.kind == "tag" and any(example.text for example in examples):
             # An entity of any kind may have one word or several.
             distinct = {"O", *(start + tag[2:] for tag in distinct - {"O"} for start in ("B-", "I-"))}
-        labels = tuple(sorted(distinct))
+        labels = tuple(sorted(distinct, key=natural_order))
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")

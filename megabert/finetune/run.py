@@ -231,7 +231,7 @@ class FineTuning:
             if self.world.is_main:
                 self.write_predictions(split, predictions)
         result = {
-            "name": self.name,
+            "name": self.folder.name,
             "settings": asdict(self.settings),
             "scores": scores_by_split,
             "best_step": self.best.step,
@@ -489,7 +489,8 @@ def best_run(
     best = max(of_rate, key=lambda result: goodness(metric, result["scores"]["dev"][metric]))
     epochs = best["settings"]["epochs"]
     choice = {"epoch": best["best_step"] * epochs // best["steps"], "epochs": epochs, "metric": metric}
-    return {"model": str(output / best["name"] / "best"), "dev": best["scores"]["dev"][metric]} | choice
+    # a result of an earlier version has the task's name before that of the folder
+    return {"model": str(output / Path(best["name"]).name / "best"), "dev": best["scores"]["dev"][metric]} | choice
 
 
 def closing(best: Mapping[str, Any]) -> str:

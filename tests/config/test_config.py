@@ -39,6 +39,8 @@ MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
         (["precision=fp16"], "precision: Input should be 'auto', 'bf16', 'fp32' or 'fp8' (got 'fp16')"),
         (["zero.stage=5"], "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
+        (["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number (got inf)"),
+        (["model.init_std=nan"], "model.init_std: Input should be a finite number (got nan)"),
         (["model.heads=7"], "model.heads=7 does not divide model.hidden=768"),
         (["model"], "write section.key=value"),
         (["data.masking.strategy=causal"], "data.masking.strategy=causal: [CLS] attends only to itself"),

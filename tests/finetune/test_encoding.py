@@ -48,6 +48,9 @@ def question(context: str, *answers: str, asked: str = "Who?", start: int | None
 
 def test_labels_of_task_or_training_file() -> None:
     assert labels_of(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
+    numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5")
+    in_order = ("1.5", "2", "2 stars", "10", "10 stars", "b")
+    assert labels_of(PLAIN, [text("a", label=label) for label in numbered]) == in_order
     assert labels_of(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
     tagged = [SentenceExample("0", "", ("a", "b"), ("O", "B-x")), SentenceExample("1", "", ("c",), ("I-x",))]
     assert labels_of(TAG, tagged) == ("B-x", "I-x", "O")

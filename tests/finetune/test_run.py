@@ -207,6 +207,19 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkey
     assert best >= other
 
 
+def test_the_recorded_model_of_a_preset_exists(base, tmp_path, world, start) -> None:
+    data = data_of(base, "classify", start)
+    data = replace(data, task=replace(data.task, name="sst2"))
+    runs = {"seed1": change(epochs=1, batch=60)}
+    tree = run.train_missing(tmp_path, {"task": "sst2"}, data, start, runs, world, StopAt(), unwatched(world), 2)
+    assert (
+        tree is not None
+        and tree["best"]["model"] == str(tmp_path / "seed1/best")
+        and tree["runs"][0]["name"] == "seed1"
+    )
+    assert save.load(Path(tree["best"]["model"]), world.device).described.task.name == "sst2"
+
+
 @pytest.mark.parametrize("frozen", [{}, {"freeze": True, "layers": "3,4"}])
 def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tmp_path, world) -> None:
     settings, folders = change(epochs=4, dropout=0.1, **frozen), (tmp_path / "whole", tmp_path / "parts")
@@ -214,7 +227,8 @@ def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tm
     for ask in (1, 4, 12, 6):  # before the first update, inside a window, after an evaluation, inside a window
         assert fine_tune(base, "classify", folders[1], world, settings, StopAt(ask)) is None
     parts = fine_tune(base, "classify", folders[1], world, settings)
-    assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
+    assert (whole["name"], parts["name"]) == ("whole", "parts")
+    assert {**parts, "seconds": 0, "name": ""} == {**whole, "seconds": 0, "name": ""}
     one, other = map(weights, folders)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     # Each figure is the mean over its window, whatever happened in between.
