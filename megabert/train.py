@@ -8,7 +8,7 @@ Exit codes:
     2   a mistake in the command, configuration or data, reported in one line
     3   training failed: too many updates could not be applied, or too many loss spikes
     4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed
-    85  stopped by Ctrl-C, TERM, USR1, USR2 or a time limit, with everything saved: run the same command again
+    85  stopped by Ctrl-C, TERM, HUP, USR1, USR2 or a time limit, with everything saved: run the same command again
     128 + n   a second signal n ended the process at once
 """
 

@@ -120,10 +120,9 @@ def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -
 
 def _refuse_foreign(output: Path) -> None:
     """Raises BadInput for files that are not of a build, or for any file if there was no build."""
-    was_built = any((output / name).exists() for name in (WORK, ACCOUNT, MANIFEST)) or any(
-        output.glob(f"seq*/{MANIFEST}")
-    )
-    for path in sorted(output.iterdir()):
+    paths = sorted(output.iterdir())  # once: another part may begin meanwhile
+    was_built = any(path.name in (WORK, ACCOUNT, MANIFEST) for path in paths) or any(output.glob(f"seq*/{MANIFEST}"))
+    for path in paths:
         if not (was_built and OURS.fullmatch(path.name)) and path.suffix != ".tmp":
             raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
 

@@ -118,7 +118,7 @@ def leaving_at_ctrl_c() -> Iterator[None]:
     traceback and continues."""
 
     def leave(number: int, frame: Any) -> None:
-        os.write(2, b"error: interrupted\n")
+        logs.write_notice(b"error: interrupted\n")
         os._exit(leave_exit_code(INTERRUPTED))
 
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -6,11 +6,13 @@ debug, info (default), warning or error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
@@ -24,9 +26,27 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            print(f"{self.prefix}{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
+            _print(f"{self.prefix}{record.levelname.lower()}: {text}", sys.stderr)
         elif self.is_main or record.levelno < logging.INFO:
-            print(f"{self.prefix}{text}", flush=True)
+            _print(f"{self.prefix}{text}", sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print a line. If the terminal is closed, or the reader of a pipe has ended (`| tee`, at Ctrl-C), this and later output of the
+    process to the stream is lost, which must not end a run that has to be saved."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError):  # a stream without a descriptor
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def write_notice(text: bytes) -> None:
+    """Write to stderr from a signal handler, if its reader has not ended."""
+    with contextlib.suppress(OSError):
+        os.write(2, text)
 
 
 _lines = _Lines()

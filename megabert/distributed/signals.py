@@ -1,6 +1,6 @@
 """Requests to stop: signals and time limits set a flag, and the training loop then saves and ends on all ranks.
 
-INT (Ctrl-C), TERM, USR1 and USR2 request a stop, and so does an approaching limit (`--max-time`, the end of the SLURM job). The
+INT (Ctrl-C), TERM, HUP (a closed terminal), USR1 and USR2 request a stop, and so does an approaching limit (`--max-time`, the end of the SLURM job). The
 loop checks the flag after every update; a collective in a signal handler would hang. A second signal ends the process at once,
 unless it follows within a second: a launcher and the batch system may both forward one request.
 
@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megabert.common import logs
 from megabert.common.errors import leave_exit_code
 
 # Exit code: everything is saved, run the same command again.
 REQUEUE = 85
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    SIGNALS = (*SIGNALS, signal.SIGHUP)
 # Printed if there is nothing to save yet.
 NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
 # Environment variable with the file descriptor from which a standby rank (`train --in-place`) reads its environment.
@@ -62,7 +65,7 @@ def _leave() -> None:
         last = _taken_over.is_set()  # pending signals are handled once more
         if (received := signal.sigtimedwait(SIGNALS, 0.1)) is not None:
             if os.environ.get("LOCAL_RANK", "0") == "0" and PLACE not in os.environ:
-                os.write(2, b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
+                logs.write_notice(b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
             os._exit(leave_exit_code(REQUEUE))
 
 
@@ -107,7 +110,7 @@ class Stop:
         if self._signalled is None:
             self._signalled = now
             if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, NOTICE)  # not logged: the interrupted code may hold the logger's lock
+                logs.write_notice(NOTICE)  # not logged: the interrupted code may hold the logger's lock
 
     @property
     def requested(self) -> bool:

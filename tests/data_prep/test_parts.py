@@ -2,6 +2,7 @@
 
 import gzip
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,18 @@ def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
     summary = build(plan, Pool(1), progress=False)  # reads part 2 as well
     assert summary["resumed"] and contents(plan.folder) == contents(tmp_path / "at once")
     assert build_part(plan, Pool(1), (2, 3), progress=False) is False
+
+
+def test_a_part_that_begins_meanwhile_is_of_the_build(given, tmp_path, monkeypatch):
+    output, listed = tmp_path / "out", Path.iterdir
+
+    def iterdir(folder):
+        if folder == output:
+            (output / ".work").mkdir(exist_ok=True)
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert build_part(given(output), Pool(1), (1, 2), progress=False)
 
 
 def test_concurrent_parts_exclude_whole_builds(given, tmp_path):

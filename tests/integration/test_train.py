@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from megabert.evaluation import evaluate_run
 from tests.helpers.job import Job
-from tests.integration.conftest import command, metrics
+from tests.integration.conftest import ROOT, command, metrics
 
 SMALL = (
     *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
@@ -134,6 +137,40 @@ def test_signal_saves_and_run_resumes(dataset, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"at step {saved}," in done.stdout
     assert [m["step"] for m in metrics(run) if "train/loss" in m] == list(range(1, saved + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_saves_though_nobody_reads_the_output(number, dataset, tmp_path):
+    """As Ctrl-C of `megabert train … 2>&1 | tee log`, which ends tee too, and a closed terminal."""
+    run = tmp_path / "run"
+    receiving, sending = os.pipe()
+    words = (
+        "-m",
+        "megabert",
+        "train",
+        "--config",
+        "tiny",
+        "--data",
+        dataset,
+        "--run",
+        run,
+        *SMALL,
+        "schedule.total_steps=100000",
+    )
+    job = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=sending,
+        stderr=sending,
+    )
+    os.close(sending)
+    with open(receiving) as output:
+        assert any("  lr " in line for line in output)
+    job.send_signal(number)
+    assert job.wait(60) == 85
+    saved = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
+    assert metrics(run)[-1]["step"] <= saved
 
 
 def test_non_finite_updates_stop_the_run(dataset, tmp_path):
