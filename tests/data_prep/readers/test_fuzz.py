@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("bz2", "xz") else k for k in PACK])
 @settings(few, max_examples=40)
 @given(data=st.data())
 def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data):

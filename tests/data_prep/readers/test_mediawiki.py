@@ -435,7 +435,9 @@ TOKENS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("tail", ["", "]]", "}}", "\n|}", "</ref>"])
+@pytest.mark.parametrize(
+    "tail", ["", "]]", *(pytest.param(t, marks=pytest.mark.slow) for t in ("}}", "\n|}", "</ref>"))]
+)
 def test_no_wikitext_costs_more_than_linear_time(tail):
     size = 100_000
     for token in TOKENS:
