@@ -68,12 +68,13 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
                 output = run_stages(stages, reading, plan.folder, plan.given is None)
             journal.flush()
             finished = time.perf_counter()
-            summary.warn_unknown(output.tasks, output.documents.results)
+            read_of = summary.by_corpus(plan.corpora, output.tasks, output.documents.results)
+            summary.warn_unknown(read_of)
             facts = summary.facts(
                 account,
                 plan.corpora,
                 output.tokenizer,
-                summary.by_corpus(plan.corpora, output.tasks, output.documents.results),
+                read_of,
                 stages.everything,
                 problems,
                 {str(dataset.seq_len): dataset.figures for dataset in output.datasets},

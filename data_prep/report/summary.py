@@ -44,15 +44,20 @@ def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult)
 
 
 def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[ReadTask], results: list[ItemResult]) -> dict[str, ItemResult]:
-    """The sum of the results of reading the tasks of each corpus, with the facts "files" and "largest", the largest document."""
+    """The sum of the results of reading the tasks of each corpus, with the facts "files", "largest", the largest document, and "most
+    unknown", (file, characters in [UNK]) of at most one."""
     sums = {}
     for i, corpus in enumerate(corpora):
         of_corpus = [(task, result) for task, result in zip(tasks, results, strict=True) if task.corpus == i]
         sums[corpus.name] = total([result for _, result in of_corpus])
         largest = [result.facts["largest"] for _, result in of_corpus if "largest" in result.facts]
+        unknown_of: Counter[str] = Counter()
+        for _, result in of_corpus:
+            unknown_of.update(dict(result.facts["most unknown"]))
         sums[corpus.name].facts = {
             "files": sum(not part.start for task, _ in of_corpus for part in task.ranges),
             "largest": max(largest, key=lambda document: document["bytes"], default=None),
+            "most unknown": unknown_of.most_common(1),
         }
     return sums
 
@@ -65,16 +70,12 @@ def unknown(read: ItemResult) -> dict[str, Any]:
     }
 
 
-def warn_unknown(tasks: Sequence[ReadTask], results: list[ItemResult]) -> None:
-    """Warn of each corpus of whose tokens or characters too many are [UNK]."""
-    for corpus in sorted({task.corpus for task in tasks}):
-        parts = [result for task, result in zip(tasks, results, strict=True) if task.corpus == corpus]
-        shares = unknown(total(parts))
+def warn_unknown(read: dict[str, ItemResult]) -> None:
+    """Warn of each corpus, as of `by_corpus`, of whose tokens or characters too many are [UNK]."""
+    for result in read.values():
+        shares = unknown(result)
         if max(shares["token_share"], shares["character_share"]) > MAX_UNKNOWN:
-            by_file: Counter[str] = Counter()
-            for part in parts:
-                by_file.update(dict(part.facts["most unknown"]))
-            most = "".join(f", most of them in {path}" for path, _ in by_file.most_common(1))
+            most = "".join(f", most of them in {path}" for path, _ in result.facts["most unknown"])
             log.warning(
                 f"{unknown_text(shares)}{most}: the tokenizer lacks characters (give another --tokenizer, or train one with "
                 "--character-coverage 1 or a larger --vocab-size)"
