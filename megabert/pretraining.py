@@ -182,7 +182,8 @@ def complete_config(
     path = checkpoints.latest()
     state = {} if path is None else checkpoints.state
     copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
-    copy = None if copies is None else copies.newest(after=state.get("cursor", -1))
+    saved = world.broadcast(checkpoints.steps() if world.is_main else None)
+    copy = None if copies is None else copies.newest(state.get("cursor", -1), saved)
     state = state if copy is None else copy.state
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
     return config, Origin(run_dir, checkpoints, path, copies, copy, state)
@@ -264,6 +265,11 @@ def resume(
         check_compatible(state, provenance)
         note_changes(state, config, extend)
         if origin.copy is not None:
+            if (owed := origin.copy.owed) is not None:
+                engine.restore(owed.tensors, owed.counters)
+                origin.checkpoints.save(engine, owed.state)
+                origin.checkpoints.finish()
+                log.info(f"saved at step {owed.state['step']}: the save that was interrupted")
             engine.restore(origin.copy.tensors, origin.copy.counters)
         else:
             assert origin.path is not None

@@ -6,6 +6,7 @@ same order and the same decisions, which depend only on a `Sync` that was reduce
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -100,6 +101,12 @@ class TrainState:
     best_step: int = -1
     best_loss: float = 0.0
     since_best: int = 0
+    # an evaluation after `step` updates is due that a stop did not leave time for, and the longest one so far in seconds
+    evaluation_owed: bool = False
+    evaluation_seconds: float = 0.0
+    # training times at the newest checkpoint and the newest log line
+    saved_seconds: float = 0.0
+    logged_seconds: float = 0.0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
@@ -126,14 +133,17 @@ class Saves:
     def __init__(self, checkpoints: Checkpoints, stop: Stop, watchdog: Watchdog) -> None:
         # step of the newest checkpoint; -1 without one
         self.step = -1
+        # step and data cursor of the save in flight; None without one
+        self.in_flight: tuple[int, int] | None = None
         self._checkpoints, self._stop, self._watchdog = checkpoints, stop, watchdog
-        self._started, self._saving = 0.0, -1
+        self._started = 0.0
 
-    def start(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
+    def start(self, engine: Engine, state: Callable[[], dict[str, Any]]) -> None:
         """Start saving the current state; it is committed at once if saving is not asynchronous."""
         self.finish()
-        self._started, self._saving = time.perf_counter(), step
-        self._checkpoints.save(engine, state())
+        self._started, saved = time.perf_counter(), state()
+        self.in_flight = saved["step"], saved["cursor"]
+        self._checkpoints.save(engine, saved)
         self._update()
         self._watchdog.progress()
 
@@ -153,13 +163,13 @@ class Saves:
         """Save the current state unless its checkpoint exists, and wait until it is committed."""
         self.finish()
         if self.step != step:
-            self.start(engine, step, state)
+            self.start(engine, state)
             self.finish()
 
     def _update(self) -> None:
         """Record the step and the duration of a save once it is committed."""
-        if not self._checkpoints.pending:
-            self.step = self._saving
+        if not self._checkpoints.pending and self.in_flight is not None:
+            self.step, self.in_flight = self.in_flight[0], None
             self._stop.saved(time.perf_counter() - self._started)
             self._watchdog.progress()
 
@@ -203,9 +213,8 @@ class Trainer:
         # the newest report of all ranks, and whether any rank was asked to stop
         self.known: Sync | None = None
         self.stopping = False
-        # whether a checkpoint and a log line are due after the newest update, and the training times of the last ones
+        # whether a checkpoint and a log line are due after the newest update
         self.save_due = self.line_due = False
-        self.saved_seconds = self.logged_seconds = 0.0
         self.state = TrainState(cursor=cursor)
         self.unjudged: list[Unjudged] = []
         self.newest: Unjudged | None = None
@@ -226,9 +235,10 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false after a request. Raises
-        Failed if the save fails."""
-        if self.world.agree_any(self.stop.requested):
+        """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false if the same command has to
+        resume. Raises Failed if the save fails."""
+        self.stopping = self.world.agree_any(self.stop.requested)
+        if self.stopping and self.state.step <= max(self.saves.step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
             return False
         self.watchdog.opened()
@@ -247,17 +257,17 @@ class Trainer:
                 seconds, interval = time.perf_counter() - started, self.config.log.interval
                 loss = f"{update.objective} loss {float(result.host_loss):.4f}"
                 log.info(f"step       1  {loss}  in {seconds:.1f} s; a line every {interval} updates")
-            if self.complete or self.workload.evaluation_due(self.state.step):
-                self.evaluate()
             self.stop.updated(time.perf_counter() - started)
+            if self.complete or self.workload.evaluation_due(self.state.step):
+                self.evaluate_in_time()
             if not self.stopping and self.save_due:
                 self.save()
-            if not self.stopping and self.copies is not None and self.copies.due(self.state.step):
-                self.copies.take(self.engine, self.checkpoint_state())
+            elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
+                self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
-        if not self.over:
+        if not self.over or self.state.evaluation_owed:
             log.info(f"stopped: saved at step {self.state.step:,}; the same command resumes")
-        return self.over
+        return self.over and not self.state.evaluation_owed
 
     @property
     def limit(self) -> str:
@@ -281,11 +291,14 @@ class Trainer:
         return self.complete or (self.stop_after is not None and self.state.step >= self.stop_after)
 
     def start(self) -> None:
-        """Evaluate and save before the first update of a run, where this is due."""
-        if self.saves.step >= 0:
+        """Evaluate and save before the first update, where this is due."""
+        if self.stopping:
             return
-        if not self.state.step and self.workload.evaluation_due(0):
-            self.evaluate()
+        begins = self.saves.step < 0 and not self.state.step
+        if self.state.evaluation_owed or (begins and self.workload.evaluation_due(0)):
+            self.evaluate_in_time()
+        if self.saves.step >= 0 and not self.save_due:
+            return
         if self.config.spikes.policy == "rollback" or self.save_due:
             # a checkpoint to roll back to, or the best one so far
             self.save()
@@ -379,14 +392,14 @@ class Trainer:
 
     def log_due(self, step: int) -> bool:
         """Whether to log update `step` if it is not the last. All ranks decide the same, before the update."""
-        minimum, elapsed = self.config.log.seconds, self.state.seconds - self.logged_seconds
+        minimum, elapsed = self.config.log.seconds, self.state.seconds - self.state.logged_seconds
         return step % self.config.log.interval == 0 and (not minimum or elapsed >= minimum)
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether to save after update `step` if it is not the last. All ranks decide the same, before the update."""
         minutes = self.config.checkpoint.minutes
         return self.workload.checkpoint_due(step) or bool(
-            minutes and self.state.seconds - self.saved_seconds >= 60 * minutes
+            minutes and self.state.seconds - self.state.saved_seconds >= 60 * minutes
         )
 
     def report(self, update: Any, seconds: float) -> None:
@@ -420,7 +433,7 @@ class Trainer:
         """Write an object to the sinks and a line to the terminal, from the reports of all ranks on this update."""
         assert self.known is not None
         state = self.state
-        seconds, self.logged_seconds = state.seconds - self.logged_seconds, state.seconds
+        seconds, state.logged_seconds = state.seconds - state.logged_seconds, state.seconds
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
@@ -450,9 +463,27 @@ class Trainer:
             seconds = min(seconds, (schedule.budget_tokens / max(state.tokens, 1) - 1) * state.seconds)
         return max(seconds, 0.0)
 
+    def evaluate_in_time(self) -> None:
+        """Evaluate, unless a stop was requested or less time is left than the longest evaluation took: then the next start does. Before an
+        evaluation of unknown length the run is saved, if there is a time limit. A collective."""
+        state, left = self.state, self.stop.seconds_left
+        self.stopping = self.stopping or self.world.agree_any(left < state.evaluation_seconds)
+        state.evaluation_owed = True
+        if self.stopping:
+            return
+        if state.step and self.world.agree_any(not state.evaluation_seconds and left < math.inf):
+            self.saves.complete(self.engine, state.step, self.checkpoint_state)
+        self.evaluate()
+
     def evaluate(self) -> None:
         """Evaluate, and write the metrics to the sinks. A collective."""
-        if metrics := self.workload.evaluate(self.state.step, self.watchdog.progress):
+        started = time.perf_counter()
+        metrics = self.workload.evaluate(self.state.step, self.watchdog.progress)
+        self.state.evaluation_owed = False
+        self.state.evaluation_seconds = max(self.state.evaluation_seconds, time.perf_counter() - started)
+        # a checkpoint of this step was saved without the evaluation
+        self.save_due |= self.saves.step == self.state.step
+        if metrics:
             self.last_eval = metrics
             place = {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)}
             self.sinks.write(place | metrics)
@@ -545,18 +576,27 @@ class Trainer:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
-        self.state = TrainState.of(saved)
+        older = {"saved_seconds": saved["seconds"], "logged_seconds": saved["seconds"]}
+        self.state = state = TrainState.of({**older, **saved})
         self.saves.step = self.checkpoints.step
-        self.saved_seconds = self.logged_seconds = self.state.seconds
+        if state.best_step >= 0:
+            steps = self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None)
+            if state.best_step not in steps:
+                log.info(
+                    f"the checkpoint of step {state.best_step:,}, the best one, is missing: the best is searched anew"
+                )
+                state.best_step, state.since_best = -1, 0
         self.rows, self.known = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved.get("losses_by_objective", {}), self.state.bad)
         self.workload.meter.resume(saved["meter"])
         self.workload.resume(saved)
 
     def save(self) -> None:
-        """Start saving a checkpoint of the current state."""
-        self.saved_seconds = self.state.seconds
-        self.saves.start(self.engine, self.state.step, self.checkpoint_state)
+        """Start saving a checkpoint of the current state, and keep a copy of that in memory until it is committed."""
+        self.state.saved_seconds = self.state.seconds
+        self.saves.start(self.engine, self.checkpoint_state)
+        if self.copies is not None:
+            self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
 
     def open_sinks(self) -> Sinks:
         """The run's sinks, which write on rank 0 only. Log lines after the current step are removed."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 
 from megabert import config as configuration
 from megabert import hf
-from megabert.checkpoint import load_weights
+from megabert.checkpoint import chain, load_weights
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.pretraining import open_run
@@ -27,12 +31,17 @@ LOSSES = {0: 6.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 3.0}
 
 
 def opened(
-    world: World, folder: Path, losses: Mapping[int, float], *overrides: str, stop: int | None = None
+    world: World,
+    folder: Path,
+    losses: Mapping[int, float],
+    *overrides: str,
+    stop: int | None = None,
+    left: Callable[[], float] = lambda: math.inf,
 ) -> Trainer:
-    """A trainer whose evaluation gives these losses."""
+    """A trainer whose evaluation gives these losses; `left`: seconds to its time limit."""
     cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *TEN, *overrides])
     watchdog = Watchdog(world, folder, 0.0)
-    trainer = open_run(folder, cfg, world, StopAt(), watchdog, stop_after=stop)  # type: ignore[arg-type]
+    trainer = open_run(folder, cfg, world, StopAt(seconds=left), watchdog, stop_after=stop)  # type: ignore[arg-type]
     trainer.workload.evaluate = lambda step, progress: {"eval/mlm_loss": losses[step]}  # type: ignore[method-assign]
     return trainer
 
@@ -67,6 +76,75 @@ def test_a_run_ends_when_the_loss_improves_no_more(
         assert all(straight[1][key] == broken[1][key] for key in ("best_step", "best_loss", "since_best"))
     assert trained(world, tmp_path / "straight", LOSSES, "eval.patience=3") == 10
     assert hf.load(tmp_path / "straight" / "best").step == 10
+
+
+def same_state(*runs: Path) -> None:
+    """Weights and history of the runs' last checkpoints are equal."""
+    (weights, state), *others = [load_weights(run) for run in runs]
+    for found, other in others:
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+        fields = ("step", "cursor", "best_step", "best_loss", "since_best", "evaluation_owed")
+        assert [other[name] for name in fields] == [state[name] for name in fields]
+
+
+def test_an_evaluation_that_time_does_not_allow_is_made_by_the_next_start(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(world, tmp_path / "straight", LOSSES)
+    seconds = {"left": 100.0}
+    trainer = opened(world, tmp_path / "run", LOSSES, left=lambda: seconds["left"])
+    evaluate, steps = trainer.workload.evaluate, []
+
+    def slow(step: int, progress: Callable[[], None]) -> dict[str, float]:
+        steps.append(step)
+        time.sleep(0.2)
+        seconds["left"] = 0.1 if step == 4 else 100.0  # before the evaluation of step 6, which takes longer
+        return evaluate(step, progress)
+
+    trainer.workload.evaluate = slow  # type: ignore[method-assign]
+    assert not trainer.train()
+    trainer.close()
+    assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text
+    assert not any(json.loads(line)["step"] == 6 and "eval/mlm_loss" in line for line in lines(tmp_path / "run"))
+    assert trained(world, tmp_path / "run", LOSSES) == 8
+    same_state(tmp_path / "straight", tmp_path / "run")
+    found = [json.loads(line)["step"] for line in lines(tmp_path / "run") if "eval/mlm_loss" in line]
+    assert found == [0, 2, 4, 6, 8]
+    assert [entry["step"] for entry in chain.read(tmp_path / "run" / "checkpoints")] == [0, 2, 3, 4, 6, 8]
+
+
+def test_a_stop_comes_before_the_last_evaluation(world: World, tmp_path: Path) -> None:
+    """The run is over but for that."""
+    settings = ("eval.patience=9", "eval.interval=10", "schedule.total_steps=3")
+    trainer = opened(world, tmp_path, {0: 3.0}, *settings, left=lambda: math.inf if trainer.state.step < 3 else 0.0)
+    assert not trainer.train() and trainer.state.step == 3 and trainer.state.evaluation_owed
+    trainer.close()
+    again = opened(world, tmp_path, {3: 2.0}, *settings)
+    assert again.train() and again.last_eval == {"eval/mlm_loss": 2.0} and hf.load(tmp_path / "best").step == 3
+    again.close()
+
+
+def lines(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_saved(world: World, tmp_path: Path) -> None:
+    trained(world, tmp_path, LOSSES, stop=5)
+    trainer = opened(world, tmp_path, LOSSES, "checkpoint.interval=1")
+    trainer.state.best_step = 99  # of a save that was lost
+    assert trainer.train()
+    trainer.close()
+    assert os.readlink(tmp_path / "best") == "checkpoints/step-00000004" and hf.load(tmp_path / "best").step == 4
+
+
+def test_a_best_step_without_a_checkpoint_starts_the_search_anew(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(world, tmp_path, LOSSES, stop=5)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    assert trained(world, tmp_path, LOSSES, "eval.patience=3") == 10
+    assert "the checkpoint of step 4, the best one, is missing: the best is searched anew" in caplog.text
+    assert hf.load(tmp_path / "best").step == 10
 
 
 def test_a_start_that_is_never_beaten_is_kept(world: World, tmp_path: Path) -> None:

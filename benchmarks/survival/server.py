@@ -99,6 +99,7 @@ class ForkingKeeper(keeper.Keeper):
 
     def _spawn(self) -> tuple[Any, int]:
         read_end, write_end = os.pipe()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -107,6 +108,7 @@ class ForkingKeeper(keeper.Keeper):
             finally:
                 sys.stdout.flush()
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(read_end)
         return ForkedRank(pid), write_end
 
@@ -118,7 +120,8 @@ class ForkingKeeper(keeper.Keeper):
         os.setsid()
         for number in signals.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        os.environ.update(self.env | {signals.PLACE: str(pipe)})
+        os.environ.update(self.env | self._of_child(pipe))
+        signals.leave_when_signalled()
         try:
             return train.main(sys.argv[1:])
         except BaseException:

@@ -2,7 +2,8 @@
 
 A copy is written while training continues, and the next one starts once the copies of all ranks have arrived at their peers: of
 two successive copies at least one is complete, whichever host is lost. Ranks restarted in place resume from the newest copy that
-their folders contain completely. As from a checkpoint, any number of ranks can resume from it.
+their folders contain completely. As from a checkpoint, any number of ranks can resume from it. A copy of the state of a checkpoint
+is kept until that is committed, so that an interrupted save can be repeated.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,12 @@ class NewestCopy:
     state: dict[str, Any]
     counters: dict[str, Any]
     tensors: StoredTensors
+    # the state of a checkpoint whose save was interrupted
+    owed: NewestCopy | None = None
+
+
+# data cursor, generation and number of ranks of a copy
+Key = tuple[int, str, int]
 
 
 class Copies:
@@ -54,10 +61,9 @@ class Copies:
         self._folder, self._world, self._every = folder, world, every
         generation = Generation.read(folder)
         if generation is None:
-            address = kept_rank.address_here(world.master) if world.master else "localhost"
-            places = world.gather([host_name(), address, int(os.environ[kept_rank.PORT])])
-            name = world.broadcast(secrets.token_hex(8))
-            generation = Generation(name, tuple(Member(*place) for place in places))
+            places = world.gather([host_name(), *kept_rank.listen(folder, world.master)])
+            name, secret = world.broadcast([secrets.token_hex(8), secrets.token_hex(16)])
+            generation = Generation(name, secret, tuple(Member(*place) for place in places))
             if world.is_main:  # left by an earlier job
                 shutil.rmtree(run_dir / kept_rank.IN_PLACE, ignore_errors=True)
             kept_rank.introduce(folder, generation, world.rank)
@@ -69,18 +75,20 @@ class Copies:
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def take(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Start a copy of the training state, after the previous one has arrived everywhere. Raises Failed if it does not fit into
-        memory."""
+    def take(self, engine: Engine, state: Mapping[str, Any], owed: tuple[int, int] | None = None) -> None:
+        """Start a copy of the training state, after the previous one has arrived everywhere. `owed`: step and data cursor of the
+        save in flight, whose copy is kept. Raises Failed if the copy does not fit into memory."""
+        name = CopyName(int(state["cursor"]), self._world.rank, self._world.size, self._generation.name)
         if self._last is not None:
+            if name == self._last:
+                return
             self._finish(self._last)
             self._world.barrier()
             for copy in kept_rank.copies_in(self._folder):
-                if copy.cursor < self._last.cursor:
+                if copy.cursor < self._last.cursor and (owed is None or copy.cursor != owed[1]):
                     (self._folder / str(copy)).unlink()
-        name = CopyName(int(state["cursor"]), self._world.rank, self._world.size, self._generation.name)
         snapshot = engine.snapshot()
-        self._writing = BackgroundTask(f"copy-{name.cursor}", partial(self._write, name, snapshot, dict(state)))
+        self._writing = BackgroundTask(f"copy-{name.cursor}", partial(self._write, name, snapshot, dict(state), owed))
         self._last = name
 
     def _finish(self, name: CopyName) -> None:
@@ -100,49 +108,64 @@ class Copies:
                 )
             time.sleep(LOOK)
 
-    def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any]) -> None:
+    def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any], owed: tuple[int, int] | None) -> None:
         metadata = {
             "held": [(part.name, part.offset, part.length) for part in snapshot.weights],
             "single": sorted({part.name for part in snapshot.moments if len(part.values) == 1}),
             "shapes": snapshot.shapes,
             "counters": snapshot.counters,
             "state": state,
+            "owed": owed,
         }
         part = self._folder / f".{name}"
-        write_tensors(part, named([*snapshot.weights, *snapshot.moments]), {"copy": json.dumps(metadata)})
-        os.replace(part, self._folder / str(name))
+        file = write_tensors(part, named([*snapshot.weights, *snapshot.moments]), {"copy": json.dumps(metadata)})
+        kept_rank.hand_over(self._folder, part, name, file["sha256"])
 
-    def newest(self, after: int) -> NewestCopy | None:
-        """The newest copy with a data cursor greater than `after` of which the ranks' folders have every file; None if there is
-        none."""
+    def newest(self, after: int, saved: Collection[int]) -> NewestCopy | None:
+        """The newest copy with a data cursor greater than `after` of which the ranks' folders have every file, with that of the
+        checkpoint which was being saved then, unless that is among the `saved` steps; None if there is none. All other copies are
+        removed."""
         copies_by_holder = self._world.gather([list(copy) for copy in kept_rank.copies_in(self._folder)])
         # of each copy: the rank that wrote a file -> the rank that reads it
-        holders: dict[tuple[int, str, int], dict[int, int]] = {}
+        holders: dict[Key, dict[int, int]] = {}
         for holder, copies in enumerate(copies_by_holder):
             for cursor, rank, size, generation in copies:
                 holders.setdefault((cursor, generation, size), {}).setdefault(rank, holder)
-        complete = [key for key, ranks in holders.items() if len(ranks) == key[2] and key[0] > after]
-        if not complete:
-            if incomplete := max((key for key in holders if key[0] > after), default=None):
-                missing = sorted(set(range(incomplete[2])) - holders[incomplete].keys())
-                log.info(f"copies in memory: the files of ranks {missing} are lost; the newest checkpoint is used")
-            return None
-        cursor, generation, size = newest = max(complete)
-        writers = [rank for rank, holder in holders[newest].items() if holder == self._world.rank]
+        complete = {key: ranks for key, ranks in holders.items() if len(ranks) == key[2]}
+        newest, owed = max((key for key in complete if key[0] > after), default=None), None
+        if newest is not None:
+            copy, save = self._read(newest, complete[newest])
+            if save is not None and save[0] not in saved:
+                owed = next((key for key in complete if key[0] == save[1]), None)
+            if owed is not None:
+                copy = replace(copy, owed=copy if owed == newest else self._read(owed, complete[owed])[0])
+        elif incomplete := max((key for key in holders if key[0] > after), default=None):
+            missing = sorted(set(range(incomplete[2])) - holders[incomplete].keys())
+            log.info(f"copies in memory: the files of ranks {missing} are lost; the newest checkpoint is used")
+        for name in kept_rank.copies_in(self._folder):
+            if (name.cursor, name.generation, name.size) not in (newest, owed):
+                (self._folder / str(name)).unlink()
+        return copy if newest is not None else None
+
+    def _read(self, key: Key, holders: Mapping[int, int]) -> tuple[NewestCopy, tuple[int, int] | None]:
+        """A complete copy, and step and cursor of the save that was in flight. `holders`: the rank that wrote a file -> the rank that
+        reads it."""
+        cursor, generation, size = key
+        writers = [rank for rank, holder in holders.items() if holder == self._world.rank]
         files = {rank: open_file(self._folder, str(CopyName(cursor, rank, size, generation))) for rank in writers}
         metadata = {rank: json.loads(file.metadata()["copy"]) for rank, file in files.items()}
         parts: dict[str, Any] = {}
         for local in self._world.gather({str(rank): [m["held"], m["single"]] for rank, m in metadata.items()}):
             parts |= local
         # shapes, state and counters are equal on all ranks: those that rank 0 wrote
-        first = self._world.gather(metadata.get(0))[holders[newest][0]]
+        first = self._world.gather(metadata.get(0))[holders[0]]
         tensors = StoredTensors(
             index_slices(first["shapes"], [parts[str(rank)][0] for rank in range(size)]),
             {name for _, single in parts.values() for name in single},
             {(group, rank): file for rank, file in files.items() for group in GROUPS.values()},
             self._world,
         )
-        return NewestCopy(first["state"] | {"world_size": size}, first["counters"], tensors)
+        return NewestCopy(first["state"] | {"world_size": size}, first["counters"], tensors), first["owed"]
 
 
 def copies_of_keeper(run_dir: Path, world: World, every: int) -> Copies | None:

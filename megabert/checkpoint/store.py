@@ -230,7 +230,10 @@ class Checkpoints:
             self._link(best)
         later = [other for other in steps if other > step]  # damaged, or saved before a rollback
         older = [other for other in steps if other <= step][self.settings.keep :]
-        for old in later + [other for other in older if other != best and (not every or other % every)]:
+        linked = self._linked()
+        if linked in later:
+            (self.run_dir / BEST).unlink()
+        for old in later + [other for other in older if other not in (best, linked) and (not every or other % every)]:
             obsolete += self._free(old, f"{SAVING}old-{old:08d}-{time.time_ns()}")
         return obsolete
 
@@ -240,6 +243,12 @@ class Checkpoints:
         new.unlink(missing_ok=True)
         new.symlink_to(Path(self.folder.name, f"step-{step:08d}"))
         os.replace(new, self.run_dir / BEST)
+
+    def _linked(self) -> int | None:
+        """The step to whose checkpoint the link `best` points; None without a link."""
+        link = self.run_dir / BEST
+        match = STEP.fullmatch(os.path.basename(os.readlink(link))) if link.is_symlink() else None
+        return int(match[1]) if match else None
 
     def _free(self, step: int, name: str) -> list[Path]:
         """Rename a checkpoint to `name`, to be removed; returns its folder. A damaged one is kept as `damaged-…`, since parts of it

@@ -5,9 +5,11 @@ Only the standard library: packages are not imported to read their versions, and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import re
@@ -31,6 +33,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 PR_SET_PDEATHSIG = 1
 # variables set by launchers of several processes
 LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+# connections that may wait to be accepted: one of each rank
+BACKLOG = 4096
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
@@ -82,6 +86,29 @@ def cores() -> int:
 def host_name() -> str:
     """Name of this machine, under SLURM its node name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def address_to_bind(host: str) -> str:
+    """The address at which a socket of this machine listens for those who connect to `host`, a name or an address of it. "" (all
+    interfaces) for a name that is the loopback interface here, as in Debian's /etc/hosts: other hosts resolve it differently. Raises
+    ValueError for the address of another machine."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            own = str(address[0])
+            named = host not in (own, "localhost")
+            return "" if named and ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+    raise ValueError(
+        f"the rendezvous address {host} is not an address of {socket.gethostname()}, where rank 0 runs; unset MASTER_ADDR or set "
+        "it to one of them"
+    )
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at an `address_to_bind`; port 0 is any free one."""
+    every = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if every or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=every)
 
 
 def launched() -> bool:

@@ -1,12 +1,13 @@
 """Keeper of a rank (`train --in-place`): the process that a launcher starts. It runs the rank as a child and restarts it.
 
-When a rank dies, its keeper notifies the others, every keeper kills its rank, and the reachable keepers agree in the run folder
-on the next generation: the old ranks in order, without those whose keepers are lost. The launcher sees no exit. A rank writes
-copies of its training state to its keeper's folder in memory (`megabert.checkpoint.copies`), and the keeper sends each to a
-keeper on another host.
+When a rank dies, its keeper notifies the others, every keeper kills its rank, and the keepers meet at the first of them that can
+be reached. That one proposes the next generation: the old ranks in order, without those whose keepers are lost. The launcher sees
+no exit. A rank writes copies of its training state to its keeper's folder in memory (`megabert.checkpoint.copies`), and the
+keeper sends each to a keeper on another host.
 
-    RUN/in-place/GENERATION/rank-00003.json   a keeper that is ready for the next generation: a free port of its host
-    RUN/in-place/GENERATION/plan.json         the next generation, created by the first keeper that proposes one
+    RUN/in-place/GENERATION/plan.json    the next generation, created by the first keeper that proposes one
+
+A request to stop is passed on to the rank, also to one that is only started later: only a rank can save what is in memory.
 
 This module must not import torch.
 """
@@ -14,10 +15,11 @@ This module must not import torch.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
-import re
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -27,17 +29,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megabert.common import logs
+from megabert.common import environment, logs
 from megabert.common.errors import FAILED, describe
 from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.distributed import signals
 from megabert.distributed.kept_rank import (
+    ADDRESS,
     COPY,
     DELIVERED,
     EXITS,
@@ -45,6 +48,7 @@ from megabert.distributed.kept_rank import (
     IN_PLACE,
     PORT,
     RANK,
+    WRITTEN,
     Generation,
     Member,
     copies_in,
@@ -53,18 +57,17 @@ from megabert.distributed.kept_rank import (
 PLAN = "plan.json"
 # Parent of the keepers' folders: memory that outlives the ranks.
 MEMORY = Path("/dev/shm")
-# Header of a message between keepers: the generation, then name and size in bytes of the copy that follows. Without a copy the
-# message says that a rank failed.
-MESSAGE = re.compile(rb"([0-9a-f]{16}) (?:(" + COPY.pattern.encode() + rb") (\d{1,15}))?\n")
 # Exit codes after which a restart does not help: finished, a mistake, bad training, stopped.
 FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS))
-# Restarts in a row without a newer copy before a keeper gives up.
+# Restarts in a row without an update before the keepers give up: one more saves the state in memory.
 RESTARTS = 3
-# Seconds to wait for the keepers of a host that the watchdog named as failed, and of any other host.
+# Seconds to wait for the keepers of a host that is known to have failed, and of any other host.
 NAMED_PATIENCE, PATIENCE = 3.0, 30.0
-# Polling intervals in seconds: of the run folder, of the keeper's folder, and of the next rank's keeper while the ranks meet.
-POLL, LOOK, POLL_NEXT = 0.1, 0.02, 1.0
-# Seconds without an answer after which that keeper is lost.
+# Polling intervals in seconds: of the keeper's folder, of a rank that has not made an update, and of other keepers.
+LOOK, POLL, POLL_KEEPERS = 0.02, 0.1, 1.0
+# Seconds between two standby processes of which the first has died.
+RESPAWN_SECONDS = 10.0
+# Seconds without an answer after which a keeper is lost.
 SILENT = 12.0
 # Timeout of a connection to a keeper, in seconds.
 CONNECT_SECONDS = 5.0
@@ -75,9 +78,9 @@ PROBES = 64
 def keep(run_dir: Path) -> int:
     """Run this process's command as a child, restarted after faults; returns its last exit code."""
     logs.setup()
-    folder = _make_folder()
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.environ[signals.STARTED] = repr(time.time())
+    remove_abandoned()
+    folder, lock = _make_folder()
     keeper = Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]])
     try:
         return keeper.run()
@@ -88,25 +91,41 @@ def keep(run_dir: Path) -> int:
             keeper.report(Path(exits))
         shutil.rmtree(folder)
         os.close(lock)
+        remove_abandoned()
 
 
-def _make_folder() -> Path:
-    """A new folder in memory. Folders of killed keepers, which are not locked, are removed."""
-    parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    for folder in parent.glob("megabert-keeper-*"):
+def _memory() -> Path:
+    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _make_folder() -> tuple[Path, int]:
+    """A new folder in memory, and the descriptor of its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=_memory()))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+        except FileNotFoundError:
+            log.debug(f"{folder} was removed")
+        # another keeper took it for an abandoned one before it was locked
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of killed keepers, which are not locked."""
+    for folder in _memory().glob("megabert-keeper-*"):
         try:
             descriptor = os.open(folder, os.O_RDONLY)
         except (FileNotFoundError, PermissionError):  # being removed, or another user's
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(descriptor).st_mtime > PATIENCE:  # a newer one may not be locked yet
-                shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:  # its keeper is running
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
             log.debug(f"{folder} is in use")
         finally:
             os.close(descriptor)
-    return Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=parent))
 
 
 class Keeper:
@@ -117,26 +136,32 @@ class Keeper:
         self.run_dir, self.folder, self.command = run_dir, folder, command
         # The current generation and this rank in it; None until the first ranks have met.
         self.place: tuple[Generation, int] | None = None
-        # A signal has asked to stop.
-        self.stopping = False
+        # When a signal asked to stop, in seconds of the monotonic clock, and the exit code after a second one.
+        self.asked: float | None = None
+        self.at_once: int | None = None
         # Hosts that were lost in any generation; None if this keeper's rank was left out itself.
         self.lost: list[str] | None = []
+        # Restarts in a row without an update, and whether the rank is started only to save.
+        self._vain, self._last = 0, False
         self._child: subprocess.Popen[bytes] | None = None
         # The standby child, which has done its imports, and the pipe to send it its environment.
-        self._next: tuple[subprocess.Popen[bytes], int] | None = None
+        self._standby: tuple[subprocess.Popen[bytes], int] | None = None
         # The host of a keeper that was silent while the ranks met; "" if none was.
         self._silent_host = ""
         # The newest generation of which another keeper reported a failed rank.
         self._failed_generation = ""
+        # By the name of a generation: the keepers that are ready for the next one, by rank, and the plan of that; the generation after
+        # which this keeper is ready for the next one.
+        self.ready: dict[str, dict[int, dict[str, Any]]] = {}
+        self.plans: dict[str, dict[str, Any]] = {}
+        self.meeting = ""
         self._ended = threading.Event()
-        self._server = _Server(self)
-        self.env = dict(os.environ) | {FOLDER: str(folder), PORT: str(self._server.server_address[1])}
-        self.env["MEGABERT_EXIT_DIR"] = str(folder / EXITS)
+        self._server: _Server | None = None
+        self.env = dict(os.environ) | {FOLDER: str(folder), "MEGABERT_EXIT_DIR": str(folder / EXITS)}
 
     def run(self) -> int:
         """The rank's last exit code. Raises OSError if the run folder cannot be read or written."""
         signals.take_over(self._forward)
-        threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
         deliver = threading.Thread(target=self._deliver, name="keeper sends", daemon=True)
         deliver.start()
         try:
@@ -144,66 +169,70 @@ class Keeper:
         finally:
             self._ended.set()
             deliver.join(CONNECT_SECONDS)
-            self._server.shutdown()
-            if self._next is not None:
-                self._next[0].kill()
-                self._next[0].wait()
+            if self._server is not None:
+                self._server.shutdown()
+                self._server.server_close()
+            if self._standby is not None:
+                self._standby[0].kill()
+                self._standby[0].wait()
 
     def _run(self) -> int:
-        without_progress = 0
         while True:
-            before = self._newest()
-            code = self._run_rank(before)
+            code = self._run_rank()
             place = self.look_up()
-            if code in FINAL or self.stopping or place is None:
-                return code
-            without_progress = without_progress + 1 if self._newest() == before else 0
-            if without_progress > RESTARTS:
-                log.error(f"{RESTARTS} restarts in place in a row made no progress; the job ends")
-                return FAILED
-            if not self._meet(*place):
-                return signals.REQUEUE if self.stopping else code
+            if self.at_once is not None or code in FINAL or place is None:
+                code = code if self.at_once is None else self.at_once
+                return FAILED if code < 0 or (self._last and code == signals.REQUEUE) else code
+            if self._last or not self._meet(*place, code):
+                return self.at_once or FAILED
 
-    def _newest(self) -> int:
-        """Data cursor of the newest copy in the folder; -1 if there is none."""
-        return max((copy.cursor for copy in copies_in(self.folder)), default=-1)
-
-    def _run_rank(self, before: int) -> int:
-        """Run the rank; its exit code. The standby child starts once the rank has written a copy newer than `before`. Until then the
-        keeper of the next rank is asked: while ranks meet, their watchdogs do not run, and a rendezvous waits minutes for a lost
-        host."""
+    def _run_rank(self) -> int:
+        """Run the rank; its exit code, or minus the signal that killed it. The standby child starts once the rank has made an update.
+        Until then the keeper of the next rank is asked: while ranks meet, their watchdogs do not run, and a rendezvous waits
+        minutes for a lost host."""
         exits = self.folder / EXITS
         shutil.rmtree(exits, ignore_errors=True)
         exits.mkdir()
         self._silent_host = ""
-        if self._next is None or self._next[0].poll() is not None:
-            self._next = self._spawn()
-        child, pipe = self._next
-        self._child, self._next = child, None
+        if self._standby is None or self._standby[0].poll() is not None:
+            self._standby = self._spawn()
+        (child, pipe), self._standby = self._standby, None
+        self._child = child
         os.write(pipe, json.dumps(self.env).encode())
         os.close(pipe)
-        if self.stopping:  # asked before there was a child
+        if self.asked is not None or self._last:  # asked before there was a child
             child.send_signal(signal.SIGTERM)
         if self.place is not None and self._failed_generation == self.place[0].name:
             child.kill()
         asked = answered = time.monotonic()
-        while self._next is None and child.poll() is None:
-            if self._newest() > before:
-                self._next = self._spawn()
-            elif self.place is not None and time.monotonic() - asked > POLL_NEXT:
-                asked = time.monotonic()
-                if _accepts(member := self.place[0].following(self.place[1])):
-                    answered = asked
-                elif asked - answered > SILENT:
+        spawn_at = 0.0
+        while child.poll() is None:
+            now = time.monotonic()
+            if self._standby is not None and (ended := self._standby[0].poll()) is not None:
+                log.warning(f"the standby process of rank {self.env.get('RANK', 0)} {_how(ended)}; another one starts")
+                os.close(self._standby[1])
+                self._standby, spawn_at = None, now + RESPAWN_SECONDS
+            elif self._standby is None and now >= spawn_at and self._has_progress():
+                self._standby = self._spawn()
+            elif self._standby is None and not spawn_at and self.place is not None and now - asked > POLL_KEEPERS:
+                asked = now
+                member = self.place[0].following(self.place[1])
+                if _answers(member):
+                    answered = now
+                elif now - answered > SILENT:
                     self._silent_host = member.host
                     child.kill()
-            time.sleep(POLL)
-        code = child.wait()
-        return code if code >= 0 else FAILED
+            _wait_for_end([child, *([self._standby[0]] if self._standby else [])], None if self._standby else POLL)
+        return child.wait()
+
+    def _has_progress(self) -> bool:
+        """Whether the rank has made an update in this generation."""
+        place = self.look_up()
+        return place is not None and any(copy.generation == place[0].name for copy in copies_in(self.folder))
 
     def report(self, folder: Path) -> None:
         """Copy the rank's exit code to a launch script's folder, with the hosts that were lost."""
-        if (self.folder / EXITS).is_dir():
+        if (self.folder / EXITS).is_dir() and not self._last:
             shutil.copytree(self.folder / EXITS, folder, dirs_exist_ok=True)
         if self.lost:  # not the name under which this process leaves its own code, which would replace the file
             lines = "".join(f"failed={host}\n" for host in self.lost)
@@ -211,12 +240,19 @@ class Keeper:
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through
-        its keeper."""
+        its keeper, and wait until it handles them."""
         read_end, write_end = os.pipe()
-        env = self.env | {signals.PLACE: str(read_end)}
-        child = subprocess.Popen(self.command, env=env, pass_fds=[read_end], start_new_session=True)
+        variables, mask = self.env | self._of_child(read_end), signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
+        try:
+            child = subprocess.Popen(self.command, env=variables, pass_fds=[read_end], start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(read_end)
         return child, write_end
+
+    def _of_child(self, pipe: int) -> dict[str, str]:
+        """Environment variables of a child that waits for its environment."""
+        return {signals.PLACE: str(pipe)} | ({signals.RESTARTED: "1"} if self.place is not None else {})
 
     def look_up(self) -> tuple[Generation, int] | None:
         """`place`; for the first generation from the keeper's folder, where the rank wrote it when the ranks met."""
@@ -225,42 +261,101 @@ class Keeper:
         return self.place
 
     def _forward(self, number: int, frame: Any) -> None:
-        self.stopping = True
+        now = time.monotonic()
+        if self.asked is None:
+            self.asked = now
+        elif now - self.asked > signals.ECHO_SECONDS:
+            self.at_once = 128 + number
         if self._child is not None:
             self._child.send_signal(number)
 
     # -- the next generation ---------------------------------------------------------------------------------------
 
-    def _meet(self, generation: Generation, rank: int) -> bool:
-        """Agree with the other keepers on the next generation; false if this one is not in it or was asked to stop."""
-        folder = self.run_dir / IN_PLACE / generation.name
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("", 0)) as probe:
+    def _meet(self, generation: Generation, rank: int, code: int) -> bool:
+        """Agree with the other keepers on the next generation; false if this one is not in it, or a second signal was received."""
+        with environment.listening_socket("", 0) as probe:
             port = probe.getsockname()[1]
-        write_whole(folder / f"rank-{rank:05d}.json", json.dumps(port).encode())
-        if self._failed_generation != generation.name and len(list(folder.glob("rank-*.json"))) == 1:
-            self._announce_failure(generation, rank)
-        started = time.monotonic()
-        while (plan := _read(folder / PLAN)) is None:
-            if self.stopping:
+        killed_here = self._failed_generation == generation.name or self._silent_host
+        member, name = generation.members[rank], generation.name
+        killed_here = self._failed_generation == name or self._silent_host
+        ready = {
+            "rank": rank,
+            "port": port,
+            "failed": self._failed_hosts(),
+            "progress": self._has_progress(),
+            "cause": "" if killed_here else f"rank {rank} (host {member.host}) {_how(code)}",
+        }
+        self.add_ready(name, ready)
+        self.meeting, started = name, time.monotonic()
+        while name not in self.plans:
+            if self.at_once is not None:
                 return False
-            ports = {int(path.stem[-5:]): _read(path) for path in sorted(folder.glob("rank-*.json"))}
-            waited = time.monotonic() - started
-            if self._complete(generation, ports.keys(), waited):
-                reachable = _reached(generation, ports) | {rank}
-                ranks = [other for other in ports if other in reachable]
-                # With fewer than half of the ranks, this keeper's own network may be down: the others propose first.
-                if 2 * len(ranks) >= len(generation.members) or waited >= 2 * PATIENCE:
-                    _propose(folder / PLAN, ranks, ports[ranks[0]])
-            time.sleep(POLL)
-        return self._apply(plan, generation, rank)
+            self._ask_lower_ranks(generation, rank, ready)
+            if name not in self.plans:
+                self._lead(generation, time.monotonic() - started)
+        return self._apply(self.plans[name], generation, rank)
 
-    def _complete(self, generation: Generation, present: Collection[int], waited: float) -> bool:
-        """Whether all keepers are `present`, or the time to wait for the missing ones is over."""
+    def add_ready(self, generation: str, ready: dict[str, Any]) -> None:
+        """A keeper is ready for the generation after this one."""
+        self.ready.setdefault(generation, {})[ready["rank"]] = ready
+
+    def _failed_hosts(self) -> list[str]:
+        """The hosts that the rank's watchdog, or this keeper, named as failed."""
         lines = [line for path in (self.folder / EXITS).iterdir() for line in path.read_text().splitlines()]
-        failed = {self._silent_host, *(line.removeprefix("failed=") for line in lines if line.startswith("failed="))}
-        missing = {member.host for rank, member in enumerate(generation.members) if rank not in present}
-        return not missing or waited >= (NAMED_PATIENCE if missing <= failed else PATIENCE)
+        named = {self._silent_host, *(line.removeprefix("failed=") for line in lines if line.startswith("failed="))}
+        return sorted(named - {""})
+
+    def _ask_lower_ranks(self, generation: Generation, rank: int, ready: Mapping[str, Any]) -> None:
+        """Wait for the plan at the first lower rank whose keeper can be reached."""
+        out_of_reach = set(ready["failed"])
+        for member in generation.members[:rank]:
+            if member.host in out_of_reach:
+                continue
+            try:
+                with _connected(member, generation, {"ready": ready}) as connection:
+                    connection.settimeout(SILENT)
+                    lines = connection.makefile("rb")
+                    while self.at_once is None and (line := lines.readline()):
+                        if line.strip():  # an empty line says that it is alive
+                            self.plans[generation.name] = json.loads(line)
+                            return
+            except ConnectionRefusedError as error:  # the host is there
+                log.debug(f"keeper at {member.address}:{member.port}: {error}")
+            except OSError as error:
+                log.debug(f"keeper at {member.address}:{member.port}: {error}")
+                out_of_reach.add(member.host)
+
+    def _lead(self, generation: Generation, waited: float) -> None:
+        """Notify the keepers that are not ready, which kill their ranks at once (the ranks' watchdogs would take seconds), and propose
+        the next generation once all are ready or were waited for, `waited` seconds so far."""
+        members, until = generation.members, time.monotonic() + POLL_KEEPERS
+        present = self.ready[generation.name]
+        missing = [rank for rank in range(len(members)) if rank not in present]
+        with ThreadPoolExecutor(PROBES) as pool:
+            errors = pool.map(lambda rank: _send(members[rank], generation, {"failed": True}), missing)
+            ended = {
+                rank for rank, error in zip(missing, errors, strict=True) if isinstance(error, ConnectionRefusedError)
+            }
+        while len(present) < len(members) and time.monotonic() < until:
+            time.sleep(LOOK)
+        found = dict(present)
+        missing = [rank for rank in range(len(members)) if rank not in found]
+        failed = {host for ready in found.values() for host in ready["failed"]}
+        explained = all(rank in ended or members[rank].host in failed for rank in missing)
+        if missing and waited < (NAMED_PATIENCE if explained else PATIENCE):
+            return
+        # With fewer than half of the ranks, this keeper's own network may be down, and the others propose first.
+        if 2 * len(found) < len(members) and not ended.issuperset(missing) and waited < 2 * PATIENCE:
+            return
+        causes = sorted({ready["cause"] for ready in found.values()} - {""}, key=lambda cause: "SIG" not in cause)
+        plan = {
+            "name": secrets.token_hex(8),
+            "ranks": sorted(found),
+            "port": found[min(found)]["port"],
+            "vain": 0 if any(ready["progress"] for ready in found.values()) else self._vain + 1,
+            "cause": causes[0] if causes else "a rank failed",
+        }
+        self.plans[generation.name] = _propose(self.run_dir / IN_PLACE / generation.name, plan)
 
     def _apply(self, plan: dict[str, Any], generation: Generation, old: int) -> bool:
         """Make the plan the current generation; false if rank `old` is not in it."""
@@ -273,12 +368,17 @@ class Keeper:
         hosts, rank = [members[rank].host for rank in ranks], ranks.index(old)
         logs.setup(rank, len(ranks))
         log.info(
-            f"in place: a rank failed; {len(ranks)} of {len(members)} ranks restart"
+            f"in place: {plan['cause']}; {len(ranks)} of {len(members)} ranks restart"
             + (f", without {', '.join(lost)}" if lost else "")
         )
+        self._vain, self._last = plan["vain"], plan["vain"] > RESTARTS
+        if self._last and rank == 0:
+            log.error(
+                f"{RESTARTS} restarts in place in a row made no update; the state in memory is saved, and the job ends"
+            )
         assert self.lost is not None
         self.lost += sorted({member.host for member in members} - set(hosts))
-        following = Generation(plan["name"], tuple(members[rank] for rank in ranks))
+        following = Generation(plan["name"], generation.secret, tuple(members[rank] for rank in ranks))
         following.write(self.folder)
         self.place = following, rank
         # torchrun's variables describe the first generation
@@ -290,12 +390,6 @@ class Keeper:
 
     # -- messages between keepers ----------------------------------------------------------------------------------
 
-    def _announce_failure(self, generation: Generation, rank: int) -> None:
-        """Notify the other keepers, which kill their ranks at once; the ranks' watchdogs would take seconds."""
-        for other, member in enumerate(generation.members):
-            if other != rank:
-                threading.Thread(target=_send, args=(member, generation.name), daemon=True).start()
-
     def end_rank(self, generation: str) -> None:
         """Kill this rank, because another rank of `generation` failed."""
         if self._failed_generation != generation:
@@ -304,41 +398,47 @@ class Keeper:
                 self._child.kill()
 
     def _deliver(self) -> None:
-        """Send this rank's copies to its peer, always the newest one."""
+        """Listen where the rank wants it, and send its copies to its peer, always the newest one."""
         delivered = ""
         while not self._ended.wait(LOOK):
-            if (place := self.look_up()) is None:
+            if self._server is None:
+                if (self.folder / ADDRESS).exists():
+                    self._listen((self.folder / ADDRESS).read_text())
                 continue
-            generation, rank = place
-            peer = generation.peer_of(rank)
-            if peer is None:
+            if (place := self.look_up()) is None or not (self.folder / WRITTEN).exists():
                 continue
-            fields = rank, len(generation.members), generation.name
-            newest = max((copy for copy in copies_in(self.folder) if copy[1:] == fields), default=None)
-            if newest is None or str(newest) == delivered:
+            (generation, rank), written = place, json.loads((self.folder / WRITTEN).read_text())
+            peer, copy = generation.peer_of(rank), COPY.fullmatch(written["copy"])
+            if peer is None or copy is None or copy[4] != generation.name or copy[0] == delivered:
                 continue
-            path = self.folder / str(newest)
-            if _send(peer, generation.name, path):
-                delivered = path.name
+            path = self.folder / copy[0]
+            written["bytes"] = path.stat().st_size
+            if (error := _send(peer, generation, written, path)) is None:
+                delivered = copy[0]
                 write_whole(self.folder / DELIVERED, delivered.encode())
             else:
+                log.debug(f"keeper at {peer.address}:{peer.port}: {error}")
                 time.sleep(POLL)
+
+    def _listen(self, address: str) -> None:
+        self._server = _Server(self, address)
+        threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
+        write_whole(self.folder / PORT, str(self._server.server_address[1]).encode())
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Receives messages of other keepers: a copy of a rank's state, or the failure of a rank."""
+    """Receives messages of other keepers: a copy of a rank's state, the failure of a rank, or that a keeper is ready for the next
+    generation."""
 
     daemon_threads = True
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    block_on_close = False
 
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, address: str) -> None:
         self.keeper = keeper
-        super().__init__(("", 0), _Message)
+        super().__init__((address, 0), _Message, bind_and_activate=False)
+        self.socket.close()
+        self.socket = environment.listening_socket(address, 0)
+        self.server_address = self.socket.getsockname()
 
 
 class _Message(socketserver.StreamRequestHandler):
@@ -346,48 +446,101 @@ class _Message(socketserver.StreamRequestHandler):
     timeout = PATIENCE
 
     def handle(self) -> None:
-        keeper, line = self.server.keeper, self.rfile.readline(1 << 12)
-        place, match = keeper.look_up(), MESSAGE.fullmatch(line)
-        if place is None or match is None or match[1].decode() != place[0].name:
-            return  # of another job or an earlier generation, or not from a keeper
-        if not match[2]:
-            keeper.end_rank(place[0].name)
-        elif not self._receive(keeper.folder, match[2].decode(), int(match[7])):
+        try:
+            message = json.loads(self.rfile.readline(1 << 20))
+            if not isinstance(message, dict):
+                return
+        except ValueError:
             return
-        self.wfile.write(b"ok")
+        keeper, generation = self.server.keeper, str(message.get("generation"))
+        place = keeper.look_up()
+        if place is None or not place[0].knows(message):
+            return  # of another job, or not from a keeper
+        if "ready" in message:
+            self._answer_with_plan(generation, message["ready"])
+        elif generation != place[0].name:
+            return
+        elif "failed" in message:
+            keeper.end_rank(generation)
+            self.wfile.write(b"ok")
+        elif self._receive(keeper.folder, str(message["copy"]), int(message["bytes"]), str(message["sha256"])):
+            self.wfile.write(b"ok")
 
-    def _receive(self, folder: Path, name: str, size: int) -> bool:
+    def _answer_with_plan(self, generation: str, ready: dict[str, Any]) -> None:
+        """Send the plan as soon as there is one, and until then an empty line a second; a keeper that is itself not ready within
+        PATIENCE gives up."""
+        keeper, place = self.server.keeper, self.server.keeper.look_up()
+        if generation not in keeper.plans:
+            if place is None or place[0].name != generation:
+                return
+            keeper.add_ready(generation, ready)
+            keeper.end_rank(generation)
+        started = said = time.monotonic()
+        try:
+            while generation not in keeper.plans:
+                now = time.monotonic()
+                if keeper.meeting != generation and now - started > PATIENCE:
+                    return
+                if now - said > POLL_KEEPERS:
+                    said = now
+                    self.wfile.write(b"\n")
+                time.sleep(LOOK)
+            self.wfile.write(json.dumps(keeper.plans[generation]).encode() + b"\n")
+        except OSError as error:  # it has ended
+            log.debug(f"rank {ready['rank']}: {error}")
+            if generation not in keeper.plans:
+                keeper.ready[generation].pop(ready["rank"], None)
+
+    def _receive(self, folder: Path, name: str, size: int, sha256: str) -> bool:
         """Receive a copy of `size` bytes; whether it is complete."""
-        part = folder / f".{name}"
+        if not COPY.fullmatch(name):
+            return False
+        # of its own, since the sender of a slow connection may have begun again
+        part, digest = folder / f".{name}.{secrets.token_hex(4)}", hashlib.sha256()
         try:
             with part.open("wb") as file:
                 while size and (data := self.rfile.read(min(size, 1 << 20))):
+                    digest.update(data)
                     size -= file.write(data)
-            if not size:
-                os.replace(part, folder / name)
+            if size or digest.hexdigest() != sha256:
+                return False
+            os.replace(part, folder / name)
+            return True
         except OSError as error:
             logs.warn_once(f"the copy of another rank's state was not received: {describe(error)}")
-        part.unlink(missing_ok=True)
-        return (folder / name).exists()
+            return False
+        finally:
+            part.unlink(missing_ok=True)
 
 
-def _send(member: Member, generation: str, path: Path | None = None) -> bool:
-    """Send a keeper the copy at `path`, or without it that a rank of the generation failed; whether it was accepted."""
+def _connected(member: Member, generation: Generation, message: Mapping[str, Any]) -> socket.socket:
+    """A connection to a keeper that was sent `message`. Raises OSError."""
+    connection = socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS)
     try:
-        with socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS) as connection:
-            copy = f"{path.name} {path.stat().st_size}" if path else ""
-            connection.sendall(f"{generation} {copy}\n".encode())
-            if path is not None:
+        text = json.dumps({"secret": generation.secret, "generation": generation.name, **message})
+        connection.sendall(text.encode() + b"\n")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _send(
+    member: Member, generation: Generation, message: Mapping[str, Any], file: Path | None = None
+) -> OSError | None:
+    """Send a keeper a message and the bytes of a `file`; why it was not accepted, or None."""
+    try:
+        with _connected(member, generation, message) as connection:
+            if file is not None:
                 connection.settimeout(PATIENCE)
-                with path.open("rb") as file:
-                    connection.sendfile(file)
-            return connection.recv(2) == b"ok"
+                with file.open("rb") as content:
+                    connection.sendfile(content)
+            return None if connection.recv(2) == b"ok" else OSError("it did not accept a message")
     except OSError as error:
-        log.debug(f"keeper at {member.address}:{member.port}: {error}")
-        return False
+        return error
 
 
-def _accepts(member: Member) -> bool:
+def _answers(member: Member) -> bool:
     """Whether a keeper accepts a connection."""
     try:
         socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
@@ -397,28 +550,33 @@ def _accepts(member: Member) -> bool:
     return True
 
 
-def _reached(generation: Generation, ranks: Collection[int]) -> set[int]:
-    """The ranks whose keepers accept a connection."""
-    with ThreadPoolExecutor(PROBES) as pool:
-        accepted = pool.map(_accepts, [generation.members[rank] for rank in ranks])
-        return {rank for rank, reached in zip(ranks, accepted, strict=True) if reached}
-
-
-def _propose(path: Path, ranks: list[int], port: int) -> None:
-    """Make these ranks the next generation, which meets at `port` of the first one's host, unless there is a plan already."""
-    name = secrets.token_hex(8)
-    own = path.with_name(f"{path.name}.{name}")
-    write_whole(own, json.dumps({"name": name, "ranks": ranks, "port": port}).encode())
+def _propose(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Make `plan` that of the next generation, unless there is one already; returns the one that is valid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f"{PLAN}.{plan['name']}"
+    write_whole(own, json.dumps(plan).encode())
     try:
-        os.link(own, path)  # complete from the first moment
+        os.link(own, folder / PLAN)  # complete from the first moment
     except FileExistsError:
         log.debug("another keeper has proposed the next generation")
     own.unlink()
+    valid: dict[str, Any] = json.loads((folder / PLAN).read_text())
+    return valid
 
 
-def _read(path: Path) -> Any:
-    """JSON of a file; None if it does not exist or is not written completely."""
+def _how(code: int) -> str:
+    """How a process ended, by its exit code, or minus the signal that killed it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _wait_for_end(children: Iterable[subprocess.Popen[bytes]], seconds: float | None) -> None:
+    """Wait until one of the children, which were not waited for, has ended, at most `seconds`."""
+    descriptors = [os.pidfd_open(child.pid) for child in children]
+    poll = select.poll()
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(None if seconds is None else seconds * 1000)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -5,25 +5,31 @@ This module must not import torch.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megabert.common.environment import end_with_parent
+from megabert.common.environment import address_to_bind, end_with_parent
 from megabert.common.errors import FAILED
 from megabert.common.files import write_whole
 from megabert.distributed import signals
 
-# Environment variables of a rank: its keeper's folder, and the port at which the keeper receives messages.
-FOLDER, PORT = "MEGABERT_KEEPER", "MEGABERT_KEEPER_PORT"
-# Files in the keeper's folder: the ranks of this generation, the keeper's rank, the name of the newest copy that the peer
-# received, a folder of exit codes, and the token of the run's owner.
-MEMBERS, RANK, DELIVERED, EXITS, OWNER = "members.json", "rank", "delivered", "exits", "owner"
+# Environment variable of a rank: its keeper's folder.
+FOLDER = "MEGABERT_KEEPER"
+# Files in the keeper's folder: the address at which the keeper has to listen, and its port there; the ranks of this generation, and the
+# keeper's rank; the newest copy that the rank wrote, and the name of the newest one that the peer received; a folder of exit
+# codes; the token of the run's owner.
+ADDRESS, PORT, MEMBERS, RANK = "address", "port", "members.json", "rank"
+WRITTEN, DELIVERED, EXITS, OWNER = "written.json", "delivered", "exits", "owner"
+# Seconds between checks whether the keeper listens.
+LOOK = 0.005
 # Folder of a run in which the keepers agree.
 IN_PLACE = "in-place"
 # File name of a copy: data cursor, rank, number of ranks, generation.
@@ -53,9 +59,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """The ranks of one start; a keeper's rank is its index in `members`."""
+    """The ranks of one start; a keeper's rank is its index in `members`. Only messages with the job's `secret` are accepted."""
 
     name: str
+    secret: str
     members: tuple[Member, ...]
 
     @classmethod
@@ -65,10 +72,14 @@ class Generation:
             tree = json.loads((folder / MEMBERS).read_text())
         except FileNotFoundError:
             return None
-        return cls(tree["name"], tuple(Member(**member) for member in tree["members"]))
+        return cls(tree["name"], tree["secret"], tuple(Member(**member) for member in tree["members"]))
 
     def write(self, folder: Path) -> None:
         write_whole(folder / MEMBERS, json.dumps(asdict(self)).encode())
+
+    def knows(self, message: Mapping[str, Any]) -> bool:
+        """Whether a message is from a keeper of this job."""
+        return hmac.compare_digest(str(message.get("secret")).encode(), self.secret.encode())
 
     def following(self, rank: int) -> Member:
         """The keeper of the next rank, which that of `rank` asks whether it is there."""
@@ -133,11 +144,24 @@ def remember_owner(token: str) -> None:
         write_whole(Path(os.environ[FOLDER], OWNER), token.encode())
 
 
-def address_here(master: tuple[str, int]) -> str:
-    """The address at which other ranks reach this host: its local address on the route to `master`; on rank 0's host, that of
-    `master`."""
-    family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        local = probe.getsockname()[0]
-    return master[0] if local in (address[0], "::1") or local.startswith("127.") else local
+def hand_over(folder: Path, part: Path, name: CopyName, sha256: str) -> None:
+    """Name the complete copy `part`, and have the keeper send it to the peer."""
+    os.replace(part, folder / str(name))
+    write_whole(folder / WRITTEN, json.dumps({"copy": str(name), "sha256": sha256}).encode())
+
+
+def listen(folder: Path, master: tuple[str, int] | None) -> tuple[str, int]:
+    """Have the keeper listen; returns the address and the port at which other keepers reach it. The address is this host's one on the
+    route to `master`, on rank 0's host that of `master`; None: there are no other ranks."""
+    bound = address = "localhost"
+    if master is not None:
+        family, kind, _, _, target = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            bound = address = probe.getsockname()[0]
+        if address in (target[0], "::1") or address.startswith("127."):
+            bound, address = address_to_bind(master[0]), master[0]
+    write_whole(folder / ADDRESS, bound.encode())
+    while not (folder / PORT).exists():  # the rank ends with its keeper
+        time.sleep(LOOK)
+    return address, int((folder / PORT).read_text())

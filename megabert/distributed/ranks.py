@@ -7,7 +7,6 @@ use NCCL on CUDA.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -296,59 +295,52 @@ def _share_cores(world: World) -> None:
 def _start(world: World) -> tuple[str, int]:
     """Start the process group of several ranks; the address of its store. Raises ConnectionError."""
     place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
-    address, store = world.master, None
+    agent_store = world.launcher == "torchrun" and bool(world.job)
     try:
-        if address is None or world.job:  # rank 0 opens the store, unless torchrun did
-            port, tcp_store = 0 if address is None else address[1], None
-            if world.is_main and world.launcher != "torchrun":
-                if address is not None:
-                    _check_local(address[0])
-                tcp_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-                port = tcp_store.port
-            address = address or _address_through_mpi(port)
-            if tcp_store is None:
-                tcp_store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            # The prefix keeps jobs apart if another one on the host uses the same port. torchrun without a rendezvous backend keeps its
-            # store, so that restarted ranks would connect to the addresses of the killed ones.
-            store = dist.PrefixStore(world.job, tcp_store)
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        dist.init_process_group(
-            world.backend,
-            init_method=None if store else f"tcp://{host}:{address[1]}",
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=TIMEOUT,
-        )
+        host, port = world.master or (_host_through_mpi(), 0)
+        store: Any = None
+        if world.is_main and not agent_store:
+            try:
+                bound = environment.address_to_bind(host)
+            except ValueError:  # perhaps that of a service in front of this machine
+                if world.launcher == "srun":
+                    raise
+                bound = ""
+            listener = environment.listening_socket(bound, port)
+            port = listener.getsockname()[1]
+            options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
+            store = dist.TCPStore(bound or "localhost", port, wait_for_workers=False, timeout=TIMEOUT, **options)
+        if world.master is None:
+            port = _through_mpi(port)
+        store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        # The prefix keeps jobs apart if another one on the host uses the same port. torchrun without a rendezvous backend keeps its
+        # store, so that restarted ranks would connect to the addresses of the killed ones.
+        store = dist.PrefixStore(world.job, store)
+        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+        dist.init_process_group(world.backend, store=store, timeout=TIMEOUT, **ranks)
     except (RuntimeError, OSError) as error:  # torch's errors are all subclasses of RuntimeError
         first = str(error).splitlines()[0]
         raise ConnectionError(
             f"rank {world.rank} cannot connect to the other ranks{place}; if this persists, set MASTER_ADDR and MASTER_PORT ({first})"
         ) from error
-    return address
+    return host, port
 
 
-def _check_local(host: str) -> None:
-    """Raises ValueError unless `host`, at which the other ranks expect rank 0, is an address of this machine."""
-    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-            probe.bind(address)
-            return
-    raise ValueError(
-        f"the rendezvous address {host} is not an address of {socket.gethostname()}, where rank 0 runs; unset MASTER_ADDR or set "
-        "it to one of them"
-    )
-
-
-def _address_through_mpi(port: int) -> tuple[str, int]:
-    """The address of rank 0's store. Rank 0 broadcasts its `port` through MPI."""
+def _host_through_mpi() -> str:
+    """The host of rank 0's store."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError("mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them") from error
     names = MPI.COMM_WORLD.allgather(socket.gethostname())
-    port = MPI.COMM_WORLD.bcast(port, root=0)
-    return ("127.0.0.1" if len(set(names)) == 1 else names[0], port)
+    return "127.0.0.1" if len(set(names)) == 1 else str(names[0])
+
+
+def _through_mpi(value: int) -> int:
+    """Rank 0's `value`."""
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.bcast(value, root=0))
 
 
 def _number(env: dict[str, str], name: str, default: int | None = None) -> int:

@@ -28,8 +28,12 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
     SIGNALS = (*SIGNALS, signal.SIGHUP)
 # Printed if there is nothing to save yet.
 NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
-# Environment variable with the file descriptor from which a standby rank (`train --in-place`) reads its environment.
+# Environment variable with the file descriptor from which a rank with a keeper (`train --in-place`) reads its environment.
 PLACE = "MEGABERT_KEEPER_PLACE"
+# Environment variable of a rank that restarts in place: it must save the state in memory before it ends.
+RESTARTED = "MEGABERT_KEEPER_RESTARTED"
+# Environment variable with the time at which the job started, if ranks restart within it, in seconds since the epoch.
+STARTED = "MEGABERT_JOB_STARTED"
 # Printed after Ctrl-C.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
 # A process may receive one request twice: through its process group and from its launcher.
@@ -38,7 +42,7 @@ ECHO_SECONDS = 1.0
 RECENT = 100
 # Updates until all ranks know of a request: the reports on an update are read after the next one.
 LATE = 2
-# Time for everything besides updates and saves: the rest of an evaluation, the exit.
+# Time for everything besides updates, evaluations and saves, as the exit.
 MARGIN_SECONDS = 5.0
 # Estimate of the first save: fraction of the allowed time, and its maximum in seconds.
 UNKNOWN_SAVE = (0.1, 60.0)
@@ -46,27 +50,37 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _taken_over = threading.Event()
 _early: threading.Thread | None = None
+# When a signal was received before a `Stop` existed, in seconds of the monotonic clock.
+_early_request: float | None = None
 
 
 def leave_when_signalled() -> None:
-    """Exit with REQUEUE at a signal until a `Stop` takes over; before that there is nothing to save.
+    """Exit with REQUEUE at a signal until a `Stop` takes over; before that there is nothing to save. A rank that restarts in place
+    keeps the request for its `Stop`.
 
     A thread waits for signals, since a main thread that is blocked in a rendezvous runs no Python signal handlers.
     """
     global _early
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    _early = threading.Thread(target=_leave, name="leave", daemon=True)
+    _early = threading.Thread(target=_leave, args=[RESTARTED in os.environ], name="leave", daemon=True)
     _early.start()
 
 
-def _leave() -> None:
+def _leave(restarted: bool) -> None:
+    global _early_request
     last = False
     while not last:
         last = _taken_over.is_set()  # pending signals are handled once more
-        if (received := signal.sigtimedwait(SIGNALS, 0.1)) is not None:
+        if (received := signal.sigtimedwait(SIGNALS, 0.1)) is None:
+            continue
+        if not restarted:
             if os.environ.get("LOCAL_RANK", "0") == "0" and PLACE not in os.environ:
                 logs.write_notice(b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
             os._exit(leave_exit_code(REQUEUE))
+        if _early_request is None:
+            _early_request = time.monotonic()
+        elif time.monotonic() - _early_request > ECHO_SECONDS:
+            os._exit(128 + received.si_signo)
 
 
 def ignore_signals() -> None:
@@ -95,13 +109,14 @@ class Stop:
 
     def __init__(self, ends: float | None = None) -> None:
         """`ends`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
-        self._signalled: float | None = None
         self._ends = ends
         self._updates: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
+        self._signalled: float | None = None
         take_over(self._request)
+        self._signalled = self._signalled or _early_request
 
     def _request(self, number: int, frame: Any) -> None:
         now = time.monotonic()
@@ -125,7 +140,7 @@ class Stop:
         return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def updated(self, seconds: float) -> None:
-        """Record the duration of an update, including its data and evaluation."""
+        """Record the duration of an update, including its data but not an evaluation."""
         self._updates.append(seconds)
 
     def saved(self, seconds: float) -> None:
@@ -135,8 +150,9 @@ class Stop:
 
 def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -> float | None:
     """The time at which the job must have ended, in seconds since the epoch: the earlier one of `--max-time` ("" for none) after
-    `started`, and the end of the SLURM job. Raises ValueError naming the value that cannot be parsed."""
-    ends = [started + parse_duration(max_time)] if max_time else []
+    `started`, or after the job's own start if ranks restart within it, and the end of the SLURM job. Raises ValueError naming the
+    value that cannot be parsed."""
+    ends = [float(environment.get(STARTED, started)) + parse_duration(max_time)] if max_time else []
     slurm = environment.get("SLURM_JOB_END_TIME", "")
     if slurm:
         if not slurm.isdecimal():

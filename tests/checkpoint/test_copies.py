@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.checkpoint.copies import Copies
+from megabert.checkpoint.copies import Copies, NewestCopy
 from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
 from megabert.distributed import kept_rank
@@ -42,15 +42,16 @@ def whole(cursor: int, kind: str) -> torch.Tensor:
 def opened(world: World, folder: str, host: str) -> Copies:
     place = Path(folder, str(world.rank))
     place.mkdir(exist_ok=True)
-    os.environ |= {kept_rank.FOLDER: str(place), kept_rank.PORT: str(7000 + world.rank), "SLURMD_NODENAME": host}
+    (place / kept_rank.PORT).write_text(str(7000 + world.rank))  # as its keeper does
+    os.environ |= {kept_rank.FOLDER: str(place), "SLURMD_NODENAME": host}
     return Copies(place, Path(folder, "run"), world, CheckpointConfig().copy_every)
 
 
-def take(world: World, folder: str, cursors: list[int]) -> list[list[int]]:
-    """The places of the copies that a rank has after each one."""
+def take(world: World, folder: str, cursors: list[int], owed: tuple[int, int] | None = None) -> list[list[int]]:
+    """The places of the copies that a rank has after each one; `owed`: step and place of a save that is in flight all the time."""
     copies, found = opened(world, folder, f"n{world.rank}"), []
     for cursor in cursors:
-        copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1})
+        copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1}, owed)
         assert copies._last is not None and copies._writing is not None
         copies._writing.join()
         Path(folder, str(world.rank), kept_rank.DELIVERED).write_text(str(copies._last))  # as its keeper does
@@ -58,10 +59,16 @@ def take(world: World, folder: str, cursors: list[int]) -> list[list[int]]:
     return found
 
 
-def newest(world: World, folder: str, after: int) -> tuple[dict[str, Any], dict[str, list[float]]] | None:
-    copy = opened(world, folder, "n0").newest(after)
-    if copy is None:
-        return None
+Content = tuple[dict[str, Any], dict[str, list[float]]]
+
+
+def newest(world: World, folder: str, after: int) -> Content | None:
+    copy = opened(world, folder, "n0").newest(after, [])
+    assert copy is None or copy.owed is None
+    return None if copy is None else content(copy)
+
+
+def content(copy: NewestCopy) -> Content:
     assert copy.counters == {"optimizer_steps": 1} and copy.tensors.shapes == {"w": [2, 3]}
     return copy.state, {kind: tensor.tolist() for kind, _, tensor in copy.tensors.whole(*KINDS)}
 
@@ -86,6 +93,33 @@ def test_ranks_continue_from_the_newest_copy(two_ranks: Path) -> None:
     assert run_ranks(2, newest, str(two_ranks), -1) == [expected(7, 2)] * 2
     assert run_ranks(2, newest, str(two_ranks), 6) == [expected(7, 2)] * 2
     assert run_ranks(2, newest, str(two_ranks), 7) == [None, None]
+
+
+def newest_and_owed(world: World, folder: str, saved: list[int]) -> tuple[Content, Content | None, list[int]]:
+    copies = opened(world, folder, "n0")
+    copy = copies.newest(-1, saved)
+    assert copy is not None
+    places = sorted(copy.cursor for copy in kept_rank.copies_in(Path(folder, str(world.rank))))
+    return content(copy), None if copy.owed is None else content(copy.owed), places
+
+
+def test_the_copy_of_a_checkpoint_is_kept_until_that_is_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_ranks(2, take, folder, [5, 6, 7, 8], (4, 5)) == [[[5], [5, 6], [5, 6, 7], [5, 7, 8]]] * 2
+    assert run_ranks(2, newest_and_owed, folder, []) == [(expected(8, 2), expected(5, 2), [5, 8])] * 2
+    assert run_ranks(2, newest_and_owed, folder, [4]) == [(expected(8, 2), None, [8])] * 2
+
+
+def test_a_save_of_the_newest_copy_is_owed_too(tmp_path: Path) -> None:
+    run_ranks(1, take, str(tmp_path), [5, 6], (5, 6))
+    assert run_ranks(1, newest_and_owed, str(tmp_path), []) == [(expected(6, 1), expected(6, 1), [6])]
+
+
+def test_copies_of_a_lost_host_are_removed(two_ranks: Path) -> None:
+    """Rank 0's newest copy has no other part any more; it would be newer than all that is trained from the older one on."""
+    files(two_ranks, 1)[-1].unlink()
+    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(6, 2)] * 2
+    assert [[path.name[:12] for path in files(two_ranks, rank)] for rank in (0, 1)] == [["000000000006"]] * 2
 
 
 def test_a_copy_that_misses_a_part_is_passed_over(two_ranks: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.survival.life import children_of
+from megabert.distributed import kept_rank
 from megabert.distributed.keeper import RESTARTS
-from megabert.distributed.kept_rank import Generation, Member
-from megabert.distributed.signals import REQUEUE
+from megabert.distributed.kept_rank import CopyName, Generation, Member
+from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
 from megabert.distributed.watchdog import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,21 +31,30 @@ from pathlib import Path
 from megabert.common.errors import code_of
 from megabert.distributed import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
+keeper.RESPAWN_SECONDS = 0.1
 sys.orig_argv = [sys.executable, *sys.argv[2:]]
 sys.exit(code_of(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
 """
 # A rank of the first generation meets the others by files, copies its number, waits until its peer has the copy, and does what
 # `act` says. One of a later generation ends with 0.
 RANK = """
-import json, os, signal, sys, time
+import hashlib, json, os, signal, sys, time
 from pathlib import Path
 from megabert.common.errors import leave_exit_code
-from megabert.distributed import kept_rank
+from megabert.distributed import kept_rank, signals
 from megabert.distributed.kept_rank import CopyName, Generation, Member
+
+signals.leave_when_signalled()
 
 def wait_for(condition):
     while not condition():
         time.sleep(0.01)
+
+def copy(cursor):
+    name = CopyName(cursor, rank, size, Generation.read(folder).name)
+    (folder / ".part").write_text(f"copy of {rank}")
+    kept_rank.hand_over(folder, folder / ".part", name, hashlib.sha256(f"copy of {rank}".encode()).hexdigest())
+    return name
 
 assert kept_rank.follow()
 kept_rank.wait_for_place()
@@ -49,21 +62,20 @@ shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.FOLDER])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 first = Generation.read(folder) is None
 if first:
-    place = [os.environ["SLURMD_NODENAME"], "localhost", int(os.environ[kept_rank.PORT])]
+    place = [os.environ["SLURMD_NODENAME"], *kept_rank.listen(folder, ("127.0.0.1", 9))]
     (shared / f"new-{rank}").write_text(json.dumps(place))
     (shared / f"new-{rank}").rename(shared / f"place-{rank}")
     wait_for(lambda: len(list(shared.glob("place-*"))) == size)
     places = [json.loads((shared / f"place-{other}").read_text()) for other in range(size)]
-    kept_rank.introduce(folder, Generation("0" * 16, tuple(Member(*one) for one in places)), rank)
+    kept_rank.introduce(folder, Generation("0" * 16, "secret", tuple(Member(*one) for one in places)), rank)
     if len({host for host, *_ in places}) > 1:
-        name = CopyName(7, rank, size, "0" * 16)
-        (folder / ".part").write_text(f"copy of {rank}")
-        (folder / ".part").rename(folder / str(name))
+        name = copy(7)
         wait_for(lambda: kept_rank.delivered(folder) == str(name))
     (shared / f"ready-{rank}").touch()
     wait_for(lambda: len(list(shared.glob("ready-*"))) == size)
 copies = {str(copy): (folder / str(copy)).read_text() for copy in kept_rank.copies_in(folder)}
 line = {"rank": rank, "size": size, "local": int(os.environ["LOCAL_RANK"]), "copies": copies, "pid": os.getpid()}
+line["folder"] = str(folder)
 with open(shared / "starts.jsonl", "a") as file:
     file.write(json.dumps(line) + "\\n")
 if first or os.environ.get("ALWAYS"):
@@ -147,9 +159,104 @@ def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None
     assert [line["size"] for line in starts(tmp_path, 5)] == [2, 2, 2, 2, 1]
 
 
-def test_restarts_without_progress_end(tmp_path: Path) -> None:
-    assert codes(keepers(tmp_path, "os._exit(4)", (0,), ALWAYS="1")) == [4]
-    assert len(starts(tmp_path, 1)) == 1 + RESTARTS
+def test_restarts_without_progress_end_with_one_that_saves(tmp_path: Path) -> None:
+    stop = "stop = signals.Stop(); time.sleep(0.2); os._exit(85 if stop.requested else 4)"
+    assert codes(keepers(tmp_path, stop, (0,), ALWAYS="1")) == [4]
+    assert len(starts(tmp_path, 1)) == 1 + RESTARTS + 1
+
+
+def test_progress_is_that_of_a_generation(tmp_path: Path) -> None:
+    """Each generation dies after an update, whose place is before that of a copy which a lost host has left."""
+    stale = "(folder / str(CopyName(99, 0, 9, 'f' * 16))).write_text(''); "
+    act = f"{stale} number = len((shared / 'starts.jsonl').read_text().splitlines()); copy(number); os._exit(4 * (number < 7))"
+    assert codes(keepers(tmp_path, act, (0,), ALWAYS="1")) == [0]
+    assert len(starts(tmp_path, 1)) == 7
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3])
+def test_a_stop_while_ranks_meet_reaches_the_next_ones(tmp_path: Path, delay: float) -> None:
+    act = "first and rank == 1 and os._exit(4); stop = signals.Stop(); wait_for(lambda: stop.requested and not first); os._exit(85)"
+    started = keepers(tmp_path, act, (0, 0), ALWAYS="1")
+    starts(tmp_path, 2)
+    time.sleep(delay)
+    started[0].terminate()
+    started[1].terminate()
+    assert codes(started) == [REQUEUE, REQUEUE]
+    assert len(starts(tmp_path, 4)) == 4
+
+
+def test_a_second_signal_ends_a_keeper_that_waits_for_another_at_once(tmp_path: Path) -> None:
+    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists()); os._exit(4)", (0, 1))
+    starts(tmp_path, 2)
+    started[1].send_signal(signal.SIGSTOP)
+    (tmp_path / "end").touch()
+    for _ in range(2):
+        time.sleep(ECHO_SECONDS + 0.2)
+        started[0].terminate()
+    assert started[0].wait(15) == 128 + signal.SIGTERM
+    started[1].kill()
+
+
+def test_folders_of_killed_keepers_are_removed(tmp_path: Path) -> None:
+    """By the keepers that are left, and at the next start, however soon."""
+    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists()); os._exit(4)", (0, 0, 1))
+    folders = [Path(line["folder"]) for line in starts(tmp_path, 3)]
+    started[0].kill()
+    started[0].wait()
+    (tmp_path / "end").touch()
+    assert codes(started) == [-signal.SIGKILL, 0, 0] and not any(folder.exists() for folder in folders)
+    (tmp_path / "second").mkdir()
+    (killed,) = keepers(tmp_path / "second", "time.sleep(60)", (0,))
+    (first,) = starts(tmp_path / "second", 1)
+    killed.kill()
+    killed.wait()
+    assert Path(first["folder"]).exists()
+    (tmp_path / "third").mkdir()
+    assert codes(keepers(tmp_path / "third", "os._exit(0)", (0,))) == [0]
+    assert not Path(first["folder"]).exists()
+
+
+def test_a_killed_standby_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    act = "copy(1); wait_for(lambda: (shared / 'end').exists()); os._exit(4 * first)"
+    started = keepers(tmp_path, act, (0,), ALWAYS="1")
+    (first,) = starts(tmp_path, 1)
+    until(lambda: len(children_of(started[0].pid)) == 2)
+    (standby,) = set(children_of(started[0].pid)) - {first["pid"]}
+    os.kill(standby, signal.SIGKILL)
+    until(lambda: len(set(children_of(started[0].pid)) - {first["pid"], standby}) == 1)
+    (tmp_path / "end").touch()
+    assert codes(started) == [0]
+    found = capfd.readouterr()
+    assert "warning: the standby process of rank 0 was killed by SIGKILL; another one starts" in found.err
+    assert "in place: rank 0 (host n0) ended with exit code 4; 1 of 1 ranks restart" in found.out
+
+
+def sent(port: int, message: dict[str, Any], data: bytes = b"") -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(json.dumps(message).encode() + b"\n" + data)
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(100)
+
+
+def test_a_keeper_takes_only_whole_copies_of_its_job(tmp_path: Path) -> None:
+    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists())", (0, 1))
+    folder = Path(starts(tmp_path, 2)[0]["folder"])
+    port = int((folder / kept_rank.PORT).read_text())
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if f":{port:04X} 0000" in line
+    ]
+    assert listening == [f"0100007F:{port:04X}"]  # the loopback interface alone
+    name, data = str(CopyName(8, 1, 2, "0" * 16)), b"another copy"
+    message = {"generation": "0" * 16, "copy": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert sent(port, message, data) == sent(port, message | {"secret": "Secret"}, data) == b""
+    message["secret"] = "secret"
+    assert sent(port, message, data[:-1]) == sent(port, message, b"another c0py") == b""
+    assert sent(port, message | {"copy": "../x"}, data) == sent(port, {"secret": "secret"}) == b""
+    assert not (folder / name).exists() and not (folder.parent / "x").exists()
+    assert sent(port, message, data) == b"ok" and (folder / name).read_bytes() == data
+    assert sent(port, {"generation": "0" * 16, "failed": True}) == b"" and len(starts(tmp_path, 2)) == 2
+    (tmp_path / "end").touch()
+    assert codes(started) == [0, 0]
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, REQUEUE])
@@ -170,7 +277,7 @@ def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
 def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
     hosts = [host for host, count in enumerate(sizes) for _ in range(count)]
     members = tuple(Member(f"n{host}", "localhost", port) for port, host in enumerate(hosts))
-    generation, load = Generation("0" * 16, members), Counter[int]()
+    generation, load = Generation("0" * 16, "secret", members), Counter[int]()
     for rank, member in enumerate(members):
         peer = generation.peer_of(rank)
         assert peer is not None and peer.host != member.host
@@ -181,4 +288,4 @@ def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
 
 
 def test_ranks_of_one_host_have_no_peer() -> None:
-    assert Generation("0" * 16, (Member("n0", "localhost", 1),) * 2).peer_of(1) is None
+    assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2).peer_of(1) is None

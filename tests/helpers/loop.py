@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,13 @@ from tests.helpers import tiny
 class StopAt:
     """A stop that is requested at the n-th question, or never. Unlike `Stop`, it leaves this process' signals alone."""
 
-    def __init__(self, question: int = -1) -> None:
-        self.left = question
+    def __init__(self, question: int = -1, seconds: Callable[[], float] = lambda: math.inf) -> None:
+        """`seconds`: time that is left."""
+        self.left, self.seconds = question, seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds()
 
     @property
     def requested(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.survival.in_place import KeptRanks
+from benchmarks.survival.life import last_step
 from benchmarks.survival.network import Network, address
+from megabert.checkpoint import chain
+from tests.helpers.forked import ROOT
 from tests.helpers.job import SMALL
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -112,6 +116,54 @@ class Apart(KeptRanks):
         node = self.network.nodes[int(str(env["RANK"]))]
         more = {"MASTER_ADDR": address(self.network.nodes[0]), "SLURMD_NODENAME": node}
         return super()._process([*self.network.inside(node), *command], env | more)
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.6, 2.0])
+def test_a_stop_during_a_restart_saves(dataset, tmp_path: Path, undisturbed, delay: float) -> None:
+    job = started(dataset, tmp_path / "run", (0, 0), "zero.stage=1")
+    job.wait_for_step(30)
+    job.kill_rank(1)
+    time.sleep(delay)
+    for process in job.processes:
+        process.terminate()
+    assert job.codes() == [85, 85], job.log.read_text()
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert int(saved.name[5:]) == last_step(job.run) >= 30
+    assert started(dataset, tmp_path / "run", (0, 0), "zero.stage=1").codes() == [0, 0]
+    assert job.curve() == undisturbed("zero.stage=1")
+
+
+# A rank's first syncs of a checkpoint's files take seconds, until a file exists.
+SLOW_SAVES = """
+import os, time
+def slow(file, fsync=os.fsync):
+    if "/.saving-" in os.readlink(f"/proc/self/fd/{{file}}"):
+        for _ in range(600):
+            if not os.path.exists({fast!r}):
+                time.sleep(0.1)
+    fsync(file)
+os.fsync = slow
+"""
+
+
+def test_a_save_in_flight_at_a_kill_is_made_again(dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 7, which is the best one and kept for good, is not written when a rank is killed after step 12."""
+    fast = tmp_path / "fast"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_SAVES.format(fast=str(fast)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    settings = ("eval.interval=7", "eval.patience=99", "checkpoint.keep=1", "checkpoint.keep_every=7", "eval.rows=16")
+    job = started(dataset, tmp_path / "run", (0, 0), *settings, "schedule.total_steps=30", "optimizer.lr=1e-2")
+    job.wait_for_step(12)
+    assert not list((tmp_path / "run/checkpoints").glob("step-*07"))
+    job.kill_rank(1)
+    fast.touch()
+    assert job.codes() == [0, 0], job.log.read_text()
+    text = job.log.read_text()
+    assert "saved at step 7: the save that was interrupted" in text and "is missing" not in text
+    assert re.search(r"resuming from copies in memory at step 1[23]", text)
+    kept = {int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")}
+    assert kept >= {7, 14, 21, 28, 30} and (tmp_path / "run/best").resolve().is_dir()
+    assert chain.read(tmp_path / "run/checkpoints")[-1]["step"] == 30
 
 
 def test_a_signal_saves_on_all_ranks(dataset, tmp_path: Path) -> None:
