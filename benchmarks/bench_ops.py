@@ -34,7 +34,7 @@ from benchmarks.common.measure import CaptureFailed, Memory, copy_bandwidth, ker
 from megabert import ops
 from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
-from megabert.metrics import matmul_tflops
+from megabert.engine.ceiling import matmul_tflops
 from megabert.model import BertForPreTraining
 from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices

@@ -42,7 +42,8 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import ranks
 from megabert.engine import DTYPES, Engine, precision
-from megabert.metrics import matmul_tflops, training_flops
+from megabert.engine.ceiling import matmul_tflops
+from megabert.metrics import training_flops
 from megabert.model import BertForPreTraining
 
 SIZES = {

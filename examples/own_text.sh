@@ -22,4 +22,4 @@ printf 'One line of text.\nAnd another one.\n' >"$out/lines.txt"
 rm -rf "$out/vectors.npy" "$out/hf" # of a command that ended early
 python -m megabert features --model "$out/run" --input "$out/lines.txt" --output "$out/vectors.npy"
 python -m megabert export --model "$out/run" --output "$out/hf"
-echo "Hugging Face's AutoModelForMaskedLM.from_pretrained(\"$out/hf\") loads the model"
+echo "Hugging Face's AutoModelForMaskedLM.from_pretrained loads the model from $out/hf"

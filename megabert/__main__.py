@@ -11,6 +11,7 @@ try:
     import difflib
     import importlib
     import os
+    import shlex
     from dataclasses import dataclass
 
     from megabert import __version__
@@ -61,7 +62,7 @@ def called() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return f"python -m {spec.name.removesuffix('.__main__')}"
-    return "megabert" if os.path.basename(sys.argv[0]) == "megabert" else sys.argv[0]
+    return "megabert" if os.path.basename(sys.argv[0]) == "megabert" else shlex.quote(sys.argv[0])
 
 
 def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:

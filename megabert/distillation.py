@@ -10,6 +10,7 @@ checkpoint or ZeRO partition. The trained student is an ordinary run.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> Student:
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(
             f"distill.teacher={config.distill.teacher}: its tokenizer is not the dataset's (SHA-256 differs); build the "
-            f"dataset with --tokenizer {teacher.tokenizer.path}"
+            f"dataset with --tokenizer {shlex.quote(str(teacher.tokenizer.path))}"
         )
     return Student(config, teacher, device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,7 +201,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     for name, dataset in zip(folders, datasets, strict=True):
         if loaded.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
             raise ValueError(
-                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {loaded.tokenizer.path}"
+                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {shlex.quote(str(loaded.tokenizer.path))}"
             )
         if dataset.manifest.seq_len > longest:
             raise ValueError(

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from megabert.distributed.ranks import World
     from megabert.engine import UpdateResult
 
-# -- FLOPs and peak rate --------------------------------------------------------------------------------------------
+# -- FLOPs --------------------------------------------------------------------------------------------
 
 
 def attending_pairs(squares: float, tokens: float, causal: bool) -> float:
@@ -57,21 +56,6 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
         6 * d * d * sequences if model.nsp else 0
     )
     return float(encoder + attention + heads)
-
-
-def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Best measured rate of a square-ish matrix product on `device`, in TFLOP/s: the peak for MFU."""
-    m, k, n = (8192, 4096, 4096) if device.type == "cuda" else (1024, 1024, 4096)
-    a = torch.randn(m, k, device=device).to(dtype)
-    b = torch.randn(k, n, device=device).to(dtype)
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * m * k * n / best / 1e12
 
 
 # -- figures of updates -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,10 @@ from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_tog
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
+from megabert.engine.ceiling import find_ceiling
 from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
-from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
+from megabert.metrics import PretrainingMeter, Shown, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
@@ -281,9 +283,10 @@ def resume(
         return provenance, None, 0
     source = start_engine(engine, config.init_from, world, config.init_moments)
     if source["tokenizer"] != tokenizer.sha256:
+        model, vocab = shlex.quote(config.init_from), shlex.quote(str(datasets[0].folder))
         raise ValueError(
             f"init_from={config.init_from} was trained with another tokenizer than {datasets[0].folder} has; build the data with "
-            f"that tokenizer, or `megabert convert --model {config.init_from} --vocab {datasets[0].folder} --run START`"
+            f"that tokenizer, or `megabert convert --model {model} --vocab {vocab} --run START`"
         )
     parts = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
@@ -380,12 +383,14 @@ class Pretraining:
         self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
         self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
         self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
-        peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
-        self.meter = PretrainingMeter(world, config.model, engine.terms, peak)
+        ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
+        self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
         self.shown = Shown()
         # read at the first evaluation
         self._samples: HeldOutSamples | None = None
-        log.info(f"{engine.describe()}; matrix-product ceiling {peak:.2f} TFLOP/s a device")
+        log.info(
+            f"{engine.describe()}; matrix-product ceiling {ceiling.tflops:.2f} TFLOP/s a device ({ceiling.origin})"
+        )
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:
         number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]

@@ -58,13 +58,11 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
-    """This process as a world of one rank. DeepSpeed forgets its groups, which end with the world, for the next module's."""
+    """This process as a world of one rank."""
     from megabert.distributed import ranks
 
     yield ranks.init(ranks.discover({}))
     ranks.shutdown()
-    if groups := sys.modules.get("deepspeed.utils.groups"):
-        groups._WORLD_GROUP = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

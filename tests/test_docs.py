@@ -67,7 +67,9 @@ def test_plans_in_the_text_are_computed(page: str, capsys) -> None:
     commands = re.findall(r"^ *megabert plan (.*)", (ROOT / page).read_text(), re.M)
     assert commands
     for command in commands:
-        words = shlex.split(command.replace("DATA/seq128", str(ROOT / "tests/data/golden/dataset")), comments=True)
+        # rows of 64 tokens
+        named = command.replace("DATA/seq128", f"{ROOT}/tests/data/golden/dataset data.seq_len=0")
+        words = shlex.split(named, comments=True)
         assert main(words) == 0, command
         assert len(capsys.readouterr().out.splitlines()) > 5
 

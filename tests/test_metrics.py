@@ -81,10 +81,6 @@ def test_the_datasheets_peak_is_of_the_very_device(name: str, peak: float | None
     assert datasheet_tflops(name) == peak
 
 
-def test_the_ceiling_is_a_rate_of_this_machine() -> None:
-    assert 0.001 < metrics.matmul_tflops(torch.device("cpu"), torch.float32, seconds=0.2) < 100
-
-
 def test_durations_read_as_people_say_them() -> None:
     assert [duration(s) for s in (59, 61, 3661, 93784)] == ["0m59s", "1m01s", "1h01m", "1d02h03m"]
 

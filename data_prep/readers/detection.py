@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from typing import NamedTuple
 
 from data_prep.common.errors import UnknownFormat
@@ -176,11 +177,14 @@ def _is_jsonl(path: str, suffix: str, start: bytes, whole: bool) -> bool:
     is_pretty = several and not is_object and re.match(rb'\{\s*"', start)
     is_one = array and not several and (whole or suffix == ".json")
     if is_pretty or is_one:
-        records = f".{array[1].decode(errors='replace')}[]" if array else "."
+        records = "'.'"
+        if array:
+            name = array[1].decode(errors="replace")
+            records = shlex.quote(f".{name}[]" if name.isidentifier() else f'."{name}"[]')
         raise refused(
             path,
             "JSON that is neither an object a line nor an array of objects",
-            f"convert it: jq -c '{records}' FILE > FILE.jsonl",
+            f"convert it: jq -c {records} FILE > FILE.jsonl",
         )
     return is_object
 

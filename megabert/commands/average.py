@@ -7,6 +7,7 @@ megabert average --run RUN --steps 800 900 1000 --output DIR
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,9 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     if len(set(args.steps)) == 1:
         raise ValueError(f"--steps {args.steps[0]}: give at least 2 checkpoints")
     chosen = average(args.run, args.output, args.last, args.steps)
-    log.info(
-        f"{args.output}: the mean of steps {', '.join(f'{step:,}' for step in chosen)}. To use it, --model {args.output}"
-    )
+    steps = ", ".join(f"{step:,}" for step in chosen)
+    log.info(f"{args.output}: the mean of steps {steps}. To use it, --model {shlex.quote(args.output)}")
     return OK
 
 

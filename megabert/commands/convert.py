@@ -9,6 +9,7 @@ megabert train --config DIR/config.toml --data DATA --run NEW_RUN
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -122,10 +123,11 @@ def main(argv: list[str] | None = None) -> int:
         log.info(f"left out, as pre-training has no place for them: {shown}")
     if foreign.config.data.masking.causal:
         log.info("it is a decoder, so pre-training continues causally (data.masking.strategy=causal)")
-    model, tokenizer = foreign.config.model, Path(args.run, foreign.tokenizer.file_name)
+    model, names = foreign.config.model, (foreign.tokenizer.file_name, "config.toml")
+    tokenizer, config = (shlex.quote(str(Path(args.run, name))) for name in names)
     log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens. To continue:")
     log.info(f"  megabert prep build --tokenizer {tokenizer}{' --nsp' * model.nsp} --input PATH… --output DATA")
-    log.info(f"  megabert train --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
+    log.info(f"  megabert train --config {config} --data DATA --run NEW_RUN")
     log.info(
         "which is 12,500 updates of 256 rows at a rate of 1e-4 (schedule.total_steps=…, optimizer.lr=… for others); with "
         "data.mix='{\"GENERAL\" = 0.25}', a dataset of general text, less is forgotten (docs/continue.md)"

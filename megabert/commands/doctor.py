@@ -169,7 +169,7 @@ def cluster(folder: Path, as_json: bool) -> int:
 
     from megabert.distributed import preflight, session
     from megabert.distributed.ranks import refuse_together
-    from megabert.metrics import matmul_tflops
+    from megabert.engine.ceiling import matmul_tflops
 
     def command(ranks: session.Session) -> int:
         ranks.join()

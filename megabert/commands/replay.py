@@ -10,6 +10,7 @@ those of the run, values need only be equal to rounding, with limits that are pr
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -63,9 +64,12 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
         raise ValueError(f"--to {end}: must be above {begin} and at most {newest}, the step of the newest checkpoint")
     before = [0, *(entry["step"] for entry in entries)]
     inside = [entry for last, entry in zip(before, entries, strict=False) if last < end and entry["step"] > begin]
-    for entry in inside[1:]:
-        if entry["config_sha256"] != inside[0]["config_sha256"]:
-            raise ValueError(f"--to {end}: the configuration changed within the updates up to step {entry['step']}")
+    for entry, following in itertools.pairwise(inside):
+        if entry["config_sha256"] != following["config_sha256"]:
+            at = entry["step"]
+            raise ValueError(
+                f"--from {begin} --to {end}: the configuration changed at step {at}; replay up to it, or from it on"
+            )
     return Interval(run, begin, end, inside, config_of(run, inside[0]["config_sha256"], data, begin in kept))
 
 
@@ -105,7 +109,8 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     on_main(ranks.world, lambda: copy_start(of, folder))
     config = of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 0.0})})
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
-    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end)
+    # `extend`: the run may have been finished at `begin` and extended from there
+    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True)
     ranks.apart = True
     try:
         if not trainer.train():

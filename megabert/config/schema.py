@@ -372,7 +372,9 @@ class Config(Section):
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = Field(False, description="also load the moments of init_from (as NVIDIA's phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
-    peak_tflops: float = Field(0.0, ge=0, description="peak of matrix products of a device for MFU; 0: measured")
+    peak_tflops: float = Field(
+        0.0, ge=0, description="peak of matrix products of a device for MFU; 0: measured once a machine"
+    )
     phases: list[dict[str, Any]] = Field(
         [],
         description="phases of the run in order: each a table with its share of the budget and the keys that it changes, "

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,7 +240,9 @@ def shutdown() -> None:
         # A gloo thread may still hold tensors of the last collective, and needs the GIL to release them. If the interpreter
         # is finalizing by then, the process aborts: 6 of 80 ranks did, none after this sleep, which releases the GIL.
         time.sleep(SETTLE_SECONDS)
-        dist.destroy_process_group()
+        # DeepSpeed forgets the groups it made in this world if it destroys the world itself.
+        deepspeed: Any = sys.modules.get("deepspeed.comm")
+        (deepspeed if deepspeed is not None and deepspeed.is_initialized() else dist).destroy_process_group()
     while _described:
         os.environ.pop(_described.pop(), None)
     _control = None

@@ -15,7 +15,7 @@ from megabert.common import errors, logs
 from megabert.common.environment import raise_descriptor_limit
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.distributed import ranks, run_lock
+from megabert.distributed import ranks, run_lock, signals
 from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -95,6 +95,7 @@ def run(command: Callable[[Session], int]) -> int:
         if session is not None and session.watchdog is not None:
             session.watchdog.stop(good)
         ranks.shutdown()
+        signals.hand_back()
 
 
 def _report(error: Exception, session: Session | None) -> int:

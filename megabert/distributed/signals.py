@@ -52,6 +52,8 @@ _taken_over = threading.Event()
 _early: threading.Thread | None = None
 # When a signal was received before a `Stop` existed, in seconds of the monotonic clock.
 _early_request: float | None = None
+# Handlers before `take_over`, in a process that a command was called in.
+_before: dict[signal.Signals, Any] = {}
 
 
 def leave_when_signalled() -> None:
@@ -92,11 +94,19 @@ def ignore_signals() -> None:
 def take_over(request: Callable[[int, Any], None]) -> None:
     """Handle signals by calling `request` on the main thread."""
     for number in SIGNALS:
-        signal.signal(number, request)
+        _before.setdefault(number, signal.signal(number, request))
     if _early is not None:
+        _before.clear()  # the process ends with the command
         _taken_over.set()
         _early.join()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def hand_back() -> None:
+    """Restore the signal handlers of the program that called the command."""
+    while _before:
+        number, handler = _before.popitem()
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def interrupt(number: int, frame: Any) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megabert import ops
-from megabert.common import environment, errors
+from megabert.common import environment, errors, user_cache
 from megabert.common.files import canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.config import Config, ModelConfig, OpsConfig
@@ -58,6 +58,10 @@ PASSES, WARM_UP = 25, 5
 MULTIPLE = 4.0
 # Most token pairs in the rows of a check, since plain torch has a mask, or more, for each pair.
 CHECKED_PAIRS = 1 << 24
+# Beginning of the result of a candidate whose errors are larger.
+WRONG = "wrong"
+# Signals of a crash; others are sent from outside, as by the kernel where memory is short.
+CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
@@ -78,7 +82,7 @@ def choose_backends(
 
     def choose() -> None:
         place = describe_place(world.device, config.deterministic)
-        recorded = _read(run_dir / RECORD)
+        recorded = user_cache.read(run_dir / RECORD)
         if recorded.get("place") == place and set(roles) <= recorded["chosen"].keys():
             chosen.update({role: recorded["chosen"][role] for role in roles})
             log.info(f"backends as recorded with this run: {chosen}")
@@ -169,40 +173,38 @@ def describe_place(device: torch.device, deterministic: bool = False) -> dict[st
 
 
 def cache_file(place: Mapping[str, Any]) -> Path:
-    """Under `$XDG_CACHE_HOME` or `~/.cache`: {"results": {"role=name shapes": milliseconds or a reason}, "broken":
-    {"role=name": reason}} of one place."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megabert" / "backends"
-    return folder / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
+    """File of {"results": {"role=name shapes": milliseconds, or the error in its results}, "broken": {"role=name": reason}} of one
+    place."""
+    return user_cache.file_of("backends", place)
 
 
 def cached_result(candidate: str, spec: Mapping[str, Any], place: Mapping[str, Any]) -> float | str:
-    """Milliseconds of a candidate, or why it is unusable: from the cache, or measured in a child process."""
+    """Milliseconds of a candidate, or why it is unusable: from the cache, or measured in a child process. A failure, as of memory
+    that another process used, is not cached."""
     file = cache_file(place)
-    cache = {"results": {}, "broken": {}} | _read(file)
+    cache = {"results": {}, "broken": {}} | user_cache.read(file)
     results, broken = cache["results"], cache["broken"]
     key = f"{candidate} {hashlib.sha256(compact(spec)).hexdigest()[:16]}"
     if candidate in broken:
         return f"{broken[candidate]}; remove {file} to try it again"
-    if key not in results:
-        try:
-            results[key] = run_child(spec)
-        except BrokenCandidate as error:
-            broken[candidate] = results[key] = str(error)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, canonical(cache | {"place": place}))
-        except OSError as error:
-            log.warning(f"{file}: {errors.describe(error)}; the next start measures again")
-    return results[key]
-
-
-def _read(path: Path) -> dict[str, Any]:
+    if _lasts(known := results.get(key)):
+        return known
     try:
-        saved = json.loads(path.read_bytes()) if path.exists() else {}
-        return saved if isinstance(saved, dict) else {}
-    except (OSError, ValueError) as error:
-        log.warning(f"{path}: {error}; backends are measured again")
-        return {}
+        result = results[key] = run_child(spec)
+        if not _lasts(result):
+            return f"{result}; the next run tries it again"
+    except BrokenCandidate as error:
+        result = broken[candidate] = str(error)
+    try:
+        user_cache.write(file, cache | {"place": place})
+    except OSError as error:
+        log.warning(f"{file}: {errors.describe(error)}; the next start measures again")
+    return result
+
+
+def _lasts(result: float | str | None) -> bool:
+    """Whether a result is the same at every start: a time, or an error in its values."""
+    return isinstance(result, float) or str(result).startswith(WRONG)
 
 
 # -- a candidate, in a child process ---------------------------------------------------------------------------------
@@ -220,8 +222,10 @@ def run_child(spec: Mapping[str, Any], command: tuple[str, ...] = (sys.executabl
         )
     except subprocess.TimeoutExpired:
         raise BrokenCandidate(f"did not end within {TIME_LIMIT:g} s") from None
-    if done.returncode < 0:
+    if -done.returncode in CRASHES:
         raise BrokenCandidate(f"crashed with signal {-done.returncode}")
+    if done.returncode < 0:
+        return f"was killed by signal {-done.returncode}"
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no output"]
     if done.returncode:  # the line of the exception, before those that torch adds
         return next(
@@ -243,7 +247,7 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
     for name, truth in exact.items():
         error, allowed = _error(candidate[name], truth), MULTIPLE * _error(plain[name], truth) + FLOOR[dtype]
         if not error <= allowed:
-            return f"wrong: the error of {name} is {error:.2e}, allowed are {allowed:.2e}"
+            return f"{WRONG}: the error of {name} is {error:.2e}, allowed are {allowed:.2e}"
     del exact, plain, candidate
     return _milliseconds(_model(spec, spec["ops"], dtype, dropout=True), batch_of(spec))
 

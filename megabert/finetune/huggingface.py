@@ -7,6 +7,7 @@ classes lack are refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,9 +127,9 @@ def write(finetuned: Finetuned, folder: Path) -> None:
 # ---- the model card
 
 PIPELINE = """from transformers import pipeline
-print(pipeline("text-classification", "{name}")({text}, truncation=True, top_k=None))"""
+print(pipeline("text-classification", {name})({text}, truncation=True, top_k=None))"""
 MODEL = """from transformers import AutoModel{of}, AutoTokenizer
-tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel{of}.from_pretrained("{name}")"""
+tokenizer, model = AutoTokenizer.from_pretrained({name}), AutoModel{of}.from_pretrained({name})"""
 
 
 def card(finetuned: Finetuned, name: str) -> str:
@@ -138,6 +139,7 @@ def card(finetuned: Finetuned, name: str) -> str:
     kind = HUB_KINDS[task.kind]
     text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
     code = MODEL if task.kind in TOKEN_KINDS else PIPELINE
+    code = code.format(name=json.dumps(name, ensure_ascii=False), text=text, of=kind.class_of)
     about = f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`."
     shape: dict[str, Any] = {
         "kind": task.kind,
@@ -152,4 +154,4 @@ def card(finetuned: Finetuned, name: str) -> str:
         "Settings": shape | results.get("settings", {}),
         "Scores, on the file that chose these weights": scores or {"scores": "not measured"},
     }
-    return page(kind.task, name, about, code.format(name=name, text=text, of=kind.class_of), tables)
+    return page(kind.task, name, about, code, tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +24,9 @@ FIGURES = {
     "perf/mfu": "model FLOPs utilisation",
 }
 FILL = """from transformers import pipeline
-print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))"""
+print(pipeline("fill-mask", {name})("The capital of France is [MASK]."))"""
 CONTINUE = """from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer, model = (kind.from_pretrained("{name}") for kind in (AutoTokenizer, AutoModelForCausalLM))
+tokenizer, model = (kind.from_pretrained({name}) for kind in (AutoTokenizer, AutoModelForCausalLM))
 ids = tokenizer("The capital of France is", return_tensors="pt").input_ids[:, :-1]  # without [SEP], which ends a text
 print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))"""
 
@@ -46,7 +47,9 @@ def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     about = f"A BERT pre-trained with MegaBERT; all of its weights are in transformers' `{architecture}`."
     tables = {"Settings": recipe(pretrained), "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
     tokenizer = pretrained.tokenizer
-    example = example.format(name=name).replace("[MASK]", tokenizer.tokens[tokenizer.mask_id])
+    example = example.format(name=json.dumps(name, ensure_ascii=False)).replace(
+        "[MASK]", tokenizer.tokens[tokenizer.mask_id]
+    )
     return page(task, name, about, example, tables)
 
 

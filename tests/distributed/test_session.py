@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.hardware import free_port
-from megabert.common.errors import FAILED, USER_ERROR
+from megabert import train
+from megabert.checkpoint import newest_step
+from megabert.common.errors import FAILED, OK, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.distributed import session
 from megabert.distributed.watchdog import Watchdog
 from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
+from tests.test_held_out_by_dataset import SMALL, random_rows
 
 
 def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, capsys) -> None:
@@ -39,6 +42,22 @@ def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, ca
 
     assert session.run(command) == FAILED
     assert "error: a loader process died: DataLoader worker" in capsys.readouterr().err
+
+
+def test_a_process_trains_twice(tmp_path: Path, own_signals: None) -> None:
+    """As in a notebook: the second run starts, and Ctrl-C afterwards is the program's again."""
+    data, small = (
+        random_rows(tmp_path / "data", 16, seed=1),
+        [*SMALL, "schedule.total_steps=2", "schedule.warmup_steps=1"],
+    )
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for run in ("first", "second"):
+        words = ["--config", "tiny", "--data", str(data), "--run", str(tmp_path / run), *small]
+        assert train.main(words) == OK
+        assert newest_step(tmp_path / run) == 2
+        assert not dist.is_initialized()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(("local_rank", "watched", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])

@@ -120,6 +120,26 @@ def test_results_are_cached_by_shapes(stand: dict[str, Any], tmp_path: Path) -> 
     assert chosen(tmp_path / "four") == first and len(stand["started"]) == 3 * count
 
 
+WRONG, FAILED = "wrong: the error of loss is 1.00e+00, allowed are 1.00e-03", "OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.parametrize(("result", "later"), [(WRONG, "cudnn"), (FAILED, "native")])
+def test_a_failure_is_not_cached(stand: dict[str, Any], tmp_path: Path, caplog: Any, result: str, later: str) -> None:
+    stand["given"]["attention=native"] = result
+    with caplog.at_level("INFO", logger="megabert"):
+        assert chosen(tmp_path / "one")["attention"] == "cudnn"
+    assert f"not native: {result}{'; the next run tries it again' * (result == FAILED)}" in caplog.text
+    stand["given"]["attention=native"] = 0.1
+    assert chosen(tmp_path / "two")["attention"] == later
+
+
+def test_failures_of_an_older_cache_are_tried_again(stand: dict[str, Any], tmp_path: Path) -> None:
+    first, file = chosen(tmp_path / "one"), choice.cache_file({"device": "stand"})
+    cache = json.loads(file.read_bytes())
+    file.write_text(json.dumps(cache | {"results": dict.fromkeys(cache["results"], FAILED)}))
+    assert chosen(tmp_path / "two") == first
+
+
 def test_a_crashed_candidate_is_never_started_again(stand: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level("INFO", logger="megabert"):
         for run, result, shape in (
@@ -213,6 +233,8 @@ def test_a_child_process_reports_time_failure_and_crash(monkeypatch: pytest.Monk
     assert child("print('compiling'); print(0.5)") == 0.5
     assert child("print('\"wrong\"')") == "wrong"
     assert child("raise RuntimeError('no kernel')") == "RuntimeError: no kernel"
+    # by the kernel where memory is short, which may be otherwise at the next start
+    assert child("import os; os.kill(os.getpid(), 9)") == "was killed by signal 9"
     with pytest.raises(choice.BrokenCandidate, match="crashed with signal 6"):
         child("import os; os.abort()")
     monkeypatch.setattr(choice, "TIME_LIMIT", 0.5)

@@ -9,7 +9,7 @@ from megabert.config import Config
 H100, FABRIC = DEVICES["h100"], Fabric.of(8, "8x400")
 PLAIN = Software(elementwise=166, attention=0, kernels=60, accumulate=27, optimizer=67)
 TINY = ["--config", "tiny"]
-BASE = ["model.vocab_size=30000", "schedule.total_steps=1000", "schedule.warmup_steps=100"]
+BASE = ["data.seq_len=0", "model.vocab_size=30000", "schedule.total_steps=1000", "schedule.warmup_steps=100"]
 
 
 def base(*overrides: str) -> Config:

@@ -116,6 +116,22 @@ def test_the_command(capsys) -> None:
     assert "64 rows = 16 x 4 ranks x 1 micro-steps" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("preset", "rows", "length"), [
+    ("large_phase1", 65_536, 128), ("large_phase1_80gb", 65_536, 128), ("large_phase1_141gb", 65_536, 128),
+    ("large_phase2", 32_768, 512), ("large_phase2_80gb", 32_768, 512), ("large_phase2_141gb", 32_768, 512),
+    ("large_24h", 4_096, 128), ("large_modern", 4_096, 128), ("base_modern", 1_024, 128), ("base", 256, 128),
+    ("babylm_100m", 256, 128), ("babylm_10m", 64, 128),
+])  # fmt: skip
+def test_presets_plan_rows_of_their_recipe(preset: str, rows: int, length: int, capsys) -> None:
+    """README's command, without a dataset: batch and row length of the published recipes."""
+    assert plan.main(["--config", preset, "--gpus", "h100", "--over", "8", "64"]) == 0
+    text = capsys.readouterr().out
+    assert f"{rows:,} rows of {length} tokens an update" in text.splitlines()[0]
+    assert f"full rows of {length} tokens assumed (data.seq_len)" in text
+    seconds, _, tokens = re.findall(r"^ +8 .*? x \d+ +(\S+) +(\S+) +(\S+)", text, re.M)[0]
+    assert float(seconds) * float(tokens.replace(",", "")) == pytest.approx(rows * length, rel=1e-3)
+
+
 TARGET = ["--config", "large_phase2", "--gpus", "h100", "model.vocab_size=30000", "model.max_positions=512"]
 
 

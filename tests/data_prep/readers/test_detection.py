@@ -33,6 +33,7 @@ REFUSED = {
     "megatron": ("a.idx", b"MMIDIDX\0\0\1\0\0\0", "Megatron.*no text"),
     "pretty": ("a.json", b'{\n  "text": "Words."\n}\n{\n  "text": "More."\n}\n', r"jq -c '\.' FILE"),
     "one object": ("a.json", b'{"data": [{"text": "Words."}]}', r"jq -c '\.data\[\]' FILE"),
+    "an object of an odd name": ("a.json", b'{"it\'s": [{"text": "W."}]}', r"""jq -c '\."it'"'"'s"\[\]' FILE"""),
     "utf-16": ("a.txt", "Words.".encode("utf-16"), "UTF-16 text.*iconv -f utf-16"),
     "warc": ("a.warc", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 2\r\n\r\nHi\r\n\r\n", "WARC of web pages.*WET"),
     "unknown": ("a.xyz", bytes(range(128, 256)), r"unknown suffix '\.xyz'.*iconv"),
