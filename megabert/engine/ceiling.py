@@ -50,8 +50,9 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     if share < ALONE and not cuda:
         log.warning(
             f"other processes left the measurement of the matrix-product ceiling {share:.0%} of its processor time, so MFU reads too "
-            "high until it is measured again on an idle machine"
+            "high; the next start measures it again"
         )
+        return Ceiling(tflops, "measured, and not kept")
     try:
         user_cache.write(file, {"place": place, "tflops": tflops, "date": time.strftime("%Y-%m-%d")})
     except OSError as error:

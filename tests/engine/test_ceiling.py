@@ -18,6 +18,7 @@ CPU = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
     """Rates that the measurements of a machine give one after another; those that are left."""
+    monkeypatch.setattr(ceiling, "ALONE", 0.0)  # the tests run beside others
     rates = [1.25, 2.5, 5.0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "the cache"))
     monkeypatch.setattr(ceiling, "matmul_tflops", lambda *_: rates.pop(0))
@@ -81,11 +82,13 @@ def test_a_busy_machine_is_named(
 ) -> None:
     """A second of the clock, in which two threads had 2 or 0.7 seconds of processor time."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(ceiling, "ALONE", 0.8)
     for seconds, named in ((2.0, 0), (0.7, 1)):
         clock, used = iter((10.0, 11.0)), iter((5.0, 5.0 + seconds))
         monkeypatch.setattr(ceiling.time, "perf_counter", lambda clock=clock: next(clock))
         monkeypatch.setattr(ceiling.time, "process_time", lambda used=used: next(used))
-        ceiling.find_ceiling(CPU, torch.float32 if named else torch.bfloat16, 0.0)
+        origin = ceiling.find_ceiling(CPU, torch.float32 if named else torch.bfloat16, 0.0).origin
+        assert origin.endswith("not kept") == named
         assert (
             caplog.text.count("other processes left the measurement of the matrix-product ceiling 35% of its") == named
         )
