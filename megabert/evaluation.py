@@ -218,6 +218,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
         sums = batch_sums(model, batches, device, len(dataset.source_names))
         of_this = summary(sums, dataset.source_names)
+        if not sums.isfinite().all():
+            raise ValueError(f"{name}: the loss of {run} is not finite; name another model")
         if dataset is datasets[0]:
             figures |= of_this
         if len(folders) > 1:

@@ -6,6 +6,7 @@ is masked (Salazar et al. 2020, Masked Language Model Scoring). A causal model's
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ def score_sentences(
     pretrained: Pretrained, sentences: Sequence[str], precision: torch.dtype = torch.float32, causal: bool | None = None
 ) -> np.ndarray:
     """fp64 [n], in their order, on a GPU where there is one; shows progress. `causal`: as in `SentenceScorer`. Raises ValueError as
-    `SentenceScorer.encode`, and for a Hugging Face folder without weights of a language model."""
+    `SentenceScorer.encode`, for a Hugging Face folder without weights of a language model, and for a score that is not finite."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = pretrained.language_model(device, precision)
     pack_weights(model)
@@ -113,6 +114,9 @@ def score_sentences(
     with bar, closing(on_every_core(compute, scorer.jobs(encoded), device)) as computed:
         for job in computed:
             bar.update(len(job))
+    for sentence, score in zip(sentences, scores.tolist(), strict=True):
+        if not math.isfinite(score):
+            raise ValueError(f"{pretrained.run_dir}: its score of {sentence[:60]!r} is {score}; name another model")
     return scores
 
 
@@ -156,7 +160,8 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
     outcomes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for pair in pairs:
         good, bad = scores[pair.good], scores[pair.bad]
-        outcomes[pair.field, pair.paradigm].append(1.0 if good > bad else 0.5 if good == bad else 0.0)
+        # NaN if either is
+        outcomes[pair.field, pair.paradigm].append(float(0.5 + 0.5 * np.sign(good - bad)))
     fields_of = Counter(paradigm for _, paradigm in outcomes)
     paradigms: dict[str, dict[str, Any]] = {
         paradigm if fields_of[paradigm] == 1 else f"{field}/{paradigm}": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from megabert.checkpoint import (
     check_compatible,
     copies_of_keeper,
     note_changes,
+    refuse_other_tokenizer,
+    refuse_other_vocabulary,
     start_engine,
 )
 from megabert.common import environment, errors
@@ -172,6 +173,7 @@ def complete_config(
     config: Config, datasets: Sequence[AnyDataset], run_dir: Path, world: World
 ) -> tuple[Config, Origin]:
     """The config with the values that depend on data and device, and the state in the run folder, which is locked. A collective."""
+    refuse_other_vocabulary(config, datasets[0].manifest)
     for phase, dataset in zip(phases_of(config), datasets, strict=True):
         fitted_to(phase.config, dataset.manifest)
     config = with_vocabulary_size(config, datasets[0].manifest.vocab_size)
@@ -281,13 +283,11 @@ def resume(
         return provenance, dict(state), 0
     if not config.init_from:
         return provenance, None, 0
-    source = start_engine(engine, config.init_from, world, config.init_moments)
-    if source["tokenizer"] != tokenizer.sha256:
-        model, vocab = shlex.quote(config.init_from), shlex.quote(str(datasets[0].folder))
-        raise ValueError(
-            f"init_from={config.init_from} was trained with another tokenizer than {datasets[0].folder} has; build the data with "
-            f"that tokenizer, or `megabert convert --model {model} --vocab {vocab} --run START`"
-        )
+
+    def check(source: Mapping[str, Any]) -> None:
+        refuse_other_tokenizer(config, source, datasets[0].manifest)
+
+    source = start_engine(engine, config.init_from, world, config.init_moments, check)
     parts = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
     return provenance, None, cursor_after(source, config, datasets[0])
@@ -454,7 +454,7 @@ class Pretraining:
         if self.pairs is not None:
             figures |= self.pairs.figures(progress)
         hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
-        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if v < 1e4 and not k.startswith(hidden)}
+        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if not v >= 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
         self.shown = Shown(self.samples(self.held_out[0].dataset))
         return figures

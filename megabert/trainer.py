@@ -492,9 +492,9 @@ class Trainer:
                 self.compare(self.world.broadcast(metrics["eval/mlm_loss"]))
 
     def compare(self, loss: float) -> None:
-        """Save if the held-out loss is the lowest, otherwise count the evaluation. `loss` is the same on all ranks."""
+        """Save if the held-out loss is the lowest, otherwise count the evaluation; NaN is none. `loss` is the same on all ranks."""
         state = self.state
-        if state.best_step < 0 or loss < state.best_loss:
+        if math.isfinite(loss) and (state.best_step < 0 or not loss >= state.best_loss):
             state.best_step, state.best_loss, state.since_best = state.step, loss, 0
             self.save_due = True
             return

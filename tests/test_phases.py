@@ -151,7 +151,8 @@ def test_a_start_with_another_tokenizer_is_refused(world: World, tmp_path: Path)
     opened(world, tmp_path / "same", f"init_from={tmp_path / 'first'}").close()
     write_start(tmp_path / "other", weights, state | {"tokenizer": "0" * 64})
     with pytest.raises(
-        ValueError, match=r"other was trained with another tokenizer than .*dataset has; build the data"
+        ValueError,
+        match=r"other has a tokenizer of .*dataset was built with another, of .*; build the data with the first",
     ):
         opened(world, tmp_path / "run", f"init_from={tmp_path / 'other'}")
 

@@ -34,18 +34,21 @@ if TYPE_CHECKING:
         load_weights,
         newest_step,
         note_changes,
+        refuse_other_tokenizer,
+        refuse_other_vocabulary,
         settings_of,
         start_engine,
         write_start,
     )
     from megabert.checkpoint.store import Checkpoints
+    from megabert.checkpoint.tensors import refuse_non_finite
 
 START = (
     *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "settings_of"),
-    *("start_engine", "write_start"),
+    *("refuse_other_tokenizer", "refuse_other_vocabulary", "start_engine", "write_start"),
 )
 COPIES = ("Copies", "NewestCopy", "copies_of_keeper")
-MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store"}
+MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store", "refuse_non_finite": "tensors"}
 MODULES |= dict.fromkeys(START, "start") | dict.fromkeys(COPIES, "copies")
 
 

@@ -160,6 +160,7 @@ class Copies:
         # shapes, state and counters are equal on all ranks: those that rank 0 wrote
         first = self._world.gather(metadata.get(0))[holders[0]]
         tensors = StoredTensors(
+            self._folder,
             index_slices(first["shapes"], [parts[str(rank)][0] for rank in range(size)]),
             {name for _, single in parts.values() for name in single},
             {(group, rank): file for rank, file in files.items() for group in GROUPS.values()},

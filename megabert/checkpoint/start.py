@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, seal
+from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, read_manifest, seal
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
 from megabert.common import errors
 from megabert.common.logs import log
+from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat, phase_at, phases_of
+from megabert.data.shards import Manifest as DataManifest
 from megabert.distributed.ranks import RankRefused, World, discover
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
 from megabert.optim.schedule import limit_reached, share_used
@@ -107,6 +110,38 @@ def _check_equal(field: str, saved: Any, current: Any) -> None:
         )
 
 
+def refuse_other_vocabulary(config: Config, manifest: DataManifest) -> None:
+    """Raises ValueError as `refuse_other_tokenizer` for an `init_from` if data and model have vocabularies of different sizes. Reads
+    nothing otherwise."""
+    source = config.init_from
+    if source and config.model.vocab_size not in (0, manifest.vocab_size) and (state := _newest_state(Path(source))):
+        refuse_other_tokenizer(config, state, manifest)
+
+
+def refuse_other_tokenizer(config: Config, state: Mapping[str, Any], manifest: DataManifest) -> None:
+    """Raises ValueError unless the data has the tokenizer of the checkpoint `init_from`, whose state is `state`."""
+    if state["tokenizer"] == manifest.tokenizer["sha256"]:
+        return
+    source, data = Path(config.init_from), config.data.path
+    run = source if (source / "checkpoints").is_dir() else source.resolve().parents[1]
+    file = next((str(run / name) for name in TOKENIZER_FILES if (run / name).is_file()), "")
+    size = state["config"]["model"]["vocab_size"]
+    raise ValueError(
+        f"init_from={source} has a tokenizer of {size:,} tokens{f' ({file})' * bool(file)}, but {data} was built with another, of "
+        f"{manifest.vocab_size:,} ({Path(data, manifest.tokenizer['file'])}); build the data with the first, by `megabert prep build "
+        f"--tokenizer {shlex.quote(file) if file else 'FILE'} …`, or start from the model with the second, by `megabert convert "
+        f"--model {shlex.quote(str(source))} --vocab {shlex.quote(data)} --run START`"
+    )
+
+
+def _newest_state(source: Path) -> dict[str, Any]:
+    """The state in a checkpoint folder, or in a run folder's newest checkpoint, whose files are not verified; {} without one. Raises
+    DamagedCheckpoint."""
+    folders = [source, *sorted(source.glob("checkpoints/step-*"), reverse=True)]
+    newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
+    return read_manifest(newest)["state"] if newest else {}
+
+
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
@@ -119,9 +154,16 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     return weights, checkpoints.state
 
 
-def start_engine(engine: Engine, source: str | Path, world: World, moments: bool) -> dict[str, Any]:
+def start_engine(
+    engine: Engine,
+    source: str | Path,
+    world: World,
+    moments: bool,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> dict[str, Any]:
     """Load the weights, with `moments` also the moments, of a run folder's newest complete checkpoint or of one checkpoint folder
-    into `engine`; returns the saved state. A collective. The update count for the moments' bias correction restarts at zero.
+    into `engine`, after a `check` of the saved state; returns the state. A collective. The update count for the moments' bias
+    correction restarts at zero.
 
     Raises ValueError naming `source` if it has no complete checkpoint, or one without moments or with those of another optimizer.
     """
@@ -132,6 +174,7 @@ def start_engine(engine: Engine, source: str | Path, world: World, moments: bool
         raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
     if moments:
         _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
+    check(checkpoints.state)
     engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, world), START | {"primed": moments})
     world.barrier()
     return checkpoints.state

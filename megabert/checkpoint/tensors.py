@@ -43,11 +43,17 @@ class StoredTensors:
     """Tensors in files that several ranks wrote. Each rank reads some of the files, and the ranks exchange the tensors."""
 
     def __init__(
-        self, parameters: Mapping[str, Any], single: set[str], files: Mapping[tuple[str, int], Any], world: World
+        self,
+        place: str | Path,
+        parameters: Mapping[str, Any],
+        single: set[str],
+        files: Mapping[tuple[str, int], Any],
+        world: World,
     ) -> None:
-        """`parameters`: as in a manifest; `single`: parameters without a second moment; `files`: files that this rank has opened, by
-        group and the rank that wrote them. Each file is opened on one rank only."""
+        """`place`: its name in messages; `parameters`: as in a manifest; `single`: parameters without a second moment; `files`: files
+        that this rank has opened, by group and the rank that wrote them. Each file is opened on one rank only."""
         self._index, self._single, self._files, self._world = SliceIndex(parameters), single, files, world
+        self._place = place
 
     @classmethod
     def of_checkpoint(cls, path: Path, manifest: Mapping[str, Any], world: World) -> StoredTensors:
@@ -59,7 +65,7 @@ class StoredTensors:
             for rank in SliceIndex(parameters).by_rank
         }
         files = {places[name]: open_file(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
-        return cls(parameters, set(manifest["first_moment_only"]), files, world)
+        return cls(path, parameters, set(manifest["first_moment_only"]), files, world)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -69,7 +75,7 @@ class StoredTensors:
     def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, name and all elements (flat, fp32) of every parameter that has this kind; the same on every rank. A collective.
 
-        The all-reduce sums the bits as integers, which is exact: as floats, -0.0 + 0.0 would be 0.0.
+        The all-reduce sums the bits as integers, which is exact: as floats, -0.0 + 0.0 would be 0.0. Raises as `refuse_non_finite`.
         """
         device = self._world.device if self._world.size > 1 else torch.device("cpu")
         for kind in kinds:
@@ -83,6 +89,7 @@ class StoredTensors:
                     self._read_slices(kind, name, tensor)
                 if self._world.size > 1:
                     torch.distributed.all_reduce(flat.view(torch.int32))
+                refuse_non_finite(tensors, self._place)
                 yield from ((kind, name, tensor) for name, tensor in tensors.items())
                 names = names[count:]
 
@@ -92,6 +99,16 @@ class StoredTensors:
             file = self._files.get((GROUPS[kind], rank))
             if file is not None:
                 into[offset : offset + length].copy_(file.get_tensor(_key(kind, name, offset)))
+
+
+def refuse_non_finite(tensors: Mapping[str, Tensor], place: str | Path) -> None:
+    """Raises ValueError naming the first of `tensors`, read from `place`, that has NaN or an infinity. One pass over each."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(
+                f"{place}: {name} has NaN or infinite values: its training diverged, or the file is damaged; name another "
+                "model or an earlier checkpoint"
+            )
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:

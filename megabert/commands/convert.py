@@ -32,7 +32,8 @@ def convert(
 ) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `read.read`. `vocab`: dataset, file or folder of a tokenizer that replaces the model's; the model may
+    Arguments and errors as of `read.read`. Pooler and next-sentence head are kept where the model has the second, unless `nsp` is
+    false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's; the model may
     be a run then. After an error nothing is written.
     """
     folder, run = located(source), Path(run)
@@ -46,7 +47,7 @@ def convert(
     from megabert.hf import read, vocabulary
 
     if not vocab or is_model_folder(folder):
-        foreign = read.read(folder, tokenizer, nsp)
+        foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else ())
     elif not nsp:
         raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are")
     else:
@@ -119,13 +120,14 @@ def main(argv: list[str] | None = None) -> int:
     if foreign.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")
     if foreign.ignored:
-        shown = ", ".join(foreign.ignored[:4]) + (", …" if len(foreign.ignored) > 4 else "")
-        log.info(f"left out, as pre-training has no place for them: {shown}")
+        log.info(f"left out, as pre-training has no place for them: {foreign.left_out}")
     if foreign.config.data.masking.causal:
         log.info("it is a decoder, so pre-training continues causally (data.masking.strategy=causal)")
     model, names = foreign.config.model, (foreign.tokenizer.file_name, "config.toml")
     tokenizer, config = (shlex.quote(str(Path(args.run, name))) for name in names)
-    log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens. To continue:")
+    head = "with" if model.nsp else "without"
+    shape = f"{model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens, {head} next-sentence head"
+    log.info(f"{args.run}: {shape}. To continue:")
     log.info(f"  megabert prep build --tokenizer {tokenizer}{' --nsp' * model.nsp} --input PATH… --output DATA")
     log.info(f"  megabert train --config {config} --data DATA --run NEW_RUN")
     log.info(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
+TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 # one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or had a spike
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
 # the slow ranks at the newest log line; absent while there are none

@@ -203,7 +203,11 @@ class OptimizerConfig(Section):
         "adamw", description="update rule; muon: for the layers' matrices, with adamw for all other parameters"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    embedding_lr: float = Field(1.0, ge=0, description="factor of the embeddings' learning rate; 0 freezes them")
+    embedding_lr: float = Field(
+        1.0,
+        ge=0,
+        description="factor of the embeddings' learning rate, a tied decoder's weight included; 0 freezes them",
+    )
     layer_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate from each layer to the one below")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")

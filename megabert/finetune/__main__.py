@@ -44,7 +44,12 @@ PREDICTING = ("model", "output", "predict", "lines", "text", "id", "precision", 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.finetune"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help=f"{MODEL}; with --predict a fine-tuned model's folder or name")
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help=f"{MODEL}; or a fine-tuned model's folder or name, to predict with (--predict) or to train its encoder on another task",
+    )
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip

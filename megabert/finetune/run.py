@@ -53,7 +53,7 @@ from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, runs_of
-from megabert.finetune.tasks import Task, goodness
+from megabert.finetune.tasks import Task, find, goodness
 from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
 from megabert.trainer import Trainer
@@ -294,7 +294,7 @@ class FineTuning:
         """Score the dev set, and keep the best weights. A collective."""
         dev_scores, _, threshold = self.judge(self.module, "dev", progress)
         value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best.scores))
-        better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
+        better = self.best.step < 0 or value > best
         shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
         epoch = f"epoch {step // self.per_epoch} of {self.settings.epochs}"
         log.info(f"{self.name}  step {step:>6,}  {epoch}  dev  {shown}{'  (best so far)' if better else ''}")
@@ -345,7 +345,7 @@ def train_tasks(
     print after its summary. Raises ValueError for mistakes, before anything is written."""
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
     args.precision = precision.choose(args.precision, world)
-    start, (first, *_) = hf.load(args.model, args.tokenizer), tasks[0]
+    start, (first, *_) = load_start(args.model, args.tokenizer), tasks[0]
     model = start.config.model
     runs = runs_of(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
     settings, limit = next(iter(runs.values())), args.limit
@@ -367,6 +367,21 @@ def train_tasks(
         page = show(summary) if world.is_main else ""
     log.info(page)
     return OK
+
+
+def load_start(source: str, tokenizer: str) -> Pretrained:
+    """The model to fine-tune, also of a fine-tuned one; logs what of it is not used. Errors as of `hf.load`."""
+    folder = hf.located(source)
+    if find(folder) is None:
+        start = hf.load(folder, tokenizer)
+        if start.ignored:
+            log.info(f"{source}: its encoder is used, and these of its tensors are not: {start.left_out}")
+        return start
+    if tokenizer:
+        raise ValueError(f"--tokenizer: {source} is a fine-tuned model, which has its own")
+    found = save.load(folder, torch.device("cpu"), "fp32")
+    log.info(f"{source}: fine-tuned for {found.described.task.name}: its encoder is used, its head is not")
+    return save.base(found)
 
 
 # ---- the runs of a folder

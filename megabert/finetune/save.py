@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
+from megabert.checkpoint import refuse_non_finite
 from megabert.common.files import appearing, canonical, write_tensors
-from megabert.config import Config
+from megabert.config import Config, DataConfig, OpsConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
 from megabert.finetune import encoding, heads
@@ -31,7 +32,9 @@ from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import Finetuner
 from megabert.finetune.tasks import DESCRIPTION, Task, located_finetuned
-from megabert.hf import TOKENIZER_FILES
+from megabert.hf import TOKENIZER_FILES, Pretrained
+from megabert.hf.read import MLM_HEAD, NSP_HEAD, start_state
+from megabert.model import BertForPreTraining
 
 WEIGHTS = "model.safetensors"
 
@@ -90,6 +93,28 @@ def save(
         (new / DESCRIPTION).write_bytes(canonical(tree))
 
 
+def base(found: Finetuned) -> Pretrained:
+    """A fine-tuned model, in fp32 on the CPU, as one to fine-tune: its encoder, with the pooler or transform before its added layer
+    where pre-training made them. Its pre-training heads, which were not saved, are those of a new model."""
+    parts = {"encoder.": "", "head.pooler.": "pooler.", "head.transform.": "mlm."}
+    saved = {
+        ours + name.removeprefix(theirs): tensor
+        for name, tensor in found.module.state_dict().items()
+        for theirs, ours in parts.items()
+        if name.startswith(theirs)
+    }
+    old = found.described.config
+    model = old.model.model_copy(update={"nsp": old.model.nsp and "pooler.weight" in saved})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(old.seed)
+        new = BertForPreTraining(model, OpsConfig(), "cpu", torch.float32, old.data.masking.causal).state_dict()
+    cfg = Config(model=model, data=DataConfig(masking=old.data.masking))
+    heads = (MLM_HEAD, NSP_HEAD) if model.nsp else (MLM_HEAD,)
+    state = start_state(found.folder, cfg, found.tokenizer)
+    weights = {name: saved.get(name, tensor) for name, tensor in new.items()}
+    return Pretrained(found.folder, weights, state, cfg, found.tokenizer, initialised=heads)
+
+
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
     """The model in `precision`, by default that of training (fp32 on a CPU that would emulate it); `source` is its folder, or its
     name on the hub. Raises ValueError naming a file that is missing, damaged or does not fit the others."""
@@ -115,7 +140,9 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
     module = heads.build(config, described.task.kind, described.outputs, None, device, dtype, layers)
     try:
-        module.load_state_dict(load_file(folder / WEIGHTS))
+        weights = load_file(folder / WEIGHTS)
+        refuse_non_finite(weights, folder / WEIGHTS)
+        module.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None

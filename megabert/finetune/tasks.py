@@ -12,6 +12,7 @@ SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0 (Rajpurkar et al. 2018), and CoNLL-200
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ BINARY_METRICS, RANKING_METRICS = ("f1", "auroc"), ("mrr", "ndcg")
 
 
 def goodness(metric: str, value: float) -> float:
-    """A metric's value with a sign such that larger is better."""
-    return -value if metric == "mae" else value
+    """A metric's value with a sign such that larger is better; NaN is the worst."""
+    return -math.inf if math.isnan(value) else -value if metric == "mae" else value
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ FAMILIES = {
 UNTIED = ("eurobert",)
 # what is closest to a model_type that is not supported, where its name does not show it
 NEAREST = {
-    **dict.fromkeys(("distilbert", "electra", "albert", "mobilebert", "convbert"), "bert"),
+    **dict.fromkeys(("albert", "mobilebert", "convbert"), "bert"),
     **dict.fromkeys(("deberta", "deberta-v2", "mpnet", "data2vec-text", "bart"), "roberta"),
     **dict.fromkeys(("longformer", "big_bird", "modernbert-decoder", "gte"), "modernbert"),
     **dict.fromkeys(("neobert", "llama", "qwen2", "qwen3", "mistral"), "eurobert"),
@@ -542,7 +542,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     kind = tree.get("model_type", "bert")
     if kind not in FAMILIES:
         near = NEAREST.get(str(kind)) or difflib.get_close_matches(str(kind), FAMILIES, 1, 0)[0]
-        supported = ", ".join(FAMILIES)
+        supported = ", ".join([*FAMILIES, "distilbert", "electra"])
         raise ValueError(f"{where}: model_type={kind!r:.40} is not supported, only {supported}; the nearest is {near}")
     family = FAMILIES[kind]
     refuse_others(tree, where, family.fixed)
@@ -557,7 +557,8 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     fields |= family.read(tree, where)
     if tree.get("embedding_size", fields["hidden"]) != fields["hidden"]:
         raise ValueError(
-            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={fields['hidden']}"
+            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={fields['hidden']}, and a projection "
+            "between them (embeddings_project) is not supported"
         )
     try:
         model = configuration.from_dict({"model": fields}).model

@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from megabert import checkpoint, config
 from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, located, weights_in
+from megabert.common.logs import log
+from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
-from megabert.hf import first_nomic, mapping
+from megabert.hf import first_nomic, mapping, relatives
 from megabert.model import BertForPreTraining, outline
 
-# tokenizer files in a run folder, and in a Hugging Face folder
-TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
+# tokenizer files in a Hugging Face folder
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 CONFIG = "config.json"
 LARGEST_JSON = 256 << 20
@@ -48,8 +49,11 @@ HEADS = {
 # parts of a WordPiece tokenizer.json, and the fields of its normalizer by those of `Casing`
 STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
 NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
-# names in the first releases
+# layers that fine-tuning adds
+ADDED = ("classifier.", "qa_outputs.")
+# parts of names in the first releases, and in the state dict of a compiled module
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+COMPILED = "_orig_mod."
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class Pretrained:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def left_out(self) -> str:
+        """The names of the first of `ignored`."""
+        return ", ".join(self.ignored[:4]) + ", …" * (len(self.ignored) > 4)
+
     def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
         """The model without dropout."""
         causal = self.config.data.masking.causal
@@ -81,7 +90,7 @@ class Pretrained:
 
     def language_model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
         """The same, to predict words. Raises ValueError for a Hugging Face folder whose weights are no language model's."""
-        if MLM_HEAD in self.initialised:
+        if any(head.startswith(MLM_HEAD) for head in self.initialised):
             raise ValueError(
                 f"{self.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it predicts no words; name another"
             )
@@ -97,7 +106,8 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     path = located(source)
     if any((folder / "task.json").is_file() for folder in (path, path / "best")):
         raise ValueError(
-            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, or export it with megabert export"
+            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "
+            "train it on another task with megabert finetune"
         )
     if is_model_folder(path):
         return read(path, tokenizer)
@@ -151,22 +161,25 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Pretrained:
+def read(folder: Path, tokenizer: str | Path = "", nsp: Sequence[str] = (POOLER, NSP_HEAD)) -> Pretrained:
     """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
 
-    Missing heads are initialised as in a new model; with `nsp` false, and in a causal model, pooler and next-sentence head are
-    left out. The state is that of a checkpoint of step 0. Raises ValueError naming
-    what cannot be converted; no code of the folder is run.
+    Missing heads are initialised as in a new model. Without any of the heads `nsp`, and in a causal model, there is neither pooler
+    nor next-sentence head. The state is that of a checkpoint of step 0. Raises ValueError naming what cannot be converted; no code
+    of the folder is run.
     """
     config_file = folder / CONFIG
     tree = read_json(config_file)
-    first = first_nomic.is_first(tree)
+    first, relative = first_nomic.is_first(tree), relatives.of_config(tree)
     tree = first_nomic.present_config(tree, str(config_file)) if first else tree
+    tree = relatives.present_config(relative, tree, str(config_file)) if relative else tree
     model = mapping.from_huggingface_config(tree, str(config_file))
     causal = mapping.is_causal(tree, str(config_file))
-    model = model.model_copy(update={"nsp": nsp and not causal and model.nsp})
-    file, tensors = read_weights(folder, model)
+    file, tensors = read_weights(folder, model, relative.names if relative else {})
     tensors = first_nomic.present_tensors(tensors) if first else tensors
+    tensors = relatives.present_tensors(tensors) if relative else tensors
+    prefixes = tuple(prefix for head in nsp for prefix in HEADS[head])
+    model = model.model_copy(update={"nsp": model.nsp and not causal and any(n.startswith(prefixes) for n in tensors)})
     weights, initialised, ignored = complete(tensors, model, str(file))
     loaded_tokenizer = named_tokenizer(tokenizer or folder)
     if loaded_tokenizer.kind == "wordpiece" and not tokenizer:
@@ -212,8 +225,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tensor]]:
-    """The weights file of a folder, or its index of several, and the tensors, fp32, under Hugging Face's present names for a class with heads.
+def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -> tuple[Path, dict[str, Tensor]]:
+    """The weights file of a folder, or its index of several, and the tensors, fp32, under Hugging Face's present names for a class
+    with heads. `renamed` as of `present_name`.
 
     Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
     not run), and a tensor that is no floating-point one.
@@ -221,14 +235,19 @@ def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tens
     path = next(iter(weights_in(folder)), None)
     if path is None:
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for part in _parts(path):
-        for name, tensor in _load(part).items():
+        loaded = _load(part)
+        if any(COMPILED in name for name in loaded):
+            log.warning(f"{part}: names contain {COMPILED} (torch.compile); they are read without it")
+        for name, tensor in loaded.items():
             if name.endswith(mapping.BUFFERS):
                 continue  # buffers that count up, saved by old versions
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 raise ValueError(f"{part}: {name} is no floating-point tensor; save the model unquantised")
-            tensors[present_name(name, mapping.family_of(model).encoder)] = tensor.float()
+            tensor = tensor.float()
+            checkpoint.refuse_non_finite({name: tensor}, part)
+            tensors[present_name(name, mapping.family_of(model).encoder, renamed)] = tensor
     return path, tensors
 
 
@@ -266,17 +285,18 @@ def _load(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def present_name(name: str, prefix: str = "bert.") -> str:
-    """A tensor's name in today's class with pre-training heads, whose encoder has `prefix`."""
-    for old, new in RENAMED.items():
-        name = name.removesuffix(old) + new if name.endswith(old) else name
+def present_name(name: str, prefix: str, renamed: Mapping[str, str]) -> str:
+    """A tensor's name in today's class with pre-training heads, whose encoder has `prefix`; `renamed`: further parts to replace."""
+    for old, new in ({COMPILED: ""} | RENAMED | dict(renamed)).items():
+        name = name.replace(old, new)
     return prefix + name if name.startswith(ENCODER) else name
 
 
 def complete(
     tensors: Mapping[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """The tensors of a whole model under Hugging Face's names; the heads that were initialised, and the names left out.
+    """The tensors of a whole model under Hugging Face's names; the heads that were initialised, in whole or, beside a layer that
+    fine-tuning added, in part; and the names left out.
 
     Raises ValueError naming the tensor that is missing, of another shape, or that shows that the decoder is not tied.
     """
@@ -292,15 +312,16 @@ def complete(
         raise ValueError(
             f"{where}: {decoder} is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
         )
-    shapes = their_shapes(model)
+    shapes, tuned = their_shapes(model), any(name.startswith(ADDED) for name in left)
     initialised = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Config().seed)
         for head, prefixes in HEADS.items():
-            missing = [name for name in shapes if name.startswith(prefixes)]
-            if missing and not any(name in left for name in missing):
+            names = [name for name in shapes if name.startswith(prefixes)]
+            missing = [name for name in names if name not in left]
+            if missing and (missing == names or tuned):
                 left |= {name: initial(name, shapes[name], model.init_std) for name in missing}
-                initialised.append(head)
+                initialised.append(head if missing == names else f"{head} ({', '.join(missing)})")
     weights = {}
     for name, shape in shapes.items():
         if name not in left:

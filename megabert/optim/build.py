@@ -18,6 +18,8 @@ from megabert.optim.muon import Muon
 
 # in names of parameters
 LAYER, EMBEDDINGS = re.compile(r"\blayers\.(\d+)\."), "embeddings."
+# of the decoder, in the module that also holds the word embedding
+DECODER = ("embeddings.word.decoder", "embeddings.word.bias")
 
 
 def build_optimizer(
@@ -41,12 +43,13 @@ def build_optimizer(
 
 def rates_of(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
     """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above it, with the embeddings below all layers
-    (Clark et al. 2020, ELECTRA, appendix B), and `embedding_lr` for the embeddings."""
+    (Clark et al. 2020, ELECTRA, appendix B), and `embedding_lr` for the embeddings. A tied decoder's weight is the word embedding; one
+    of its own, and the decoder's bias, belong to the head."""
     depth = {name: int(match[1]) for name, _ in model.named_parameters() if (match := LAYER.search(name))}
     layers = max(depth.values(), default=-1) + 1
 
     def rate(name: str) -> float:
-        embedding = EMBEDDINGS in name
+        embedding = EMBEDDINGS in name and not name.endswith(DECODER)
         above = layers if embedding else layers - 1 - depth.get(name, layers - 1)
         return config.layer_decay**above * (config.embedding_lr if embedding else 1.0)
 

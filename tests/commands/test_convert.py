@@ -18,8 +18,13 @@ from safetensors.torch import load_file, save_file
 from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
+from megabert.commands.plan.__main__ import main as plan
+from megabert.distributed.watchdog import Watchdog
 from megabert.optim.schedule import learning_rate
+from megabert.pretraining import open_run
 from tests.helpers import runs, wordpiece
+from tests.helpers.loop import StopAt
+from tests.test_held_out_by_dataset import DATA, SMALL
 
 # it writes to stderr
 transformers.logging.disable_progress_bar()
@@ -46,7 +51,7 @@ def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, *
 def test_missing_heads_start_as_in_a_new_model(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf", "BertModel")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
-    message = "initialised as in a new model: masked-LM head, next-sentence head\n"
+    message = "initialised as in a new model: masked-LM head\n"
     assert message in capsys.readouterr().out
     weights = hf.load(tmp_path / "run").weights
     assert weights["mlm.norm_weight"].eq(1).all() and weights["mlm.bias"].eq(0).all()
@@ -86,6 +91,46 @@ def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
     assert first > 1e-6 and peak == pytest.approx(1e-4, rel=0.01), "a rate that trains, from the first updates on"
     weights, state = load_weights(cfg.init_from)
     assert weights.keys() == runs.model(cfg.model).state_dict().keys() and state["step"] == 0
+
+
+@pytest.mark.parametrize("size", [(), ("model.vocab_size=0",)], ids=["size", "shapes"])
+def test_data_of_another_tokenizer_is_named(size: tuple[str, ...], world: Any, tmp_path: Path, capsys) -> None:
+    """Whether the configuration has the vocabulary's size or the weights tell, by `train` and `plan`."""
+    start = tmp_path / "a start"
+    make(tmp_path / "hf", max_position_embeddings=64)
+    convert.convert(tmp_path / "hf", start)
+    cfg = config.load(str(start / "config.toml"), [*SMALL[3:], f"data.path={DATA}", *size])
+    tokens = len((start / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    theirs = json.loads((DATA / "manifest.json").read_text())["tokenizer"]
+    says = [
+        f"init_from={start} has a tokenizer of {tokens} tokens ({start}/vocab.txt), but {DATA} was built with another, of ",
+        f"{theirs['vocab_size']:,} ({DATA}/tokenizer.model); build the data with the first, by `megabert prep build --tokenizer "
+        f"'{start}/vocab.txt' …`, or start from the model with the second, by `megabert convert --model '{start}' --vocab {DATA} ",
+    ]
+    with pytest.raises(ValueError, match="has a tokenizer of") as caught:
+        open_run(tmp_path / "run", cfg, world, StopAt(), Watchdog(world, tmp_path, 0.0))  # type: ignore[arg-type]
+    assert all(part in str(caught.value) for part in says)
+    if not size:
+        assert plan(["--config", str(start / "config.toml"), "--data", str(DATA)]) == 2
+        shown = capsys.readouterr().err
+        assert all(part in shown for part in says) and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "BertForSequenceClassification"])
+def test_without_next_sentence_head_none_is_made(kind: str, tmp_path: Path, capsys) -> None:
+    make(tmp_path / "hf", kind)
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens, without next-sentence head. To continue:\n  megabert prep build --tokenizer " in shown
+    assert "--nsp" not in shown and "new model: pooler" not in shown
+    assert ("left out, as pre-training has no place for them: bert.pooler" in shown) == (kind != "BertForMaskedLM")
+    found = hf.load(tmp_path / "run")
+    assert not found.config.model.nsp and not any(name.startswith(("pooler", "nsp")) for name in found.weights)
+    assert not config.load(str(tmp_path / "run" / "config.toml")).model.nsp
+    make(tmp_path / "whole")
+    assert convert.main(["--model", str(tmp_path / "whole"), "--run", str(tmp_path / "other")]) == 0
+    shown = capsys.readouterr().out
+    assert "with next-sentence head. To continue:" in shown and " --nsp --input PATH" in shown
 
 
 def test_without_nsp_pooler_and_head_are_left_out(tmp_path: Path, capsys) -> None:

@@ -224,6 +224,15 @@ def test_onnx_in_onnxruntime(kind: str, norm: str, tmp_path: Path, monkeypatch, 
     assert [entry.name for entry in session.get_inputs()] == list(inputs)
     got = session.run(None, {key: value.numpy() for key, value in inputs.items()})
     assert max(np.abs(a.numpy() - b)[mask].max() for a, b in zip(want, got, strict=True)) < 1e-4
+
+    def broken(self: Any, *given: Any) -> list[np.ndarray]:
+        return [np.full_like(values, np.nan) for values in run(self, *given)]
+
+    run = onnxruntime.InferenceSession.run
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", broken)
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
+    assert "differ from the model's by nan" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
     monkeypatch.setattr(onnx, "TOLERANCE", 0.0)
     assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
     assert "differ from the model's by" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megabert import hf as pretrained
+from megabert.commands import export
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, prediction, run, save, tasks
@@ -21,7 +22,7 @@ from megabert.finetune.run import Data, FineTuning
 from megabert.finetune.scores import suffix
 from megabert.finetune.settings import Settings
 from megabert.hf import Pretrained
-from tests.helpers import finetune_problem
+from tests.helpers import finetune_problem, finetuned
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
@@ -268,6 +269,57 @@ def test_ranks_and_micro_steps_train_the_same_model(frozen: dict[str, Any], base
     one, other = weights(alone), weights(tmp_path / "ranks")
     worst = max(float((one[name] - other[name]).abs().max()) for name in one)
     assert worst < 2e-4, worst
+
+
+# ---- from a fine-tuned model
+
+
+@pytest.mark.parametrize("layers", ["last", "1,2"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("classify", {}),
+        ("tag", {}),
+        ("tag", {"kind": "modern", "norm": "pre", "nsp": False}),
+        ("classify", {"nsp": False}),
+    ],
+)
+def test_fine_tuned_model_is_a_base(kind: str, fields: dict[str, Any], layers: str, tmp_path, capsys) -> None:
+    """Of its encoder; of what stands before its added layer the pre-trained pooler, or a modern model's transform."""
+    file = WRITERS[kind](tmp_path / "texts", 20, 1)
+    best = finetuned.make(tmp_path, TASKS[kind], file, {"layers": layers, "freeze": layers != "last"}, fields=fields)
+    saved = load_file(best / save.WEIGHTS)
+    found = run.load_start(str(tmp_path), "")
+    assert f"{tmp_path}: fine-tuned for custom: its encoder is used, its head is not\n" in capsys.readouterr().out
+    encoder = {name: tensor for name, tensor in saved.items() if name.startswith("encoder.")}
+    assert len(encoder) > 20 and all(found.weights[n.removeprefix("encoder.")].equal(t) for n, t in encoder.items())
+    pooled, modern = kind == "classify" and layers == "last" and not fields, "kind" in fields and layers == "last"
+    assert found.config.model.nsp == ("pooler.weight" in found.weights) == pooled
+    if pooled:
+        assert found.weights["pooler.weight"].equal(saved["head.pooler.weight"])
+    if modern:
+        assert found.weights["mlm.norm_weight"].equal(saved["head.transform.norm_weight"])
+    assert found.tokenizer.sha256 == pretrained.load(tmp_path / "run").tokenizer.sha256
+    with pytest.raises(ValueError, match="has no masked-LM head"):
+        found.language_model(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"--tokenizer: .* is a fine-tuned model, which has its own"):
+        run.load_start(str(tmp_path), "vocab.txt")
+
+
+def test_other_task_starts_from_a_fine_tuned_model(base, tmp_path, world, capsys) -> None:
+    """Of the run's folder, and of its export, whose added layer is not used either."""
+    fine_tune(base, "tag", tmp_path / "tag", world, change(epochs=1))
+    assert export.main(["--model", str(tmp_path / "tag"), "--output", str(tmp_path / "hf")]) == 0
+    losses = []
+    for source in ("tag", "hf"):
+        start, folder = run.load_start(str(tmp_path / source), ""), tmp_path / f"from-{source}"
+        data = data_of(base, "classify", start)
+        result = FineTuning(folder, "name", data, start, change(epochs=1), world, 2).train(StopAt(), unwatched(world))
+        assert result["scores"]["dev"]["accuracy"] > 0.3
+        losses.append([line["train/loss"] for line in lines(folder, "train/loss")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    text = "hf: its encoder is used, and these of its tensors are not: classifier.bias, classifier.weight\n"
+    assert text in capsys.readouterr().out
 
 
 # ---- the folder of several runs

@@ -158,7 +158,7 @@ def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_pa
     built = runs.model(ModelConfig(**shape))
     peer_of(built).base_model.save_pretrained(tmp_path)
     model = from_huggingface_config(read.read_json(tmp_path / "config.json"), "config.json")
-    file, tensors = read.read_weights(tmp_path, model)
+    file, tensors = read.read_weights(tmp_path, model, {})
     before = torch.get_rng_state()
     weights, made, ignored = read.complete(tensors, model, str(file))
     assert (made, ignored) == (["masked-LM head"], [])

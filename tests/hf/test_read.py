@@ -40,11 +40,8 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     assert len(states) == len(want.hidden_states) == 3
     for got, state in zip(states, want.hidden_states, strict=True):
         assert (got - state).abs().max() <= 1e-5
-    missing = {
-        "BertModel": ("masked-LM head", "next-sentence head"),
-        "BertForMaskedLM": ("pooler", "next-sentence head"),
-    }
-    assert found.initialised == missing.get(kind, ())
+    assert found.initialised == (("masked-LM head", "next-sentence head") if kind == "BertModel" else ())
+    assert found.config.model.nsp == ("pooler.weight" in found.weights) == (kind != "BertForMaskedLM")
     assert found.step == 0 and found.tokenizer.path == tmp_path / "hf" / "vocab.txt"
     assert files_of(tmp_path) == before
 

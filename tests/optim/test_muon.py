@@ -24,7 +24,7 @@ LAYERS_MATRICES = ("qkv.weight", "attention_output.weight", "feed_forward.weight
 
 # factors of the rate in a model of two layers
 RATES = {"optimizer__embedding_lr": 0.25, "optimizer__layer_decay": 0.5}
-FACTORS = {"embeddings.": 0.25 * 0.5**2, "layers.0.": 0.5}
+FACTORS = {"embeddings.word.bias": 1.0, "embeddings.": 0.25 * 0.5**2, "layers.0.": 0.5}
 
 
 def newton_schulz(g: Tensor) -> Tensor:

@@ -93,6 +93,18 @@ def test_rates_fall_from_layer_to_layer():
     assert [(group["rate"], group["weight_decay"]) for group in plain] == [(1.0, 0.01), (1.0, 0.0)]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_decoder_has_the_rate_of_the_head(tied):
+    """Only the weight of a tied decoder is an embedding."""
+    model = tiny.model(tiny.config(model__tied=tied))
+    optimizer = build_optimizer(OptimizerConfig(embedding_lr=0, layer_decay=0.5), model)
+    rates = {id(p): group["rate"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters() if name.startswith(("embeddings.", "mlm."))}
+    head = {"embeddings.word.bias", *(() if tied else ("embeddings.word.decoder",))}
+    assert {name for name, rate in found.items() if rate == 1.0} == head | {n for n in found if n.startswith("mlm.")}
+    assert {rate for name, rate in found.items() if name.startswith("embeddings.") and name not in head} == {0.0}
+
+
 def test_phase_2_takes_over_the_moments(world, tmp_path):
     """From the run of phase 1, and again after a restart before its first update."""
     settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megabert.checkpoint import refuse_other_vocabulary
 from megabert.config import (
     Config,
     ModelConfig,
@@ -110,6 +111,7 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
     """The config with the vocabulary size of the data's tokenizer, or the default without data. Raises ValueError if a run on this
     data would be refused."""
     if manifest is not None:
+        refuse_other_vocabulary(config, manifest)
         return fitted_to(config, manifest)
     return config if config.model.vocab_size else with_vocabulary_size(config, DEFAULT_VOCABULARY)
 
