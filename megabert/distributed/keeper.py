@@ -14,6 +14,7 @@ This module must not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -570,13 +571,14 @@ def _how(code: int) -> str:
 
 
 def _wait_for_end(children: Iterable[subprocess.Popen[bytes]], seconds: float | None) -> None:
-    """Wait until one of the children, which were not waited for, has ended, at most `seconds`."""
-    descriptors = [os.pidfd_open(child.pid) for child in children]
+    """Wait until one of the children has ended, at most `seconds`."""
     poll = select.poll()
-    try:
-        for descriptor in descriptors:
+    with contextlib.ExitStack() as stack:
+        for child in children:
+            try:
+                descriptor = os.pidfd_open(child.pid)
+            except ProcessLookupError:  # `Popen.kill` in another thread has waited for it
+                return
+            stack.callback(os.close, descriptor)
             poll.register(descriptor, select.POLLIN)
         poll.poll(None if seconds is None else seconds * 1000)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)

@@ -56,6 +56,10 @@ def copy(cursor):
     kept_rank.hand_over(folder, folder / ".part", name, hashlib.sha256(f"copy of {rank}".encode()).hexdigest())
     return name
 
+def die_once_all_have_started():
+    wait_for(lambda: len((shared / "starts.jsonl").read_text().splitlines()) >= size)
+    os._exit(4)
+
 assert kept_rank.follow()
 kept_rank.wait_for_place()
 shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.FOLDER])
@@ -151,7 +155,7 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
 
 def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
     """The ranks of the second generation wait for each other, without a watchdog."""
-    act = "first and rank == 1 and os._exit(4); size == 1 and os._exit(0); time.sleep(60)"
+    act = "first and rank == 1 and die_once_all_have_started(); size == 1 and os._exit(0); time.sleep(60)"
     started = keepers(tmp_path, act, (0, 1), ALWAYS="1", SILENT="0.5")
     starts(tmp_path, 4)
     started[1].kill()
@@ -175,9 +179,15 @@ def test_progress_is_that_of_a_generation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.3])
 def test_a_stop_while_ranks_meet_reaches_the_next_ones(tmp_path: Path, delay: float) -> None:
-    act = "first and rank == 1 and os._exit(4); stop = signals.Stop(); wait_for(lambda: stop.requested and not first); os._exit(85)"
+    act = """stop = signals.Stop()
+(shared / f"set-{rank}").touch()
+if first and rank == 1:
+    wait_for((shared / "set-0").exists)
+    die_once_all_have_started()
+wait_for(lambda: stop.requested and not first)
+os._exit(85)"""
     started = keepers(tmp_path, act, (0, 0), ALWAYS="1")
-    starts(tmp_path, 2)
+    until(lambda: len(list(tmp_path.glob("set-*"))) == 2)
     time.sleep(delay)
     started[0].terminate()
     started[1].terminate()
