@@ -1,59 +1,87 @@
-"""Ranks that restart in place (`train --in-place`) under kills: every update is compared with those of a run without kills.
+"""Restarts in place (`train --in-place`) under kills, TERMs and time limits at random instants: no update is lost, none differs.
 
-A job has four ranks on three nodes, which are network, process and host name spaces of this machine. Kills are of one rank, of
-several or all, some of them during the restart after the kill before, and of two nodes, whose ranks and keepers are lost. Until
-the first node is lost all figures must be equal bit for bit, and afterwards, on fewer ranks, the rows. Keepers and ranks are
-forked by a process that has done their imports, as no standby process is in the product: a thousand kills take minutes.
+A run is trained by jobs of the same command. In each ranks are killed, some of them during a save, an evaluation or a restart; then
+it is ended: by TERM, by its time limit, by kills of keepers, or because the run is finished. The log of a job says which updates were
+reported and at which one each start resumed. The finished run is compared with one without a fault: all metrics but times and the
+final checkpoint bit for bit; after a start on fewer ranks the rows bit for bit, and the losses to rounding. Keepers and ranks are
+forked by a process that has done their imports, as no standby process is in the product: hundreds of kills take minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
+from benchmarks.survival.kills import differences
 from benchmarks.survival.life import (
     MODERN_MUON,
     Case,
     Failure,
+    Forked,
     Server,
     children_of,
     failure,
+    in_sessions,
     last_step,
+    saves_of,
     start_logged,
+    steps_of,
+    wait,
     wait_or_fail,
 )
-from benchmarks.survival.network import Network, address
+from benchmarks.survival.records import (
+    AGAIN,
+    ALL_KEEPERS,
+    DELAYS,
+    ENDS,
+    FINISHED,
+    IN_EVALUATION,
+    IN_SAVE,
+    INTERVAL,
+    KILLS,
+    LIMIT,
+    REQUEUE,
+    TERM,
+    Event,
+    Record,
+    account,
+    check_best,
+    count_kills,
+    missing_best,
+    totals,
+)
 
 TRAIN = str(hardware.ROOT / "megabert/train.py")
-NODES = ("n1", "n2", "n3")
-# the node of each rank
-PLACES = (0, 0, 1, 2)
-# kills of a job, and those of them that are of a node
-PER_JOB, LOST_AT = 60, (39, 59)
-# the most updates from one restart to the next kill, and updates of a job for each of its kills
-BETWEEN, STEPS_A_KILL = 6, 9
-# share of the kills that follow the one before within a second
-SOON = 0.15
+# updates of a run for each of its kills, and between evaluations; the most updates from one event to the next
+STEPS_A_KILL, EVALUATION, BETWEEN = 20, 3, 16
+BEST = (f"eval.interval={EVALUATION}", "eval.patience=1000", "checkpoint.keep_every=50")
+LAMB = ("zero.stage=2", "optimizer.name=lamb", "data.workers=1", "checkpoint.asynchronous=false")
+# cases, with the host of each rank
 CASES = (
-    Case("ZeRO-1", len(PLACES), 0, 25, ("zero.stage=1",)),
-    Case("ZeRO-0, fp32", len(PLACES), 0, 25, ("zero.stage=0", "precision=fp32")),
-    Case("ZeRO-3", len(PLACES), 0, 25, ("zero.stage=3",)),
-    Case(
-        "ZeRO-2, LAMB, a loader process", len(PLACES), 0, 25, ("zero.stage=2", "optimizer.name=lamb", "data.workers=1")
-    ),
-    Case("ZeRO-1, Muon, modern, no checkpoints", len(PLACES), 0, 0, ("zero.stage=1", *MODERN_MUON)),
+    (Case("2 ranks, ZeRO-1", 2, 0, INTERVAL, ("zero.stage=1", *BEST)), (0, 0)),
+    (Case("3 ranks on 2 hosts, ZeRO-3", 3, 0, INTERVAL, ("zero.stage=3", *BEST)), (0, 0, 1)),
+    (Case("2 hosts, ZeRO-0, fp32", 2, 0, INTERVAL, ("zero.stage=0", "precision=fp32", *BEST)), (0, 1)),
+    (Case("3 ranks on 2 hosts, ZeRO-2, LAMB, a loader process", 3, 0, INTERVAL, (*LAMB, *BEST)), (0, 1, 1)),
+    (Case("2 hosts, ZeRO-1, Muon, modern, no checkpoints", 2, 0, 0, ("zero.stage=1", *MODERN_MUON)), (0, 1)),
 )
-Curve = dict[int, tuple[float, float, str]]
+MOST_KILLS = 5  # of a job before its end
+# seconds of `--max-time`, of which a start and 5 s for saving are no training
+LIMITS = (7.5, 12.0)
+# seconds by which one rank's first save after each start is delayed, in half of the jobs
+SLOW = (0.05, 1.0)
+# kills and the most jobs of a run
+A_RUN, MOST_JOBS = 12, 60
 
 
 class KeptRanks:
@@ -93,8 +121,12 @@ class KeptRanks:
         return all(process.poll() is not None for process in self.processes)
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL the child that trains, which is older than the one that waits to follow it."""
-        os.kill(children_of(self.processes[rank].pid)[0], signal.SIGKILL)
+        """SIGKILL the child that trains, which is older than the one that waits to follow it, as soon as there is one."""
+        keeper = self.processes[rank]
+        self.wait_until(lambda: keeper.poll() is not None or children_of(keeper.pid), f"rank {rank} is not started")
+        for child in children_of(keeper.pid)[:1]:
+            with contextlib.suppress(ProcessLookupError):  # killed by its keeper meanwhile
+                os.kill(child, signal.SIGKILL)
 
     def codes(self) -> list[int]:
         """Exit codes of all processes, once they have ended."""
@@ -105,156 +137,243 @@ class KeptRanks:
         for process in self.processes:
             process.kill()
 
-    def curve(self) -> Curve:
+    def curve(self) -> dict[int, tuple[float, float, str]]:
         """By step: loss, gradient norm, digest of the rows."""
         lines = [line for line in hardware.logged(self.run) if "train/loss" in line]
         return {line["step"]: (line["train/loss"], line["train/grad_norm"], line["data/row_digest"]) for line in lines}
 
 
-class ForkedKeeper:
-    """A keeper on a node, by its process id there; None as the exit code of one that was lost with its node."""
+class Job(KeptRanks):
+    """A start of a run's command by forked keepers, watched while it is disturbed."""
 
-    def __init__(self, node: str, server: Server, pid: int) -> None:
-        self.node, self.server, self.pid, self.lost = node, server, pid, False
-        self._code: int | None = None
+    def __init__(
+        self, case: Case, hosts: tuple[int, ...], data: Path, run: Path, server: Server, record: Record
+    ) -> None:
+        self.server, self.record, self.case = server, record, case
+        # the folder in memory of each rank's keeper, and sessions of the ranks and keepers seen
+        self.folders: dict[int, Path] = {}
+        self.sessions: set[int] = set()
+        self._newest = -1
+        log = run.with_name(f"{run.name}.log")
+        log.touch()
+        self._begin = log.stat().st_size
+        self._started = time.monotonic()
+        limit = [f"--max-time={record.max_time}s"] if record.max_time else []
+        super().__init__([*case.words(data), *limit], run, hosts)
 
-    def poll(self) -> int | None:
-        if self._code is None and not self.lost:
-            self._code = self.server.ask(poll=self.pid)["code"]
-        return self._code
+    def _process(self, command: list[str], env: dict[str, object]) -> Forked:
+        texts = {name: str(value) for name, value in (env | {"OMP_NUM_THREADS": 1}).items()}
+        slow = self.record.slow.get(int(texts["RANK"]), 0.0)
+        return Forked(self.server, self.server.ask(argv=command[2:], env=texts, log=str(self.log), slow=slow)["pid"])
 
-
-class RanksOnNodes(KeptRanks):
-    """Ranks on the nodes of a network."""
-
-    def __init__(self, network: Network, case: Case, data: Path, run: Path) -> None:
-        self.network = network
-        self.servers = {node: Server(network.inside(node)) for node in NODES}
-        super().__init__(case.words(data), run, PLACES)
-
-    def _process(self, command: list[str], env: dict[str, object]) -> ForkedKeeper:
-        node = NODES[PLACES[int(str(env["RANK"]))]]
-        env |= {"MASTER_ADDR": address(NODES[0]), "SLURMD_NODENAME": node, "OMP_NUM_THREADS": 1}
-        texts, argv = {name: str(value) for name, value in env.items()}, command[2:]
-        pid = self.servers[node].ask(argv=argv, env=texts, log=str(self.log), slow=0.0)["pid"]
-        return ForkedKeeper(node, self.servers[node], pid)
+    def output(self) -> bytes:
+        return self.log.read_bytes()[self._begin :]
 
     @property
-    def living(self) -> list[ForkedKeeper]:
-        return [keeper for keeper in self.processes if not keeper.lost]
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
 
-    def ended(self) -> bool:
-        return all(keeper.poll() is not None for keeper in self.living)
+    def wait_until(self, condition: Any, what: str) -> None:
+        def watched() -> Any:
+            self._look()
+            return condition()
 
-    def kill_rank(self, rank: int) -> None:
-        """Kill the rank of the living keeper number `rank`, as soon as it has one."""
-        keeper = self.living[rank]
-        self.wait_until(lambda: keeper.server.ask(kill_rank_of=keeper.pid)["killed"], f"rank {rank} is not started")
+        super().wait_until(watched, what)
 
-    def kill_node(self, node: str) -> None:
-        self.network.kill(node)
-        for keeper in self.processes:
-            keeper.lost |= keeper.node == node
+    def _look(self) -> None:
+        """Find the keepers' folders, a link `best` that leads nowhere, and a new checkpoint without that of its best update."""
+        for rank, keeper in enumerate(self.processes):
+            if rank not in self.folders and (folder := folder_of(keeper.pid)):
+                self.folders[rank] = folder
+        link = self.run / "best"
+        self.record.best, before = target_of(link), self.record.best
+        reasons = []
+        if (self.record.best or before) and not link.exists() and target_of(link) == self.record.best:
+            reasons = [f"best leads nowhere: {self.record.best}"]
+        if (newest := max(steps_of(self.run), default=-1)) != self._newest:
+            self._newest = newest
+            reasons += missing_best(self.run, newest)
+        self.record.failures += [reason for reason in reasons if reason not in self.record.failures]
 
-    def stop(self) -> None:
-        """End the servers and with them all processes; nodes that were killed start again."""
-        for node in {keeper.node for keeper in self.processes if keeper.lost}:
-            if self.servers.pop(node, None):
-                self.network.boot(node)
-        while self.servers:
-            self.servers.popitem()[1].close()
+    def note(self, kind: str) -> None:
+        """Record an event, which follows."""
+        place = round(self.seconds, 3), last_step(self.run), self.log.stat().st_size - self._begin
+        self.record.events.append(Event(kind, *place))
+        self.sessions |= {pid for keeper in self.processes for pid in (keeper.pid, *children_of(keeper.pid))}
+
+    def wait_for_processes(self) -> None:
+        """Wait for the ends of all processes of the job. Raises TimeoutError."""
+        wait(lambda: not in_sessions(self.sessions), 15.0, "processes are left behind")
+
+    def codes(self) -> list[int]:
+        while self.reach(BETWEEN, FINISHED, 0.0):
+            pass  # a job that trains does not hang
+        return super().codes()
+
+    def pause(self, seconds: float) -> bool:
+        """Whether the job has not ended by then."""
+        until = time.monotonic() + seconds
+        self.wait_until(lambda: time.monotonic() >= until or self.ended(), "")
+        return not self.ended()
+
+    def reach(self, updates: int, kind: str, within: float) -> bool:
+        """Wait for that many updates, and for the situation in which the event `kind` is to be, then up to `within` seconds; whether the
+        job has not ended by then."""
+        goal, stale = last_step(self.run) + updates, set(saves_of(self.run))
+
+        def due() -> bool:
+            step = last_step(self.run)
+            met = {IN_EVALUATION: step % EVALUATION == 0, IN_SAVE: bool(set(saves_of(self.run)) - stale)}
+            return (step >= goal and met.get(kind, True)) or self.ended()
+
+        self.wait_until(due, f"no update {goal}")
+        return self.pause(within)
+
+    def kill_ranks(self, kind: str, chance: random.Random) -> None:
+        size = len(self.processes)
+        self.note(kind)
+        for rank in chance.sample(range(size), chance.randint(2, size) if kind == "several ranks" else 1):
+            self.kill_rank(rank)
+        if kind == AGAIN and self.pause(chance.uniform(0.0, 1.5)):
+            self.note(kind)
+            self.kill_rank(chance.randrange(size))
+
+    def kill_keepers(self, kind: str, ranks: Sequence[int]) -> None:
+        self.note(kind)
+        self.record.killed += ranks
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def terminate(self, chance: random.Random, all_keepers: bool) -> None:
+        """TERM to all keepers or one of them; in a third of the cases twice, as if a launcher and the batch system forward it."""
+        living = [keeper for keeper in self.processes if keeper.poll() is None]
+        asked = living if all_keepers or chance.random() < 0.7 else living[:1]
+        for pause in (0.0, chance.uniform(0.0, 0.3))[: 1 if chance.random() < 0.7 else 2]:
+            self.pause(pause)
+            for keeper in asked:
+                keeper.send_signal(signal.SIGTERM)
+
+
+def folder_of(keeper: int) -> Path | None:
+    """The folder in memory that a keeper has open."""
+    try:
+        links = [os.readlink(entry) for entry in os.scandir(f"/proc/{keeper}/fd")]
+    except OSError:  # it has just ended, or closed one
+        return None
+    found = [match for link in links if (match := re.match(r"/dev/shm/megabert-keeper-\w+", link))]
+    return Path(found[0][0]) if found else None
+
+
+def target_of(link: Path) -> str | None:
+    try:
+        return os.path.basename(os.readlink(link))
+    except FileNotFoundError:
+        return None
+
+
+def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
+    """Kill ranks, at most `most` times, then end the job by `end`, unless it has ended before."""
+    kinds = {
+        kind: weight for kind, weight in KILLS.items() if job.case.interval or kind not in (IN_EVALUATION, IN_SAVE)
+    }
+    if end == TERM and chance.random() < 0.3:  # during the start
+        if job.pause(chance.uniform(0.0, 2.0)):
+            job.note(TERM)
+            job.terminate(chance, all_keepers=True)
+        return
+    if end == LIMIT:
+        for _ in range(min(chance.randint(1, 10), most)):
+            if not job.reach(1, end, chance.uniform(0.0, 1.5)):
+                return
+            job.kill_ranks("a rank", chance)
+        return
+    for _ in range(min(chance.randint(0, MOST_KILLS), most)):
+        (kind,) = chance.choices(list(kinds), list(kinds.values()))
+        within = chance.uniform(0.0, 0.5 if kind == IN_SAVE and job.record.slow else 0.05)
+        if not job.reach(chance.randint(1, BETWEEN), kind, within):
+            return
+        job.kill_ranks(kind, chance)
+    if not job.reach(chance.randint(1, BETWEEN), end, chance.uniform(0.0, 0.05)):
+        return
+    if end == TERM:
+        job.note(TERM)
+    elif end in DELAYS:
+        job.kill_ranks(end, chance)
+        job.pause(DELAYS[end])
+    else:
+        size = len(job.processes)
+        job.kill_keepers(end, range(size) if end == ALL_KEEPERS else [chance.randrange(size)])
+        if end == ALL_KEEPERS or not job.reach(chance.randint(1, BETWEEN), end, 0.0):
+            return
+    job.terminate(chance, all_keepers=False)
+
+
+def train_disturbed(
+    case: Case, hosts: tuple[int, ...], data: Path, run: Path, server: Server, seed: str, kills: int
+) -> list[Record]:
+    """Train a run in disturbed jobs, until it is finished, with about `kills` kills."""
+    records: list[Record] = []
+    left: set[Path] = set()  # folders of killed keepers, which the next start removes
+    before = record = Record(case.name, len(set(hosts)), seed)
+    while left or before.others != {0}:
+        if len(records) == MOST_JOBS:
+            before.failures.append(f"the run is not finished after {MOST_JOBS} jobs")
+            break
+        chance = random.Random(f"{seed}-{len(records)}")
+        most = 0 if before.others == {0} else kills - sum(map(count_kills, records))
+        end = chance.choices(list(ENDS), list(ENDS.values()))[0] if most > 0 else FINISHED
+        record = Record(case.name, len(set(hosts)), f"{seed}-{len(records)}")
+        record.max_time = round(chance.uniform(*LIMITS), 2) if end == LIMIT else None
+        record.slow = {chance.randrange(case.world): chance.uniform(*SLOW)} if chance.random() < 0.5 else {}
+        job = Job(case, hosts, data, run, server, record)
+        try:
+            if end != FINISHED:
+                disturb(job, chance, end, most)
+            record.codes, record.seconds = job.codes(), round(job.seconds, 2)
+            if record.max_time and record.others == {REQUEUE}:
+                job.note(LIMIT)
+            job.wait_for_processes()
+        except (Failure, TimeoutError) as error:
+            job.stop()
+            record.failures.append(str(error))
+            record.killed, record.codes = list(range(len(hosts))), job.codes()
+        record.saved = max(steps_of(run), default=0)
+        account(record, job.output(), before.last, before.saved)
+        check_best(record, run, job.output())
+        lost = {folder for rank, folder in job.folders.items() if rank in record.killed}
+        if len(job.folders) < len(hosts):  # some keepers were not started
+            lost |= left
+        there = {folder for folder in {*job.folders.values(), *left} if folder.exists()}
+        if there - lost:
+            record.failures.append(f"left in memory: {sorted(map(str, there - lost))}")
+        left, before = there & lost, record
+        records.append(record)
+        print(json.dumps(asdict(record)), flush=True)
+    return records
 
 
 def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """At least `kills` kills, in jobs of PER_JOB, each of one of CASES; after Ctrl-C those of the finished jobs. Raises OSError where
-    nodes cannot be made, and Failure."""
-    victims, results = Counter[str](), []
+    """Runs of CASES, one after the other, until `kills` kills were done, or Ctrl-C. Their jobs, totals and failures."""
     folder.mkdir()
+    server, started = Server(), time.monotonic()
+    jobs: list[Record] = []
+    differ: list[str] = []
+    runs, steps = 0, STEPS_A_KILL * min(kills, A_RUN)
     try:
-        with Network(folder, NODES) as network:
-            for counts, found in finished_jobs(network, data, folder, -(-kills // PER_JOB), random.Random(seed)):
-                victims += counts
-                results.append(found)
+        while (done := sum(map(count_kills, jobs))) < kills:
+            case, hosts = CASES[runs % len(CASES)]
+            case, whole, run = replace(case, steps=steps), folder / case.name, folder / f"run-{runs}"
+            if not whole.exists():
+                plain = Job(case, hosts, data, whole, server, Record(case.name, 0, ""))
+                if any(plain.codes()):
+                    raise failure(f"{case.name}: {plain.codes()}", plain.log)
+            jobs += train_disturbed(case, hosts, data, run, server, f"{seed}-{runs}", min(A_RUN, kills - done))
+            starts = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+            exact = min((start["step"] for start in starts if start["ranks"] < case.world), default=None)
+            differ += [f"{case.name}, run {runs}: {line}" for line in differences(whole, run, steps, exact)]
+            runs += 1
     except KeyboardInterrupt:
-        print(f"interrupted after {len(results)} jobs", flush=True)
-    return {
-        "kills": victims.total(),
-        "of": dict(victims),
-        "jobs": len(results),
-        "updates": sum(result["updates"] for result in results),
-        "updates_with_other_rows": sum(result["rows"] for result in results),
-        "updates_that_differ_on_four_ranks": sum(result["figures"] for result in results),
-        "largest_relative_difference_of_a_loss_on_fewer": max((result["on_fewer"] for result in results), default=0.0),
-        "largest_relative_difference_of_a_last_loss": max((result["last"] for result in results), default=0.0),
-    }
-
-
-def finished_jobs(
-    network: Network, data: Path, folder: Path, jobs: int, chance: random.Random
-) -> Iterator[tuple[Counter[str], dict[str, float]]]:
-    """Run the jobs, one case after the other; yields each one's kills and differences."""
-    undisturbed: dict[str, Curve] = {}
-    for number in range(jobs):
-        case = replace(CASES[number % len(CASES)], steps=PER_JOB * STEPS_A_KILL)
-        if case.name not in undisturbed:
-            undisturbed[case.name] = run_whole(network, case, data, folder / f"whole-{len(undisturbed)}")
-        started = time.monotonic()
-        counts, found = run_killed(network, case, data, folder / f"run-{number}", chance, undisturbed[case.name])
-        print(f"{case.name}: {dict(counts)}, {found}, {time.monotonic() - started:.0f} s", flush=True)
-        yield counts, found
-
-
-def run_whole(network: Network, case: Case, data: Path, run: Path) -> Curve:
-    job = RanksOnNodes(network, case, data, run)
-    try:
-        if any(job.codes()):
-            raise failure(f"{case.name}: {job.codes()}", job.log)
-        return job.curve()
+        print(f"interrupted after {runs} runs", flush=True)
     finally:
-        job.stop()
-
-
-def run_killed(
-    network: Network, case: Case, data: Path, run: Path, chance: random.Random, expected: Curve
-) -> tuple[Counter[str], dict[str, float]]:
-    """One job under PER_JOB kills: their counts, and what differs from the `expected` curve."""
-    job, victims, soon = RanksOnNodes(network, case, data, run), Counter[str](), True
-    try:
-        for number in range(PER_JOB):
-            # never two kills in a row without an update between them: after three the keepers give up
-            soon = not soon and chance.random() < SOON
-            if soon:
-                time.sleep(chance.random())
-            else:
-                job.wait_for_step(last_step(run) + chance.randrange(1, BETWEEN + 1))
-            if number in LOST_AT:
-                job.kill_node(chance.choice(sorted({keeper.node for keeper in job.living})))
-                victims["a node"] += 1
-                continue
-            ranks = range(len(job.living))
-            chosen = chance.sample(ranks, chance.choice([1, 1, 1, 1, len(ranks), chance.randint(1, len(ranks))]))
-            for rank in chosen:
-                job.kill_rank(rank)
-            kind = "one rank" if len(chosen) == 1 else "all ranks" if len(chosen) == len(ranks) else "several ranks"
-            victims[kind + " during a restart" * soon] += 1
-        if any(code for code in job.codes() if code is not None):
-            raise failure(f"{case.name}: {job.codes()}", job.log)
-        return victims, differences(job, expected)
-    finally:
-        job.stop()
-
-
-def differences(job: KeptRanks, expected: Curve) -> dict[str, float]:
-    """Updates whose rows, and up to the first start on fewer ranks whose figures differ; relative differences of the losses after it."""
-    found, starts = job.curve(), map(json.loads, (job.run / "starts.jsonl").read_text().splitlines())
-    fewer = min((start["step"] for start in starts if start["ranks"] < len(PLACES)), default=len(expected))
-    missing = len(expected.keys() ^ found.keys())
-    both = expected.keys() & found.keys()
-    relative = {step: abs(found[step][0] / expected[step][0] - 1) for step in both if step > fewer}
-    return {
-        "updates": len(expected),
-        "rows": missing + sum(found[step][2] != expected[step][2] for step in both),
-        "figures": missing + sum(found[step] != expected[step] for step in both if step <= fewer),
-        "on_fewer": max(relative.values(), default=0.0),
-        "last": relative.get(max(expected), 0.0),
-    }
+        server.close()
+    return totals(jobs) | {"runs": runs, "differences": differ, "seconds": round(time.monotonic() - started, 1)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 import time
@@ -23,6 +24,8 @@ from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life
 
 # aims of the kills, alternately
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
+# largest relative difference of a loss that rounding makes: ranks in another number sum in another order, and updates amplify it
+ROUNDING = 1e-2
 # approximate seconds of a start
 START_SECONDS = 0.5
 # seconds of delay of one rank's write
@@ -157,8 +160,9 @@ def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, se
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def differences(straight: Path, broken: Path, steps: int) -> list[str]:
-    """Differences between two finished runs, a line each: losses, rows, learning rate, weights, moments, but not times."""
+def differences(straight: Path, broken: Path, steps: int, exact: int | None = None) -> list[str]:
+    """Differences between two finished runs, a line each: losses, rows, learning rate, weights, moments, but not times. `exact`: the
+    last update before a start on another number of ranks; after it rows must be equal, and losses to rounding."""
     problems = []
     one, two = (hardware.logged(run) for run in (straight, broken))
     for name, lines in (("uninterrupted", one), ("killed", two)):
@@ -166,15 +170,17 @@ def differences(straight: Path, broken: Path, steps: int) -> list[str]:
         if updates != list(range(1, steps + 1)):
             problems.append(f"the {name} run's updates are not 1..{steps} once each: {updates}")
     for a, b in zip(one, two, strict=False):
-        keys = [key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time/"))]
-        problems += [
-            f"step {a['step']}: {key} is {a.get(key)!r} and {b.get(key)!r}"
-            for key in sorted(keys)
-            if a.get(key) != b.get(key)
-        ]
+        keys = {key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time/"))}
+        if rounded := exact is not None and a["step"] > exact:
+            keys &= {"step", "data/cursor", "data/row_digest", "train/loss"}
+        for key in sorted(keys):
+            one_value, other = a.get(key, math.nan), b.get(key, math.nan)
+            near = rounded and key == "train/loss" and math.isclose(one_value, other, rel_tol=ROUNDING)
+            if one_value != other and not near:
+                problems.append(f"step {a['step']}: {key} is {one_value!r} and {other!r}")
     hashes = [files_of(run, steps) for run in (straight, broken)]
     for name in sorted(hashes[0].keys() | hashes[1].keys()):
-        if hashes[0].get(name) != hashes[1].get(name):
+        if exact is None and hashes[0].get(name) != hashes[1].get(name):
             problems.append(f"the final checkpoint's {name} differs")
     left = [path.name for path in (broken / "checkpoints").glob(".*")]
     if left:

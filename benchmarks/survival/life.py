@@ -34,9 +34,8 @@ MODERN_MUON = ("optimizer.name=muon", "model.kind=modern", "model.norm=pre", "mo
 class Server:
     """A running `server.py`, asked through its pipes."""
 
-    def __init__(self, inside: Sequence[str] = ()) -> None:
-        """`inside`: what stands before a command that runs on another node."""
-        command = [*inside, sys.executable, str(hardware.ROOT / "benchmarks/survival/server.py")]
+    def __init__(self) -> None:
+        command = [sys.executable, str(hardware.ROOT / "benchmarks/survival/server.py")]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=hardware.ROOT, **pipes)
 
@@ -53,7 +52,7 @@ class Server:
 
 
 class Forked:
-    """A rank that the server forked; `poll` as in subprocess."""
+    """A rank or keeper that the server forked; methods as in subprocess."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self._server, self.pid, self._code = server, pid, None
@@ -62,6 +61,13 @@ class Forked:
         if self._code is None:
             self._code = self._server.ask(poll=self.pid)["code"]
         return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Life:
         self.run, self.case, self.slow = run, case, slow
         self.log = run.with_name(f"{run.name}.log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
-        self._stale = set(self._saving())
+        self._stale = set(saves_of(run))
         argv, port = case.argv(data, run), hardware.free_port()
         self.ranks: list[Forked] = []
         for rank in range(case.world):
@@ -119,14 +125,7 @@ class Life:
 
     def saving(self) -> list[tuple[str, int]]:
         """(name, inode) of the folder into which this life writes a checkpoint now, if any."""
-        return [entry for entry in self._saving() if entry not in self._stale]
-
-    def _saving(self) -> list[tuple[str, int]]:
-        try:
-            with os.scandir(self.run / "checkpoints") as entries:
-                return [(e.name, e.inode()) for e in entries if re.fullmatch(r"\.saving-\d+-\w+", e.name)]
-        except FileNotFoundError:
-            return []
+        return [entry for entry in saves_of(self.run) if entry not in self._stale]
 
     def kill(self, victims: Sequence[int]) -> str:
         """SIGKILL these ranks, then wait for the others; returns the state at the kill."""
@@ -164,8 +163,7 @@ class Life:
     def stop(self) -> None:
         """End the remaining processes."""
         for rank in self.ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, signal.SIGKILL)
+            rank.kill()
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
@@ -226,6 +224,15 @@ def last_step(run: Path) -> int:
     except FileNotFoundError:
         return 0
     return int(steps[-1]) if steps else 0
+
+
+def saves_of(run: Path) -> list[tuple[str, int]]:
+    """(name, inode) of each folder of a save that is not committed."""
+    try:
+        with os.scandir(run / "checkpoints") as entries:
+            return [(e.name, e.inode()) for e in entries if re.fullmatch(r"\.saving-\d+-\w+", e.name)]
+    except FileNotFoundError:
+        return []
 
 
 def steps_of(run: Path) -> list[int]:

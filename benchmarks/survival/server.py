@@ -5,7 +5,6 @@ arguments the forked process is a keeper, which forks its rank. Requests are JSO
 
     {"argv": [...], "env": {...}, "log": PATH, "slow": SECONDS}   -> {"pid": N}    slow: its first write of a checkpoint
     {"poll": PID}                                                 -> {"code": null | exit code | -signal}
-    {"kill_rank_of": PID}                                         -> {"killed": whether the keeper PID had a rank}
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads, which a fork would lo
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
-from benchmarks.survival.life import children_of  # noqa: E402
 from megabert import train  # noqa: E402
+from megabert.__main__ import start  # noqa: E402
 from megabert.common.environment import end_with_parent  # noqa: E402
 from megabert.distributed import keeper, signals  # noqa: E402
 
@@ -63,7 +62,7 @@ def become_a_rank(request: dict[str, Any]) -> int:
     if request["slow"]:
         slow_down_the_first_write(request["slow"])
     keeper.Keeper = ForkingKeeper  # type: ignore[misc]
-    return train.main(request["argv"])
+    return start("train", request["argv"])
 
 
 class ForkedRank:
@@ -120,21 +119,13 @@ class ForkingKeeper(keeper.Keeper):
         os.setsid()
         for number in signals.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        importlib.reload(signals)  # as in a new process: no `Stop` has taken over
         os.environ.update(self.env | self._of_child(pipe))
-        signals.leave_when_signalled()
         try:
-            return train.main(sys.argv[1:])
+            return start("train", sys.argv[1:])
         except BaseException:
             traceback.print_exc()
             raise
-
-
-def kill_rank_of(parent: int) -> bool:
-    """SIGKILL the child that trains, which is older than the one that waits to follow it; false if there is no child."""
-    children = children_of(parent)
-    for child in children[:1]:
-        os.kill(child, signal.SIGKILL)
-    return bool(children)
 
 
 def main() -> None:
@@ -144,13 +135,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the garbage collector does not scan imported objects in every rank
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # a forked process unblocks them once it handles them
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
-        elif "kill_rank_of" in request:
-            answer = {"killed": kill_rank_of(request["kill_rank_of"])}
         else:
             pid = os.fork()
             if pid == 0:

@@ -138,7 +138,7 @@ def end(life: Life, gently: bool) -> str:
         life.kill(range(life.case.world))
         return "SIGKILL"
     for rank in life.ranks:
-        os.kill(rank.pid, signal.SIGTERM)
+        rank.send_signal(signal.SIGTERM)
     wait(lambda: all(rank.poll() is not None for rank in life.ranks), 60, "soak: SIGTERM")
     codes = [rank.poll() for rank in life.ranks]
     if codes != [REQUEUE] * life.case.world:

@@ -1,4 +1,4 @@
-"""Runs that are killed end as the one that was never killed: nine kills by default, a long run under `make soak`.
+"""Runs that are killed end as the one that was never killed: nine kills and twenty in place, and a long run under `make soak`.
 
 The harness is `benchmarks/survival`. It compares every logged figure but times, bit for bit, the digest of the rows among them,
 and the hash of every file of the final checkpoint. That it would see a difference, or growth, is tested here too.
@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.survival import in_place, kills
+from benchmarks.survival import kills
+from benchmarks.survival.in_place import survive_in_place
 from benchmarks.survival.kills import differences
 from benchmarks.survival.life import Case, Life, Server
+from benchmarks.survival.records import Event, Record, account, check_best, missing_best, totals
 from benchmarks.survival.soak import growth, look_at, soak, typical
 
 ONE = Case("one", 1, 60, 5, ("checkpoint.asynchronous=false",))
@@ -100,25 +102,109 @@ def test_any_difference_is_seen(tmp_path, spoil, expected):
 
 
 @pytest.mark.parametrize(
-    ("step", "line", "found"),
+    ("spoil", "expected"),
     [
-        (1, (1.0, 0.5, "a"), {}),
-        (2, (0.9, 0.5, "b"), {"figures": 1}),
-        (2, (0.5, 0.5, "x"), {"rows": 1, "figures": 1}),
-        (3, (0.4, 0.5, "c"), {"on_fewer": 0.2, "last": 0.2}),
-        (3, (0.5, 0.5, "x"), {"rows": 1}),
-        (4, (0.5, 0.5, "d"), {"rows": 1, "figures": 1}),
+        (lambda run: replace_in_metrics(run, '"train/loss": 1.0', '"train/loss": 1.0000001'), "step 1: train/loss is"),
+        (lambda run: replace_in_metrics(run, '"train/loss": 0.5', '"train/loss": 0.506'), "step 2: train/loss is"),
+        (lambda run: replace_in_metrics(run, f"{3:016x}", f"{4:016x}"), "step 3: data/row_digest is"),
     ],
 )
-def test_any_difference_of_a_run_in_place_is_seen(tmp_path, step, line, found):
-    """Up to update 2 the run has four ranks, then three."""
-    expected = {1: (1.0, 0.5, "a"), 2: (0.5, 0.5, "b"), 3: (0.5, 0.5, "c")}
-    job = object.__new__(in_place.KeptRanks)
-    job.run, job.curve = tmp_path, lambda: expected | {step: line}
-    starts = [{"step": 0, "ranks": 4}, {"step": 2, "ranks": 3}]
-    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
-    whole = {"updates": 3, "rows": 0, "figures": 0, "on_fewer": 0.0, "last": 0.0}
-    assert in_place.differences(job, expected) == pytest.approx(whole | found)
+def test_rows_are_compared_on_fewer_ranks_too(tmp_path, spoil, expected):
+    """Up to update 1 both runs have as many ranks; then a loss may differ by 1%."""
+    one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
+    replace_in_metrics(two, "0.3333333333333333", "0.3345")
+    other_weights(two)
+    assert differences(one, two, 3, exact=1) == []
+    spoil(two)
+    (line,) = differences(one, two, 3, exact=1)
+    assert expected in line
+
+
+STARTED = "resuming from copies in memory at step {}, 3 s trained\n"
+
+
+def log_of(*lines: int | str) -> str:
+    """Updates, and the texts between them."""
+    return "".join(line if isinstance(line, str) else f"step {line:7}/600  loss 8.2\n" for line in lines)
+
+
+def judged(before: str, kind: str, after: str, codes: list[int], saved: int, **more: object) -> Record:
+    """A job that starts from nothing, is disturbed once, and leaves a checkpoint at `saved`."""
+    record = Record("two", 2, "1", codes=codes, saved=saved, events=[Event(kind, 1.0, 3, len(before))], **more)
+    account(record, (before + after).encode(), 0, 0)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "codes", "saved", "lost", "expected"),
+    [
+        ("a rank", log_of(STARTED.format(2), 3, 4, 5), [0, 0], 5, 0, ""),
+        ("a rank", log_of(STARTED.format(0), 1, 2, 3, 4, 5), [0, 0], 5, 0, "3 updates were repeated after a rank"),
+        ("a rank", log_of(STARTED.format(3), 5), [0, 0], 5, 1, "1 updates were not reported"),
+        ("a rank", log_of(STARTED.format(4), 5), [0, 0], 5, 1, "1 updates were not reported"),
+        ("a rank", log_of(STARTED.format(3), 4), [4, 4], 4, 0, "exit codes [4, 4]"),
+        ("TERM", log_of(4), [85, 85], 4, 0, ""),
+        ("TERM", log_of(4), [85, 85], 3, 1, "exit codes [85, 85] at update 4, 3 is saved"),
+        ("TERM", log_of(4), [85, 0], 4, 0, "exit codes [85, 0]"),
+        ("TERM", log_of(4), [143, 143], 4, 0, "exit codes [143, 143]"),
+        ("a rank, TERM after 0.6 s", "", [85, 85], 1, 0, ""),
+        ("a rank, TERM after 0.6 s", "", [85, 85], 0, 3, "exit codes [85, 85] at update 3, 0 is saved"),
+        ("a rank, TERM after 0.05 s", "", [4, 4], 0, 3, "exit codes [4, 4] at update 3, 0 is saved"),
+        ("a rank, TERM after 2.0 s", log_of(STARTED.format(3)), [85, 85], 2, 1, "at update 3, 2 is saved"),
+    ],
+)
+def test_a_lost_update_is_seen(kind, after, codes, saved, lost, expected):
+    record = judged(log_of(1, 2, 3), kind, after, codes, saved)
+    assert record.lost == lost and record.first == 0
+    assert any(expected in text for text in record.failures) if expected else record.failures == []
+
+
+def test_a_killed_keeper_leaves_unsaved_updates_to_the_next_job():
+    record = judged(log_of(1, 2, 3), "all keepers", "", [-9, -9], 1, killed=[0, 1])
+    assert record.failures == [] and record.last == 3
+    for first, expected in ((1, []), (0, ["it started at 0, 1 was saved"])):
+        following = Record("two", 2, "1", codes=[0, 0], saved=5)
+        account(following, log_of(STARTED.format(first), *range(first + 1, 6)).encode(), record.last, record.saved)
+        assert following.failures == expected and following.repeated == {"the job before": 3 - first}
+    assert judged(log_of(1, 2, 3), "a keeper", "", [-9, 4], 1, killed=[0]).failures == []
+    counts = totals([record, following])
+    assert counts["kills"] == 1 and counts["exit_codes"] == {"-9": 2, "0": 2}
+    assert counts["by_kind"]["all keepers"] == {"events": 1, "jobs_ended": 1}
+    assert counts["failures"] == ["two, job 1: it started at 0, 1 was saved"]
+
+
+def test_a_job_that_exceeds_its_time_is_seen():
+    for seconds, expected in ((7.9, []), (8.1, ["--max-time=8.0s, it took 8.1 s"])):
+        assert (
+            judged(log_of(1), "time limit", log_of(2), [85, 85], 2, max_time=8.0, seconds=seconds).failures == expected
+        )
+
+
+def test_a_best_checkpoint_that_is_not_there_is_seen(tmp_path):
+    for step, loss in ((4, 7.5), (8, 7.25)):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"state": {"best_step": step}}))
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "eval/mlm_loss": loss}) + "\n")
+    said = b"finished: lowest held-out loss 7.2500 at step 8 (run/best); ended by"
+    for best, failures in (("step-00000008", 0), ("step-00000004", 1), (None, 1)):
+        record = Record("two", 2, "1", best=best)
+        check_best(record, tmp_path, said)
+        assert len(record.failures) == failures
+    assert missing_best(tmp_path, 8) == missing_best(tmp_path, -1) == []
+    (tmp_path / "checkpoints/step-00000008/manifest.json").write_text(json.dumps({"state": {"best_step": 6}}))
+    assert missing_best(tmp_path, 8) == ["the best update is 6, saved are [4, 8]"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.dist
+def test_twenty_disturbances_in_place_leave_no_trace(dataset, tmp_path):
+    result = survive_in_place(dataset, tmp_path / "runs", kills=20, seed=1)
+    print(json.dumps(result["by_kind"], indent=1))
+    assert result["failures"] == [] and result["differences"] == []
+    assert result["kills"] >= 20 and result["updates_lost"] == 0
 
 
 def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
