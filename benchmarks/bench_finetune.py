@@ -1,11 +1,18 @@
-"""Scores of tasks fine-tuned from several pre-trained models and from random weights, on the same files.
+"""Scores of tasks fine-tuned from several pre-trained models and from random weights, or by Hugging Face's Trainer beside ours.
 
     python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 --json FILE
+    python benchmarks/bench_finetune.py --models modern=RUN bert=HF_DIR --peer --rows 8000 --only SST-2 RTE WNUT-17 --seeds 5 --json FILE
 
-All starts are fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's
-shape. The best weights are chosen on every 10th row, sentence or article of the training file; figures are of other items.
-`gains`: difference of the first model to each other start, with the central 95% of a paired bootstrap over items and seeds. The
-file is written after each row, and the same command resumes.
+All sides have the same files, seeds and settings; random weights have the first model's shape. Ours choose the best weights on every
+10th row, sentence or article of the training file; figures are of other items. `gains`: difference of the first model to each other
+start, with the central 95% of a paired bootstrap over items and seeds.
+
+With `--peer` a model is compared with the Trainer on its export instead (`benchmarks/peers/hf_finetune.py`): fp32, equal learning rate,
+warm-up, epochs, batch and length, and each side's own defaults for the rest: ours has dropout 0.1, weight decay 0.01 and the best
+epoch's weights, the Trainer the dropout of the model's config, no weight decay and the last weights. Seconds are those of a whole process of one seed, from
+start to predictions, and of its training alone.
+
+Sides take turns, a seed at a time. Each finished run is kept in --work; the same command resumes there, with more seeds or tasks too.
 """
 
 from __future__ import annotations
@@ -16,8 +23,10 @@ import gzip
 import json
 import random
 import shlex
-import subprocess
+import shutil
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +38,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 import numpy as np
 
 from benchmarks.common import hardware
+from benchmarks.race.records import circumstances
+from megabert.common.files import write_whole
 
 RANDOM = "random weights"
 # one in this many members of a training file is used to choose the best weights
 EVERY = 10
-# most training rows of a table: all 67,349 phrases of SST-2 take five minutes a run on two cores
-TRAIN_ROWS = 20_000
+OURS, PEER = ("megabert", "finetune"), ("benchmarks.peers.hf_finetune",)
+# tasks that the peer has, and the options of both sides beside it
+PEER_TASKS, FP32 = ("SST-2", "RTE", "WNUT-17"), ("--precision", "fp32")
+# file of a finished run in its folder
+KEPT = "benchmark.json"
 # questions to train on, to choose on and to report: all 87,599 take hours
 SQUAD = {"train": 4_000, "chosen-on": 400, "reported": 800}
 DRAWS, MIDDLE = 10_000, 0.95
@@ -55,19 +69,33 @@ class TaskFiles:
 
 @dataclass(frozen=True)
 class TaskCase:
-    """A task: its options of `megabert finetune`, the metric to compare, `files(tasks folder, scratch folder)`, and
-    `tally(reported file, predictions file)`, the terms of each item in the metric."""
+    """A task: its options of `megabert finetune`, the metric to compare, `files(tasks folder, scratch folder, most training rows)`,
+    and `tally(reported file, predictions file)`, the terms of each item in the metric."""
 
     name: str
     options: str
     metric: str
-    files: Callable[[Path, Path], TaskFiles]
+    files: Callable[[Path, Path, int], TaskFiles]
     tally: Callable[[Path, Path], list[Tally]]
 
 
-def hold_out(members: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The members to keep, and every 10th."""
-    return [member for n, member in enumerate(members) if n % EVERY], list(members[::EVERY])
+@dataclass(frozen=True)
+class Side:
+    """A start, and the Python module and options that fine-tune it; `against`: the side it is compared with."""
+
+    name: str
+    start: Path
+    module: tuple[str, ...] = OURS
+    options: tuple[str, ...] = ()
+    against: str = ""
+    # SHA-256 of the start's weights
+    weights: str = ""
+
+
+def hold_out(members: Sequence[Any], most: int = sys.maxsize) -> tuple[list[Any], list[Any]]:
+    """The members to keep, a sample of `most` if there are more, and every 10th."""
+    kept = [member for n, member in enumerate(members) if n % EVERY]
+    return random.Random(0).sample(kept, most) if len(kept) > most else kept, list(members[::EVERY])
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
@@ -75,33 +103,31 @@ def write_lines(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-def tables(name: str, tasks: Path, scratch: Path) -> TaskFiles:
-    """The tables of sst2 or rte; a longer training file is sampled once."""
+def tables(name: str, tasks: Path, scratch: Path, most: int) -> TaskFiles:
+    """The tables of sst2 or rte."""
     head, *rows = (tasks / name / "train.tsv").read_text(encoding="utf-8").splitlines()
-    train, chosen_on = hold_out(rows)
-    if len(train) > TRAIN_ROWS:
-        train = random.Random(0).sample(train, TRAIN_ROWS)
+    train, chosen_on = hold_out(rows, most)
     return TaskFiles(
-        train=write_lines(scratch / f"{name}-train.tsv", [head, *train]),
+        train=write_lines(scratch / f"{name}-train-{len(train)}.tsv", [head, *train]),
         chosen_on=write_lines(scratch / f"{name}-chosen-on.tsv", [head, *chosen_on]),
         reported=tasks / name / "dev.tsv",
     )
 
 
-def sentences(tasks: Path, scratch: Path) -> TaskFiles:
+def sentences(tasks: Path, scratch: Path, most: int) -> TaskFiles:
     """WNUT-17's sentences of tagged words."""
     text = (tasks / "wnut17/wnut17train.conll").read_text(encoding="utf-8")
     whole = "\n".join(line.strip() for line in text.splitlines())
-    train, chosen_on = hold_out([block for block in whole.split("\n\n") if block.strip()])
+    train, chosen_on = hold_out([block for block in whole.split("\n\n") if block.strip()], most)
     return TaskFiles(
-        train=write_lines(scratch / "wnut17-train.conll", ["\n\n".join(train)]),
+        train=write_lines(scratch / f"wnut17-train-{len(train)}.conll", ["\n\n".join(train)]),
         chosen_on=write_lines(scratch / "wnut17-chosen-on.conll", ["\n\n".join(chosen_on)]),
         reported=tasks / "wnut17/emerging.dev.conll",
     )
 
 
-def questions(tasks: Path, scratch: Path) -> TaskFiles:
-    """SQuAD 1.1's training articles, limited to a number of questions: the first paragraphs of each article."""
+def questions(tasks: Path, scratch: Path, most: int) -> TaskFiles:
+    """SQuAD 1.1's training articles, limited to a number of questions (`most` is not used): the first paragraphs of each article."""
     with gzip.open(tasks / "squad1.1/train-v1.1.json.gz", "rt") as file:
         rest, reported = hold_out(json.load(file)["data"])
     train, chosen_on = hold_out(rest)
@@ -186,29 +212,51 @@ def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]])
 
 
 def finetune(
-    case: TaskCase, name: str, start: Path, files: TaskFiles, args: argparse.Namespace
-) -> tuple[dict[str, Any], list[list[Tally]]]:
-    """A row (command, mean and deviation, scores by seed), and the tallies by seed.
+    case: TaskCase, side: Side, files: TaskFiles, seed: int, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[Tally]]:
+    """The kept run of a seed (command, scores, seconds of the process and of its training) and its tallies; runs it if there is none.
 
-    Raises CalledProcessError if a run fails, ValueError if the predictions do not yield the runs' scores.
+    Raises ValueError if it fails, if the kept one is another command's, or if the predictions do not yield its score.
     """
-    output = args.work / f"{case.name}-{name}".replace(" ", "-").lower()
-    command = [sys.executable, "-m", "megabert", "finetune", "--model", str(start), "--lr", args.lr]
-    command += ["--batch", str(args.batch), "--seeds", str(args.seeds), *shlex.split(case.options)]
-    command += ["--from-scratch"] if name == RANDOM else []
+    output = args.work / f"{case.name}-{side.name}".replace(" ", "-").replace(",", "").lower()
+    # a number of seeds: those before are finished
+    command = [sys.executable, "-m", *side.module, "--model", str(side.start), "--lr", args.lr, "--seeds", str(seed)]
+    command += ["--batch", str(args.batch), *shlex.split(case.options), *side.options]
+    command += ["--epochs", str(args.epochs)] if args.epochs else []
     command += ["--train", str(files.train), "--dev", str(files.chosen_on), "--test", str(files.reported)]
     command += ["--output", str(output)]
-    subprocess.run(command, env=hardware.clone_environment(), check=True)
-    summary = json.loads((output / "summary.json").read_text())
-    (point,) = summary["points"]
-    runs = [run["scores"]["test"] for run in summary["runs"]]
-    paths = [path for seed in range(1, args.seeds + 1) for path in output.glob(f"seed{seed}/predictions-test.*")]
-    tallies = [case.tally(files.reported, path) for path in paths]
-    scored, counted = sorted(run[case.metric] for run in runs), sorted(map(ratio, tallies))
-    if len(counted) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(counted, scored, strict=True)):
-        raise ValueError(f"{output}: its runs score {scored}, their predictions {counted}")
-    row = {"command": hardware.shown(command), "metric": case.metric, "scores": point["scores"]["test"], "runs": runs}
-    return row | {"seconds_a_run": point["seconds"]}, tallies
+    folder, made = output / f"seed{seed}", {"command": hardware.shown(command), "start_sha256": side.weights}
+    kept = folder / KEPT
+    if not kept.is_file():
+        # an interrupted run would resume, and its seconds would be those of a part
+        shutil.rmtree(folder, ignore_errors=True)
+        about = {"seed": seed} | circumstances()
+        began = time.perf_counter()
+        hardware.call(command, args.threads, output.with_name(f"{output.name}.log"))
+        about["seconds"] = round(time.perf_counter() - began, 3)
+        result = json.loads((folder / "result.json").read_text())
+        about |= {"training_seconds": result["seconds"], "scores": result["scores"]["test"]}
+        write_whole(kept, json.dumps(made | about).encode())
+    run = json.loads(kept.read_text())
+    if other := [f"{name} {run[name]!r}, not {made[name]!r}" for name in made if run[name] != made[name]]:
+        raise ValueError(f"{folder}: is a run of {other[0]}; name another --work, or remove {output}")
+    (predictions,) = folder.glob("predictions-test.*")
+    tallies = case.tally(files.reported, predictions)
+    scored, counted = run["scores"][case.metric], ratio(tallies)
+    if abs(scored - counted) > NEAR:
+        raise ValueError(f"{folder}: its run scores {scored}, its predictions {counted}")
+    return run, tallies
+
+
+def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and deviation over the seeds of each metric and of the seconds, and the runs."""
+
+    def spread(values: Sequence[float]) -> dict[str, float]:
+        return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+    scores = {metric: spread([run["scores"][metric] for run in runs]) for metric in runs[0]["scores"]}
+    seconds = {name: spread([run[name] for run in runs]) for name in ("seconds", "training_seconds")}
+    return {"command": runs[-1]["command"], "scores": scores} | seconds | {"runs": list(runs)}
 
 
 def described(model: Path) -> dict[str, Any]:
@@ -217,21 +265,55 @@ def described(model: Path) -> dict[str, Any]:
     from megabert.hf import model_card
 
     loaded = pretrained.load(model)
-    return model_card.recipe(loaded) | model_card.figures(loaded)
+    weights = {"weights_sha256": pretrained.fingerprint(loaded.weights)}
+    return model_card.recipe(loaded) | model_card.figures(loaded) | weights
+
+
+def exported(name: str, model: Path, work: Path) -> Path:
+    """A Hugging Face folder of a model: itself, or one made here."""
+    from megabert.commands.export import export
+    from megabert.common.hub import is_model_folder
+
+    if is_model_folder(model):
+        return model
+    export(model, folder := work / f"{name}-hf", overwrite=True)
+    return folder
+
+
+def sides_of(args: argparse.Namespace, about: dict[str, dict[str, Any]]) -> list[Side]:
+    """What is compared, in the order of the runs."""
+    first, path = args.models[0]
+    sides: list[Side] = []
+    for name, start in args.models:
+        of = {"start": start, "weights": about[name]["weights_sha256"]}
+        if not args.peer:
+            sides.append(Side(name, **of, against=first if sides else ""))
+            continue
+        hub = {"start": exported(name, start, args.work)}
+        sides.append(Side(name, **of, options=FP32))
+        sides.append(Side(f"{name}, Trainer", **of | hub, module=PEER, options=FP32, against=name))
+        if args.control:
+            options = (*FP32, "--dropout", str(about[name]["model.dropout"]), "--weight-decay", "0")
+            sides.append(Side(f"{name}, as the Trainer", **of, options=options, against=name))
+    if not args.peer:
+        of = {"start": path, "weights": about[first]["weights_sha256"]}
+        sides.append(Side(RANDOM, **of, options=("--from-scratch",), against=first))
+    return sides
 
 
 def table(results: dict[str, Any]) -> str:
-    """A Markdown table: tasks by starts, each with the difference of the first model to it."""
+    """A Markdown table: tasks by starts, each with the difference to it, and seconds a run."""
     starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
     lines = [f"| task | metric | {' | '.join(starts)} |", "|---|---|" + "---|" * len(starts)]
     for task, result in results.items():
         cells = []
         for start in starts:
-            figure = result["rows"][start]["scores"][result["metric"]]
+            row = result["rows"][start]
+            figure = row["scores"][result["metric"]]
             cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}"
             if gain := result["gains"].get(start):
                 cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
-            cells.append(cell)
+            cells.append(f"{cell}, {row['seconds']['mean']:.0f} s")
         lines.append(f"| {task} | {result['metric']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -251,37 +333,57 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
     add("--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17, squad1.1")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
-    add("--only", nargs="+", choices=[case.name for case in CASES], help="only these tasks")
+    add(
+        "--only",
+        nargs="+",
+        choices=[case.name for case in CASES],
+        help="only these tasks; default: all, with --peer without SQuAD 1.1",
+    )
+    add("--peer", action="store_true", help="compare with Hugging Face's Trainer, not with random weights")
+    add("--control", action="store_true", help="with --peer: also ours with the Trainer's dropout and weight decay")
     add("--seeds", type=int, default=3)
+    add("--rows", type=int, default=20_000, help="most training rows of a table, or sentences of words")
+    add("--epochs", type=int, default=0, help="of all tasks; 0: the task's")
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
+    add("--threads", type=int, default=hardware.cores(), help="threads of a run")
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     if len(dict(args.models)) < len(args.models):
         parser.error("--models: two of one name")
+    args.only = args.only or [case.name for case in CASES if case.name in PEER_TASKS or not args.peer]
+    if args.control and not args.peer:
+        parser.error("--control: is for --peer")
+    if args.peer and (alone := set(args.only) - set(PEER_TASKS)):
+        parser.error(f"--only {' '.join(alone)}: --peer has {', '.join(PEER_TASKS)}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.work.mkdir(parents=True, exist_ok=True)
-    first, path = args.models[0]
     about, results = {name: described(model) for name, model in args.models}, {}
+    sides = sides_of(args, about)
     for case in CASES:
-        if args.only and case.name not in args.only:
+        if case.name not in args.only:
             continue
-        files = case.files(args.tasks, args.work)
-        result: dict[str, Any] = {"metric": case.metric, "rows": {}, "gains": {}}
-        results[case.name], ours = result, list[list[Tally]]()
-        for name, start in (*args.models, (RANDOM, path)):
-            result["rows"][name], tallies = finetune(case, name, start, files, args)
-            if name == first:
-                ours = tallies
-            else:
-                result["gains"][name] = interval(ours, tallies)
+        files = case.files(args.tasks, args.work, args.rows)
+        runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+        tallies: dict[str, list[list[Tally]]] = {side.name: [] for side in sides}
+        for seed in range(1, args.seeds + 1):
+            for side in sides:
+                run, counted = finetune(case, side, files, seed, args)
+                runs[side.name].append(run)
+                tallies[side.name].append(counted)
+                score = f"{case.metric} {run['scores'][case.metric]:.4f}"
+                print(f"{case.name}, {side.name}, seed {seed}: {score}, {run['seconds']:.0f} s", flush=True)
+            rows = {name: row_of(of) for name, of in runs.items()}
+            gains = {s.name: interval(tallies[s.against], tallies[s.name]) for s in sides if s.against}
+            results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
             if args.json:
-                hardware.write_json(args.json, {"models": about, "seeds": args.seeds, "tasks": results})
+                report = {"models": about, "seeds": args.seeds, "threads": args.threads, "tasks": results}
+                hardware.write_json(args.json, report)
     print(table(results))
     return 0
 

@@ -10,7 +10,7 @@ Shapes: N items, P read positions, W of them in the longest item, D' features (o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class Head(nn.Module):
         self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std) if pooled else None
         # The published span head has no dropout.
         self.dropout = nn.Dropout(0.0 if kind == "span" and not cfg.modern else cfg.dropout)
-        self.output = OutputLayer(width_of(layers, cfg), outputs, cfg.init_std)
+        # as ModernBERT's classes draw it (Warner et al. 2024); from 0.02 a narrow model learns rare tags many updates later
+        std = cfg.init_std if self.transform is None else cfg.hidden**-0.5
+        self.output = OutputLayer(width_of(layers, cfg), outputs, std)
 
     def forward(self, hidden: Tensor) -> Tensor:  # (P, D') -> (P, K)
         if self.transform is not None:
@@ -56,14 +58,18 @@ class Head(nn.Module):
 class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
-    def __init__(self, encoder: BertForPreTraining, kind: str, outputs: int, layers: str = "last") -> None:
+    def __init__(
+        self, encoder: BertForPreTraining, kind: str, outputs: int, layers: str = "last", new: Sequence[str] = ()
+    ) -> None:
         """`outputs`: classes, labels or tags, 1 for a score, 2 for a span. `layers` as of `read_layers`. The pre-training heads of
-        `encoder` are removed; the pooler, or a modern model's transform, moves into the head."""
+        `encoder` are removed; the pooler, or a modern model's transform, moves into the head. `new`: names of the encoder's parameters
+        without weights of pre-training."""
         super().__init__()
         self.kind, self.outputs, self.terms, self.weights, self.layers = kind, outputs, (kind,), (1.0,), layers
         pooler = getattr(encoder, "pooler", None)
         self.head = Head(encoder.cfg, kind, outputs, encoder.mlm, layers)
-        self.pooler_trained = pooler is not None
+        # pre-training heads that `freeze` leaves to train
+        self.untrained = {name.partition(".")[0] for name in new} | ({"pooler"} if pooler is None else set())
         self.encoder = encoder
         for name in PRETRAINING_HEADS:
             if hasattr(encoder, name):
@@ -75,11 +81,11 @@ class Finetuner(nn.Module):
 
     def freeze(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make the parts with weights of pre-training constant, in eval mode, and no part of the parameters of this module; returns
-        their weights, as named and typed before. What is left to train is the added layer."""
+        their weights, as named and typed before. What is left to train is the added layer, and a pooler or transform without such."""
         weights = self.state_dict()
-        parts = ((self, "encoder"), (self.head, "transform"), (self.head, "pooler"))
-        for owner, name in parts if self.pooler_trained else parts[:2]:
-            if (part := owner._modules.pop(name, None)) is not None:
+        parts = ((self, "encoder", "encoder"), (self.head, "transform", "mlm"), (self.head, "pooler", "pooler"))
+        for owner, name, original in parts:
+            if original not in self.untrained and (part := owner._modules.pop(name, None)) is not None:
                 # Not `setattr`, which would register it.
                 owner.__dict__[name] = part.to(device, dtype).eval().requires_grad_(False)
         left = self.state_dict()
@@ -132,10 +138,12 @@ def build(
 ) -> Finetuner:
     """The module to train, in fp32 on the CPU, with backends for `dtype` on `device`, independent of `config.ops`.
 
-    `weights`: those of a pre-trained model by name; None: random, by torch's generator. `config.model` is that of the model, except
-    for dropout.
+    `weights`: those of a pre-trained model by name, except for pre-training heads that it lacks; None, and these: random, by torch's
+    generator. `config.model` is that of the model, except for dropout.
     """
     model = BertForPreTraining(config.model, OpsConfig(), device.type, dtype, config.data.masking.causal)
+    new: list[str] = []
     if weights is not None:
-        model.load_state_dict(weights)
-    return Finetuner(model, kind, outputs, layers)
+        new, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and all(name.startswith(PRETRAINING_HEADS) for name in new), (new, unexpected)
+    return Finetuner(model, kind, outputs, layers, new)

@@ -183,7 +183,7 @@ class FineTuning:
         self.described = describe(data, start, settings, world.size, log_interval)
         self.config = self.described.config
         torch.manual_seed(settings.seed)
-        weights = None if settings.from_scratch else start.weights
+        weights = None if settings.from_scratch else start.trained_weights
         kind, outputs, dtype = data.task.kind, self.described.outputs, DTYPES[self.config.precision]
         self.module: Any = heads.build(self.config, kind, outputs, weights, world.device, dtype, self.described.layers)
         self.frozen = self.module.freeze(world.device, dtype) if settings.freeze else {}
@@ -395,7 +395,7 @@ def common_settings(
     digests = {name: [sha256_of(part) for part in tables.files(path)] for name, path in files.items()}
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
     return {
-        "model_sha256": hf.fingerprint(start.weights),
+        "model_sha256": hf.fingerprint(start.trained_weights),
         "task": task.name,
         "kind": task.kind,
         "text": list(task.text),

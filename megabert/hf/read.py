@@ -49,6 +49,8 @@ HEADS = {
 # parts of a WordPiece tokenizer.json, and the fields of its normalizer by those of `Casing`
 STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
 NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
+# names of these heads' parameters in ours
+OUR_HEADS = {MLM_HEAD: "mlm.", POOLER: "pooler.", NSP_HEAD: "nsp."}
 # layers that fine-tuning adds
 ADDED = ("classifier.", "qa_outputs.")
 # parts of names in the first releases, and in the state dict of a compiled module
@@ -80,6 +82,12 @@ class Pretrained:
     def left_out(self) -> str:
         """The names of the first of `ignored`."""
         return ", ".join(self.ignored[:4]) + ", …" * (len(self.ignored) > 4)
+
+    @property
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The weights without those of heads that are `initialised` as a whole."""
+        new = tuple(OUR_HEADS[head] for head in self.initialised if head in OUR_HEADS)
+        return {name: tensor for name, tensor in self.weights.items() if not name.startswith(new)}
 
     def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
         """The model without dropout."""

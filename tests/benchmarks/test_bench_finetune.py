@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,22 @@ import pytest
 from benchmarks import bench_finetune as bench
 
 
-def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "TRAIN_ROWS", 30)
+def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path) -> None:
     for name in ("sst2", "wnut17"):
         (tmp_path / name).mkdir()
     rows, blocks = [f"{n % 2}\trow {n}" for n in range(100)], [f"w{n}\tB-person\nx\tO" for n in range(21)]
     (tmp_path / "sst2/train.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
     (tmp_path / "wnut17/wnut17train.conll").write_bytes("\n\n".join(blocks).replace("\n", "\r\n").encode())
-    files = bench.tables("sst2", tmp_path, tmp_path)
+    files = bench.tables("sst2", tmp_path, tmp_path, 30)
     train, chosen_on = (path.read_text().splitlines() for path in (files.train, files.chosen_on))
     assert train[0] == "label\tsentence" and chosen_on == ["label\tsentence", *rows[::10]]
     assert len(set(train)) == 1 + 30 and set(train[1:]) <= set(rows) - set(chosen_on)
-    files = bench.sentences(tmp_path, tmp_path)
-    train, chosen_on = (path.read_text().strip("\n").split("\n\n") for path in (files.train, files.chosen_on))
-    assert chosen_on == blocks[::10] and train == [b for n, b in enumerate(blocks) if n % 10]
+    for most in (30, 4):
+        files = bench.sentences(tmp_path, tmp_path, most)
+        train, chosen_on = (path.read_text().strip("\n").split("\n\n") for path in (files.train, files.chosen_on))
+        rest = [b for n, b in enumerate(blocks) if n % 10]
+        assert chosen_on == blocks[::10] and (train == rest if most == 30 else set(train) < set(rest))
+        assert len(train) == min(most, 18)
 
 
 def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +42,7 @@ def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with gzip.open(tmp_path / "squad1.1/train-v1.1.json.gz", "wt") as file:
         json.dump({"data": articles}, file)
     monkeypatch.setattr(bench, "SQUAD", {"train": 96, "chosen-on": 6, "reported": 6})
-    files = bench.questions(tmp_path, tmp_path)
+    files = bench.questions(tmp_path, tmp_path, 30)
     paths = files.train, files.chosen_on, files.reported
     train, chosen_on, reported = (json.loads(path.read_text())["data"] for path in paths)
     assert [a["title"] for a in reported] == ["t0", "t10", "t20"]
@@ -98,44 +101,90 @@ def test_the_interval_is_paired_over_items_and_wider_where_seeds_differ() -> Non
     assert wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"])
 
 
-CORRECT = {"ours": ("10", "10"), "theirs": ("11", "10"), bench.RANDOM: ("00", "01")}
+# predictions of two seeds for the rows labelled 1 and 0; random weights and the Trainer have the same
+CORRECT = {"ours": ("10", "10"), "theirs": ("11", "10"), "random-weights": ("00", "01"), "ours-trainer": ("00", "01")}
+CORRECT["ours-as-the-trainer"] = ("11", "00")
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_every_start_is_compared_with_the_first(wrong: bool, tmp_path: Path, monkeypatch, capsys) -> None:
-    """By a stand-in for `megabert finetune` that leaves CORRECT's two predictions a seed; wrong ones are an error."""
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`stand_in(arguments of main)`: the sides of the runs it started, in order. A run leaves the predictions of CORRECT."""
     (tmp_path / "dev.tsv").write_text("label\tsentence\n1\ta\n0\tb\n")
-
-    def run(command: list[str], **_: Any) -> None:
-        output = Path(command[command.index("--output") + 1])
-        name = next(name for name in CORRECT if output.name.endswith(name.replace(" ", "-")))
-        assert ("--from-scratch" in command) == (name == bench.RANDOM)
-        scores = [sum(a == b for a, b in zip(found, "10", strict=True)) / 2 for found in CORRECT[name]]
-        for seed, labels in enumerate(CORRECT[name], 1):
-            (output / f"seed{seed}").mkdir(parents=True)
-            text = f"index\tprediction\n0\t{labels[0]}\n1\t{labels[1]}\n"
-            (output / f"seed{seed}/predictions-test.tsv").write_text(text)
-        points = [{"scores": {"test": {"accuracy": {"mean": sum(scores) / 2, "std": 0.0}}}, "seconds": 1.0}]
-        runs = [{"scores": {"test": {"accuracy": score - wrong}}} for score in scores]
-        (output / "summary.json").write_text(json.dumps({"points": points, "runs": runs}))
-
     files = bench.TaskFiles(Path("a"), Path("b"), tmp_path / "dev.tsv")
     case = bench.TaskCase("SST-2", "--task sst2", "accuracy", lambda *_: files, bench.label_tallies)
     monkeypatch.setattr(bench, "CASES", (case,))
-    monkeypatch.setattr(bench, "described", lambda path: {"from": str(path)})
+    about = {"model.dropout": 0.25}
+    monkeypatch.setattr(bench, "described", lambda path: about | {"weights_sha256": f"weights of {path}"})
+    monkeypatch.setattr(bench, "exported", lambda name, path, work: Path(f"export of {path}"))
     monkeypatch.setattr(bench.hardware, "write_json", lambda path, result: Path(path).write_text(json.dumps(result)))
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    out = tmp_path / "out.json"
-    given = ["--tasks", "t", "--work", str(tmp_path / "work"), "--seeds", "2", "--json", str(out), "--allow-dirty"]
-    if wrong:
-        with pytest.raises(ValueError, match="its runs score"):
-            bench.main(["--models", "ours=x", *given])
-        return
-    assert bench.main(["--models", "ours=x", "theirs=y", *given]) == 0
-    found = json.loads(out.read_text())
+    started: list[str] = []
+
+    def call(command: list[str], threads: int, log: Path) -> None:
+        output, seed = Path(command[command.index("--output") + 1]), int(command[command.index("--seeds") + 1])
+        side = output.name.removeprefix("sst-2-")
+        started.append(f"{side} {seed}")
+        peer = side == "ours-trainer"
+        assert ("benchmarks.peers.hf_finetune" in command, "export of x" in command) == (peer, peer)
+        assert ("--from-scratch" in command) == (side == "random-weights") and threads == 1
+        assert ("--dropout 0.25 --weight-decay 0" in " ".join(command)) == (side == "ours-as-the-trainer")
+        folder, labels = output / f"seed{seed}", CORRECT[side][seed - 1]
+        assert not folder.exists()
+        folder.mkdir(parents=True)
+        (folder / "predictions-test.tsv").write_text(f"index\tprediction\n0\t{labels[0]}\n1\t{labels[1]}\n")
+        score = sum(a == b for a, b in zip(labels, "10", strict=True)) / 2
+        result = {"scores": {"test": {"accuracy": score}}, "seconds": 1.0 + seed}
+        (folder / "result.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr(bench.hardware, "call", call)
+    fixed = ["--tasks", "t", "--work", str(tmp_path / "work"), "--threads", "1", "--json", str(tmp_path / "out.json")]
+
+    def run(*given: str) -> list[str]:
+        started.clear()
+        assert bench.main([*given, *fixed, "--allow-dirty"]) == 0
+        return list(started)
+
+    return run
+
+
+def test_every_start_is_compared_with_the_first(stand_in: Callable[..., list[str]], tmp_path: Path, capsys) -> None:
+    starts = stand_in("--models", "ours=x", "theirs=y", "--seeds", "2")
+    assert starts == ["ours 1", "theirs 1", "random-weights 1", "ours 2", "theirs 2", "random-weights 2"]
+    found = json.loads((tmp_path / "out.json").read_text())
     (result,) = found["tasks"].values()
     assert list(result["rows"]) == ["ours", "theirs", bench.RANDOM] and list(found["models"]) == ["ours", "theirs"]
     assert {name: gain["gain"] for name, gain in result["gains"].items()} == {"theirs": 0.25, bench.RANDOM: 0.75}
+    theirs = result["rows"]["theirs"]
+    assert theirs["scores"]["accuracy"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5)}
+    assert theirs["training_seconds"] == {"mean": 2.5, "std": pytest.approx(0.5**0.5)}
     lines = capsys.readouterr().out.splitlines()
     assert "| task | metric | ours | theirs | random weights |" in lines
-    assert "100.0 ± 0.0 | 75.0 ± 0.0 (+25.0," in lines[-1]
+    assert "100.0 ± 0.0, 0 s | 75.0 ± 35.4 (+25.0," in lines[-1]
+
+
+def test_peers_take_turns_and_finished_runs_are_kept(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
+    given = ["--models", "ours=x", "--peer", "--seeds"]
+    assert stand_in(*given, "1") == ["ours 1", "ours-trainer 1"]
+    # a run that was interrupted before its end was recorded is repeated whole
+    (tmp_path / "work/sst-2-ours-trainer/seed1/benchmark.json").unlink()
+    (tmp_path / "work/sst-2-ours/seed2").mkdir()
+    assert stand_in(*given, "2") == ["ours-trainer 1", "ours 2", "ours-trainer 2"]
+    assert stand_in(*given, "2") == []
+    (result,) = json.loads((tmp_path / "out.json").read_text())["tasks"].values()
+    assert {name: gain["gain"] for name, gain in result["gains"].items()} == {"ours, Trainer": 0.75}
+    assert [run["seed"] for run in result["rows"]["ours, Trainer"]["runs"]] == [1, 2]
+    assert stand_in(*given, "2", "--control") == ["ours-as-the-trainer 1", "ours-as-the-trainer 2"]
+    with pytest.raises(ValueError, match=r"seed1: is a run of command .*--lr 3e-4.*; name another --work"):
+        stand_in(*given, "2", "--lr", "1e-3")
+
+
+def test_scores_are_those_of_the_predictions(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
+    stand_in("--models", "ours=x", "--seeds", "1")
+    (tmp_path / "work/sst-2-ours/seed1/predictions-test.tsv").write_text("index\tprediction\n0\t1\n1\t1\n")
+    with pytest.raises(ValueError, match=r"its run scores 1.0, its predictions 0.5"):
+        stand_in("--models", "ours=x", "--seeds", "1")
+
+
+def test_peer_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["--models", "ours=x", "--tasks", "t", "--peer", "--only", "SQuAD 1.1"])
+    assert "--only SQuAD 1.1: --peer has SST-2, RTE, WNUT-17" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,19 +19,22 @@ pytest.importorskip("transformers")
 import torch
 from transformers import BertLMHeadModel, ModernBertConfig, ModernBertForMaskedLM
 
-from benchmarks import bench_data, bench_prep
+from benchmarks import bench_data, bench_finetune, bench_prep
 from benchmarks import bench_predict as bench
+from benchmarks.peers import hf_finetune as trainer
 from benchmarks.peers import hf_plain_loop as loop
 from benchmarks.peers.hf_step import bert_config, padded
 from benchmarks.race.dataset import Scorer
 from megabert import evaluation
+from megabert.commands.export import export
 from megabert.config import Config, EvalConfig, ModelConfig
 from megabert.data.batch import Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.finetune import datasets, encoding, tasks
 from megabert.hf.mapping import from_huggingface
 from tests.conftest import ROOT
-from tests.helpers import wordpiece
+from tests.helpers import finetune_problem, wordpiece
 
 SIZE = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0, attention_dropout=0.0)
 GOLDEN = ROOT / "tests/data/golden/dataset"
@@ -220,3 +224,70 @@ def test_both_sides_compute_in_each_precision(tmp_path) -> None:
         assert found["fp32"][what]["error"]["peer"] == 0 < found["bf16"][what]["error"]["peer"]
         assert found["fp32"][what]["error"]["ours"] < 1e-4 < found["bf16"][what]["error"]["ours"] < 0.1
     assert bench.table({"mini": {"short": found}}).count("| bf16 |") == 1
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model's run and its export, and with files of tags and of pairs of texts."""
+    folder = tmp_path_factory.mktemp("tuned")
+    export(finetune_problem.write_run(folder / "run", model__layers=1), folder / "hf")
+    for name, seed in (("train", 1), ("test", 2)):
+        finetune_problem.write_tags(folder / f"{name}.conll", 24, seed)
+        finetune_problem.write_texts(folder / f"{name}.tsv", 24, seed)
+    (folder / "pairs.tsv").write_text("a\tb\tlabel\nw1 w2 w3 w4\tw5 w6\tx\nw1\tw2 w3 w4 w5 w6 w7 w8\ty\n")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "file"), [("tag", "train.conll"), ("classify", "pairs.tsv")])
+def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> None:
+    task = tasks.custom(kind, () if kind == "tag" else ("a", "b"), "" if kind == "tag" else "label")
+    examples = datasets.read(task, tuned / file)
+    labels = encoding.labels_of(task, examples)
+    tokenizer = trainer.AutoTokenizer.from_pretrained(tuned / "hf")
+    rows, _ = trainer.rows_of(task, examples, tokenizer, {label: i for i, label in enumerate(labels)}, 8)
+    items = encoding.encode(task, examples, Tokenizer.load(tuned / "run/vocab.txt"), labels, 8)
+    first = {item.example: item for item in reversed(items)}
+    for i, row in enumerate(rows):
+        assert row["input_ids"] == first[i].ids.tolist() and len(row["input_ids"]) <= 8
+        assert row["token_type_ids"] == [int(n >= first[i].second) for n in range(len(row["input_ids"]))]
+        if kind == "classify":
+            assert row["label"] == first[i].targets[0]
+        else:
+            tags = [-100, *(labels.index(tag) for tag in examples[i].tags[:6]), -100]
+            assert row["labels"] == tags
+    assert max(len(item.ids) for item in items) == 8, "some are truncated"
+
+
+def test_trainer_learns_and_leaves_what_ours_leaves(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        "--train",
+        str(tuned / "train.conll"),
+        "--dev",
+        str(tuned / "test.conll"),
+        "--test",
+        str(tuned / "test.conll"),
+    ]
+    command = ["--model", str(tuned / "hf"), "--kind", "tag", "--metric", "f1", "--output", str(tuned / "out"), *files]
+    command += ["--lr", "1e-2", "--batch", "8", "--epochs", "6", "--max-length", "8", "--precision", "fp32"]
+    assert trainer.main([*command, "--seeds", "1"]) == 0
+    result = json.loads((tuned / "out/seed1/result.json").read_text())
+    found = tuned / "out/seed1/predictions-test.conll"
+    tallies = bench_finetune.entity_tallies(found, found)
+    assert (
+        bench_finetune.ratio(tallies) == pytest.approx(result["scores"]["test"]["f1"])
+        and result["scores"]["test"]["f1"] > 0.5
+    )
+    sentences = [block.split("\n") for block in found.read_text().strip().split("\n\n")]
+    assert all(line.endswith(" O") for block in sentences for line in block[6:]), "words behind the last token"
+    assert {entry.name for entry in (tuned / "out/seed1").iterdir()} == {"result.json", found.name}
+    for option, value in (("--dropout", "0"), ("--precision", "bf16")):
+        assert trainer.main([*command, option, value]) == 2
+    assert "error: the peer is for --precision fp32, texts and tags, not dropout" in capsys.readouterr().err
+
+
+def test_word_without_a_token_is_outside_entities() -> None:
+    assert trainer.first_tokens([None, 0, 0, 2, None]) == {0: 1, 2: 3}
+    task, labels = tasks.custom("tag"), ("B-a", "O")
+    example = datasets.SentenceExample("0", "f", ("one", "\ufe0f", "two"), None)
+    logits = np.array([[[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]]], np.float32)
+    assert trainer.decode(task, [example], [{0: 1, 2: 3}], logits, labels) == [["B-a", "O", "B-a"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megabert import hf as pretrained
 from megabert.commands import export
@@ -149,6 +149,29 @@ def test_optimizer_of_a_frozen_run_has_the_added_layer_alone(base, tmp_path, wor
     assert {id(parameter) for parameter in optimized} == {id(output.weight), id(output.bias)}
     pooler = run_.frozen["head.pooler.weight"]
     assert torch.equal(pooler, start.weights["pooler.weight"]) and run_.module.head.pooler.weight.equal(pooler)
+
+
+@pytest.mark.parametrize("modern", [False, True])
+def test_head_that_a_folder_lacks_is_new_in_each_seed(modern: bool, base, tmp_path, world) -> None:
+    """A folder of a masked LM has no pooler, one of a modern encoder no transform: drawn by the seed, and trained with --freeze."""
+    made = {"model__kind": "modern", "model__norm": "pre"} if modern else {}
+    export.export(finetune_problem.write_run(tmp_path / "run", model__nsp=False, **made), tmp_path / "hf")
+    if modern:
+        tensors = load_file(tmp_path / "hf/model.safetensors")
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(("head.", "decoder."))}
+        assert len(rest) < len(tensors)
+        save_file(rest, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    start, part = pretrained.load(tmp_path / "hf"), "transform" if modern else "pooler"
+    data = data_of(base, "classify", start)
+    runs = [FineTuning(tmp_path / "a", "a", data, start, change(seed=seed), world, 5) for seed in (1, 1, 2)]
+    first, again, other = (getattr(run_.module.head, part).weight for run_ in runs)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    words = [run_.module.encoder.embeddings.word.weight for run_ in runs]
+    assert torch.equal(words[0], words[2]) and torch.equal(words[0], start.weights["embeddings.word.weight"])
+    frozen = FineTuning(tmp_path / "b", "b", data, start, change(freeze=True), world, 5)
+    trained = {name for name, _ in frozen.module.named_parameters()}
+    assert {"head.output.weight", f"head.{part}.weight"} <= trained
+    assert not any("encoder." in name for name in trained)
 
 
 def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) -> None:
