@@ -146,8 +146,9 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, folded: bool = False, texts: bool = False) -> None:
         if not tokenizer.word_local:
+            added = f": added tokens {', '.join(map(repr, tokenizer.crossing[:4]))}" if tokenizer.crossing else ""
             raise BadInput(
-                f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace (trained with split_by_whitespace or "
+                f"{tokenizer.path}: its tokens cross word boundaries or hold whitespace{added} (trained with split_by_whitespace or "
                 "add_dummy_prefix off, or without a pre-tokenizer that splits at spaces), which data_prep does not support; train "
                 "one with data_prep build"
             )

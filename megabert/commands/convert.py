@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True, vocab: str | Path = ""
+    source: str | Path,
+    run: str | Path,
+    tokenizer: str | Path = "",
+    nsp: bool = True,
+    vocab: str | Path = "",
+    drop: bool = False,
 ) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
@@ -47,9 +52,11 @@ def convert(
     from megabert.hf import read, vocabulary
 
     if not vocab or is_model_folder(folder):
-        foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else ())
+        foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else (), drop)
     elif not nsp:
         raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are")
+    elif drop:
+        raise ValueError(f"--drop-embeddings: {source} is a run, which has none behind its tokenizer's")
     else:
         foreign = read.load(folder, tokenizer)
     if vocab:
@@ -110,13 +117,15 @@ def main(argv: list[str] | None = None) -> int:
     source = "folder with config.json and model.safetensors or pytorch_model.bin, or OWNER/NAME on the hub"
     add("--model", required=True, metavar="HF_DIR", help=source)
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
-    add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, if the folder has none")
+    add("--tokenizer", default="", metavar="FILE", help="file of a tokenizer, if the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
+    surplus = "leave out all embeddings behind the tokenizer's last token, also 128 and more"
+    add("--drop-embeddings", action="store_true", help=surplus)
     new = "replace the vocabulary by this tokenizer's: its file, or the folder of a dataset or a model; --model may be a run then"
     add("--vocab", default="", metavar="PATH", help=new)
     args = parser.parse_args(argv)
     refuse_missing(args, "tokenizer", "vocab")
-    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, args.vocab)
+    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, args.vocab, args.drop_embeddings)
     if foreign.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")
     if foreign.ignored:

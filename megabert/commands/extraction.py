@@ -25,7 +25,7 @@ from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.engine import DTYPES
-from megabert.hf import Pretrained
+from megabert.hf import Pretrained, tokenizer_files
 from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, width_of
 
 # batches that are sorted by length together, and whose vectors are in memory together
@@ -128,7 +128,7 @@ class Extractor:
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`[CLS] text [SEP]` of each text, cut to `max_length`."""
         tokenizer, room = self.tokenizer, self.max_length - 2
-        encoded = tokenizer.encode_texts(texts)
+        encoded = tokenizer_files.encode(tokenizer, texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
         rows = [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
         self.unknown += tokenizer.count_unknown(rows)

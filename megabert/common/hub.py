@@ -16,7 +16,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # ending of the file that names the files of weights, where they are several
 INDEX = ".index.json"
 # files of a repository with safetensors that a model is read from
-FILES = ("*.json", "vocab.txt", "*.model", "model.safetensors", "model-*.safetensors")
+FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "model-*.safetensors")
 
 
 def located(source: str | Path) -> Path:

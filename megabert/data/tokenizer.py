@@ -185,6 +185,8 @@ class Tokenizer:
         self.unit_start[list(special_ids.values())] = False
         self.tokens = [f" {t}" if starts else t for t, starts in zip(tokens, word_start.tolist(), strict=True)]
         self.word_local = True
+        # added tokens because of which it is not
+        self.crossing: list[str] = []
         # whether a word has other tokens after a space than at the beginning of a text
         self.spaced = False
 
@@ -194,7 +196,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read, hash, parse and check a tokenizer file. ValueError names the file and what is wrong with it.
 
-        `lowercase` and `strip_accents` of a vocab.txt override a tokenizer_config.json beside it.
+        `lowercase` and `strip_accents` of a vocab.txt override a tokenizer_config.json beside it. Tokens that files beside it add to
+        its vocabulary belong to it.
         """
         path = Path(path)
         try:
@@ -206,15 +209,15 @@ class Tokenizer:
             raise ValueError(f"{path}: is a folder; name the tokenizer file in it") from None
         if not 0 < len(data) <= MAX_BYTES:
             raise ValueError(f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no tokenizer")
-        if data.lstrip().startswith(b"{"):
-            from megabert.data.tokenizer_json import FastTokenizer, names_beside
+        from megabert.data import tokenizer_json
 
-            return FastTokenizer(path, data, names_beside(path))
+        if data.lstrip().startswith(b"{"):
+            return tokenizer_json.load(path, data)
         casing: dict[str, Any] = {"lowercase": lowercase, "strip_accents": strip_accents}
         beside = path.with_name(CONFIG)
         if _first_binary_byte(data) is None and beside.is_file():
             casing = read_casing(beside) | {name: value for name, value in casing.items() if value is not None}
-        return Tokenizer.parse(data, path, casing)
+        return tokenizer_json.with_added(Tokenizer.parse(data, path, casing))
 
     @staticmethod
     def parse(data: bytes, path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -226,7 +229,7 @@ class Tokenizer:
         binary = _first_binary_byte(data)
         parsed: Tokenizer
         if binary is None:
-            parsed = _WordPiece(path, sha256, data.decode(), casing or {})
+            parsed = WordPiece(path, sha256, data.decode(), casing or {})
         else:
             parsed = _SentencePiece(path, sha256, data, binary)
         parsed.data = data
@@ -281,7 +284,8 @@ class Tokenizer:
         return self.encode_texts(words)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Ids of each text as of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last.
+        """Ids of each text as of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last. Of a
+        SentencePiece model; `megabert.hf.tokenizer_files` has those of all that can be exported.
 
         Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
         without characters: a blank, or one of several tokens of a single character.
@@ -435,7 +439,7 @@ class _SentencePiece(Tokenizer):
         return self.processor.decode(ids).translate(RESERVED)
 
 
-class _WordPiece(Tokenizer):
+class WordPiece(Tokenizer):
     """BERT's tokenizer over the lines of a vocab.txt."""
 
     kind, file_name, continuation = "wordpiece", "vocab.txt", CONTINUATION
@@ -461,8 +465,8 @@ class _WordPiece(Tokenizer):
         )
         self.processor.normalizer = normalizer
         self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-        self._uncut = cut_long_words(self.processor)
         self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+        self._uncut = cut_long_words(self.processor)
         special = {name: ids[token] for name, token in zip(SPECIAL_IDS, SPECIAL_TOKENS, strict=True)}
         starts = np.array([not t.startswith(CONTINUATION) for t in tokens], bool)
         super().__init__(path, sha256, [t.removeprefix(CONTINUATION) for t in tokens], special, starts)
@@ -487,11 +491,12 @@ class _WordPiece(Tokenizer):
                 )
         return ""
 
+    def as_json(self) -> bytes:
+        """The tokenizer.json of it, without the cutting of long words."""
+        return self._uncut.to_str().encode()
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return ids_by_library(texts, self._uncut, self.processor, self.unk_id)
-
-    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        return [(e.ids, e.offsets) for e in self.processor.encode_batch(texts, add_special_tokens=False)]
 
     def _decode(self, ids: list[int]) -> str:
         hidden = {self.pad_id, self.cls_id, self.sep_id, self.mask_id}

@@ -1,7 +1,9 @@
 """Tokenizers from a `tokenizer.json` of Hugging Face's library: byte-level BPE, Unigram, WordPiece.
 
 The special tokens are named by a tokenizer_config.json or special_tokens_map.json beside the file (`cls_token` or
-`bos_token`, `sep_token` or `eos_token`, …), else the usual names.
+`bos_token`, `sep_token` or `eos_token`, …), else the usual names. Tokens that were added to a vocabulary are in the file or in those
+beside it (`added_tokens_beside`), and are found in a text as transformers finds them. A vocab.json with merges.txt beside it
+(RoBERTa's layout) is read as the tokenizer.json of the same tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import numpy as np
 
 from megabert.common.files import canonical
 from megabert.data import tokenizer as base
-from megabert.data.tokenizer import BYTE, CONFIG, SPECIAL_IDS, Tokenizer, without_space
+from megabert.data.tokenizer import BYTE, CONFIG, SPECIAL_IDS, SPECIAL_TOKENS, Tokenizer, without_space
 
-SPECIAL_MAP = "special_tokens_map.json"
+SPECIAL_MAP, ADDED, MERGES, JSON = "special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.json"
+# of an added token, beside its content and id
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 USUAL = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>"),
@@ -29,6 +33,12 @@ USUAL = {
 }
 # roles with other names in Hugging Face's files
 INSTEAD = {"cls": "bos", "sep": "eos"}
+# fields of BERT's normalizer by those of a tokenizer_config.json
+BERT_FIELDS = {
+    "lowercase": "do_lower_case",
+    "strip_accents": "strip_accents",
+    "handle_chinese_chars": "tokenize_chinese_chars",
+}
 # words to test whether tokens cross words
 WORDS_TRIED = 512
 # GPT-2's character of each byte (Radford et al. 2019): itself if printable, the others from 256 on
@@ -40,16 +50,118 @@ BYTE_OF = {chr(b if b in PRINTABLE else 256 + i - len(PRINTABLE)): b for i, b in
 def names_beside(path: Path) -> dict[str, str]:
     """Special tokens by role (pad, cls, …), from the files beside a tokenizer.json."""
     names: dict[str, str] = {}
-    for file in (path.with_name(SPECIAL_MAP), path.with_name(CONFIG)):
-        if not file.is_file():
-            continue
-        tree = _object(file.read_bytes(), file)
+    for tree in (_beside(path, SPECIAL_MAP), _beside(path, CONFIG)):
         for role in SPECIAL_IDS:
             value = tree.get(f"{role}_token") or tree.get(f"{INSTEAD.get(role)}_token")
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):
                 names[role] = value
     return names
+
+
+def added_tokens_beside(path: Path, roles: bool = False) -> list[dict[str, Any]]:
+    """The tokens that the files in the folder of `path` add to its vocabulary, in the order of their ids, as entries of a
+    tokenizer.json's `added_tokens`; id None: the next free one. With `roles` also special tokens that have a role.
+
+    Raises ValueError naming a file that is not as transformers writes it.
+    """
+    config, named = _beside(path, CONFIG), _beside(path, SPECIAL_MAP)
+    try:
+        listed = [tree[name] for tree in (config, named) for name in ("bos_token", "eos_token") if tree.get(name)]
+        extra = [tree.get("extra_special_tokens") or [] for tree in (config, named)]
+        for part in (*extra, *(tree.get("additional_special_tokens") or [] for tree in (config, named))):
+            listed += part.values() if isinstance(part, dict) else part
+        tokens = [(i, token) for i, token in (config.get("added_tokens_decoder") or {}).items()]
+        for token, i in () if tokens else _beside(path, ADDED).items():
+            special = any(token in part for part in extra)
+            tokens.append((i, {"content": token, "normalized": not special, "special": special}))
+        tokens += [(token["id"], token) for token in _beside(path, JSON).get("added_tokens") or []]
+        entries = {entry["content"]: entry for entry in (_entry(None, token) for token in listed)}
+        entries |= {entry["content"]: entry for entry in (_entry(int(i), token) for i, token in tokens)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path.parent}: its files name added tokens not as transformers does ({error!r:.80})"
+        ) from None
+    names = names_beside(path)
+    for role, usual in () if roles else USUAL.items():
+        for name in [names[role]] if role in names else usual:
+            entries.pop(name, None)
+    return sorted(entries.values(), key=lambda entry: (entry["id"] is None, entry["id"] or 0))
+
+
+def _entry(i: int | None, token: Any) -> dict[str, Any]:
+    token = {"content": token, "special": True} if isinstance(token, str) else token
+    flags = {"normalized": not token.get("special")} | token
+    if not isinstance(token["content"], str):
+        raise TypeError(token)
+    return {"id": i, "content": token["content"]} | {name: bool(flags.get(name)) for name in FLAGS}
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    file = path.with_name(name)
+    return _object(file.read_bytes(), file) if file.is_file() else {}
+
+
+def load(path: Path, data: bytes) -> FastTokenizer:
+    """The tokenizer of a tokenizer.json or a vocab.json with merges.txt, with the tokens that the files beside it add."""
+    tree, merges = _object(data, path), path.with_name(MERGES)
+    if "model" not in tree and merges.is_file():
+        data = _of_merges(path, merges)
+    elif (normalizer := bert_normalizer(tree, path)) != tree.get("normalizer"):
+        data = json.dumps(tree | {"normalizer": normalizer}, ensure_ascii=False).encode()
+    return FastTokenizer(path, data, names_beside(path), added_tokens_beside(path, roles=True))
+
+
+def bert_normalizer(tree: Mapping[str, Any], path: Path) -> Any:
+    """The normalizer of a tokenizer.json `tree`; that of BERT has the fields of the tokenizer_config.json beside it, where that names
+    its class, as in transformers."""
+    normalizer, config = tree.get("normalizer"), _beside(path, CONFIG)
+    named = (
+        str(config.get("tokenizer_class")).removesuffix("Fast") in base.BERT_CLASSES[:3] and "do_lower_case" in config
+    )
+    if not named or not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
+        return normalizer
+    base.read_casing(path.with_name(CONFIG))
+    fields = {name: config[field] for name, field in BERT_FIELDS.items() if field in config}
+    return normalizer | {"strip_accents": None} | fields
+
+
+def with_added(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer of a vocab.txt or a SentencePiece model with the tokens that the files beside it add, if there are any.
+
+    Raises ValueError naming those that a SentencePiece model without a tokenizer.json beside it cannot have.
+    """
+    path = tokenizer.path
+    known = set(SPECIAL_TOKENS)
+    if not isinstance(tokenizer, base.WordPiece):
+        known = {tokenizer.processor.id_to_piece(i) for i in range(tokenizer.vocab_size)}
+    added = [entry for entry in added_tokens_beside(path) if entry["content"] not in known]
+    whole = path.with_name(JSON)
+    if not added or whole == path:
+        return tokenizer
+    if whole.is_file():
+        return load(whole, whole.read_bytes())
+    if not isinstance(tokenizer, base.WordPiece):
+        shown = ", ".join(f"{entry['content']!r:.40}" for entry in added[:4])
+        raise ValueError(
+            f"{path}: the files beside it add {shown}{', …' * (len(added) > 4)} to its tokens, which needs a tokenizer.json: save the "
+            "tokenizer with transformers' save_pretrained"
+        )
+    return FastTokenizer(path, tokenizer.as_json(), {}, added, tokenizer.doubt())
+
+
+def _of_merges(path: Path, merges: Path) -> bytes:
+    """The tokenizer.json of RoBERTa's files."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    try:
+        made = Library(models.BPE.from_file(str(path), str(merges)))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: with {merges.name} no vocabulary of byte-level BPE ({error!s:.100})") from None
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(bool(_beside(path, CONFIG).get("add_prefix_space")))
+    made.decoder = decoders.ByteLevel()
+    return made.to_str().encode()
 
 
 def _object(data: bytes, path: Path) -> dict[str, Any]:
@@ -63,19 +175,31 @@ def _object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json from its bytes; `named`: its known special tokens by role."""
+    """A tokenizer.json from its bytes; `named`: its known special tokens by role; `added`: tokens to add, as of
+    `added_tokens_beside`."""
 
     kind, file_name = "tokenizers", "tokenizer.json"
 
-    def __init__(self, path: Path, data: bytes, named: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        data: bytes,
+        named: Mapping[str, str],
+        added: Sequence[Mapping[str, Any]] = (),
+        doubt: str = "",
+    ) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
-        self.tree = _object(data, path)
+        self.path, self.tree, self._doubt = path, _object(data, path), doubt
         try:
             self.processor = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path}: not a tokenizer.json of the tokenizers library ({error!s:.100})") from None
+        vocabulary = self.processor.get_vocab(with_added_tokens=True)
+        known = vocabulary | {entry["content"]: entry["id"] for entry in added if entry["id"] is not None}
+        self._usual, self._named = _special_names(known, {}, path), _special_names(known, named, path)
+        data = self._add(data, added, vocabulary)
         self.processor.no_padding()
         self.processor.no_truncation()
         self._uncut = self.processor
@@ -85,7 +209,6 @@ class FastTokenizer(Tokenizer):
         # the name of a special token in a text is ordinary text
         self.processor.encode_special_tokens = self._uncut.encode_special_tokens = True
         vocabulary = self.processor.get_vocab(with_added_tokens=True)
-        self._usual, self._named = _special_names(vocabulary, {}, path), _special_names(vocabulary, named, path)
         if missing := [role for role in SPECIAL_IDS if role not in self._named and role != "unk"]:
             role = missing[0]
             raise ValueError(
@@ -116,6 +239,35 @@ class FastTokenizer(Tokenizer):
         self._hidden = {*special.values()} - {self.unk_id}
         self._find_words()
 
+    def _add(self, data: bytes, added: Sequence[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bytes:
+        """Add tokens that the file lacks; in texts all but those of the roles are found. Returns the file with them.
+
+        Raises ValueError naming the tokens that cannot have their ids.
+        """
+        import tokenizers
+
+        roles, there = set(self._named.values()), {entry["content"] for entry in self.tree["added_tokens"]}
+        added = [entry for entry in added if entry["content"] not in roles or entry["content"] not in vocabulary]
+        new = [entry for entry in added if entry["content"] not in there]
+        for entry in new:
+            flags = {name: entry[name] for name in FLAGS}
+            self.processor.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
+        found = {entry["content"]: self.processor.token_to_id(entry["content"]) for entry in added}
+        if wrong := [entry for entry in added if entry["id"] not in (None, found[entry["content"]])]:
+            shown = ", ".join(f"{entry['content']!r:.40} ({entry['id']})" for entry in wrong[:4])
+            raise ValueError(
+                f"{self.path}: the ids of its added tokens {shown}{', …' * (len(wrong) > 4)} are not those after its vocabulary; "
+                "save the tokenizer again with transformers' save_pretrained"
+            )
+        if new:
+            data = self.processor.to_str().encode()
+            self.tree = json.loads(data)
+        entries = self.tree["added_tokens"]
+        if any(entry["special"] and entry["content"] not in roles for entry in entries):
+            plain = [entry | {"special": entry["special"] and entry["content"] in roles} for entry in entries]
+            self.processor = tokenizers.Tokenizer.from_str(json.dumps(self.tree | {"added_tokens": plain}))
+        return data
+
     def _shown(self, path: Path, special: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
         """The texts of the tokens without a space before them, and bool [vocab_size]: which have one. Raises ValueError if the
         tokens do not mark it."""
@@ -145,9 +297,21 @@ class FastTokenizer(Tokenizer):
         words = [t.strip() for t in self.tokens]
         words = [t for i, t in enumerate(words) if len(t.split()) == 1 and "\ufffd" not in t and i not in self._hidden]
         words = words[:: -(-len(words) // WORDS_TRIED) or 1]
-        apart = [i for ids in (self.encode_batch(words[:1]) + self.encode_words(words[1:])) for i in ids]
+        added = [entry["content"] for entry in self.tree["added_tokens"] if entry["id"] not in self._hidden]
+        added = [token for token in added if token.split()]
+        # an added token may need the space before it where other words do not
+        self.spaced = self.spaced or not all(self._is_local(["a", *token.split(), "a"]) for token in added)
+        self.crossing = [token for token in added if not self._is_local(["a", *token.split(), "a"])]
         crossing = any(t[1:].strip() and " " in t[1:].strip() for t in self.tokens)
-        self.word_local = not crossing and self.encode_batch([" ".join(words)])[0] == apart
+        self.word_local = not (crossing or self.crossing) and self._is_local(words)
+
+    def _is_local(self, words: Sequence[str]) -> bool:
+        """Whether the words have the same tokens together as one by one."""
+        whole, *first = self.encode_batch([" ".join(words), *words[:1]])
+        return whole == [i for ids in first + self.encode_words(words[1:]) for i in ids]
+
+    def doubt(self) -> str:
+        return self._doubt
 
     def files(self) -> dict[str, bytes]:
         if self._named == self._usual:
@@ -170,13 +334,9 @@ class FastTokenizer(Tokenizer):
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         encoded = self.encode_texts(words)
-        if self.spaced or self.continuation:
+        if self.continuation:
             return encoded
         return [without_space(self, ids, lambda i: self.processor.token_to_id(self._raw[i][1:])) for ids in encoded]
-
-    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        encoded = self.processor.encode_batch(texts, add_special_tokens=False)
-        return [(self._without_special(e.ids), e.offsets) for e in encoded]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.processor.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False))

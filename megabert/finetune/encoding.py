@@ -1,7 +1,8 @@
 """Encoding of examples to items: token ids, the positions a head reads, and the targets at them.
 
-Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019). Contexts and sentences are split into
-windows, so that each answer that fits and each word is in a window.
+Ids and offsets are those of the tokenizer that `megabert export` writes, so a text has the same in training and in transformers. Texts
+longer than the model are truncated, the longer of a pair first, as by transformers (longest_first). Contexts and sentences are split
+into windows, so that each answer that fits and each word is in a window.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megabert.data.text import prepared, stand_together
+from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import Example, QuestionExample, SentenceExample, TextExample
+from megabert.finetune.datasets import ENTITY_METRICS, Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
 
 # Tokens; from the code of Devlin et al. 2019.
@@ -32,14 +33,17 @@ class TaskItem:
     ids: np.ndarray
     # Where segment 1 begins; n without a pair.
     second: int
-    # int64 [p], token positions that the head reads: [0] for a text, the first token of each word (each word in one window only),
-    # [CLS] and all tokens of the context for a span.
+    # int64 [p], token positions that the head reads: [0] for a text, the first token of each word (each word in one window only) or
+    # all tokens of these words, [CLS] and all tokens of the context for a span.
     positions: np.ndarray
     # int64 [1] class | float32 [labels] 1 where the text has the label | float32 [1] score | int64 [p] tags |
     # int64 [2] start and end as indices into `positions`, inclusive, 0 0 for a window without the answer; empty if unlabelled.
     targets: np.ndarray
-    # int64 [p, 2] for a span: character offsets of the tokens in the context, 0 0 for [CLS]; else [0, 2].
+    # int64 [p, 2] for a span: character offsets of the tokens in the context, 0 0 for [CLS]; for words of which all tokens are read
+    # those in the sentence; else [0, 2].
     char_spans: np.ndarray
+    # int64 [w], of the positions those of the words' first tokens; None if only these are read.
+    words: np.ndarray | None = None
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
@@ -80,6 +84,13 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     return labels
 
 
+def tags_every_token(task: Task, labels: Sequence[str]) -> bool:
+    """Whether tags are B- and I- of entities, so that a model can tag all tokens of a word: its further ones are inside the entity."""
+    inside = {"O", *(f"I-{label[2:]}" for label in labels if label.startswith("B-"))}
+    bio = all(label in inside or label[:2] in ("B-", "I-") for label in labels) and inside <= {"O", *labels}
+    return task.kind == "tag" and bool(ENTITY_METRICS & set(task.metrics)) and bio
+
+
 def encode(
     task: Task,
     examples: Sequence[Example],
@@ -87,18 +98,19 @@ def encode(
     labels: Sequence[str],
     max_length: int,
     stride: int = 128,
+    every_token: bool = False,
 ) -> list[TaskItem]:
     """The items of the examples in order, of at most `max_length` tokens.
 
-    `stride`: tokens between the starts of windows. Raises ValueError naming file and line for a label that is not in
-    `labels`.
+    `stride`: tokens between the starts of windows; `every_token`: read and tag all tokens of words, as of `tags_every_token`. Raises
+    ValueError naming file and line for a label that is not in `labels`.
     """
     classes = {label: i for i, label in enumerate(labels)}
     given: Any = examples
     if task.kind == "span":
         items = list(_spans(given, tokenizer, max_length, stride))
     elif task.kind == "tag":
-        items = list(_tags(given, tokenizer, classes, max_length, stride))
+        items = list(_tags(given, tokenizer, classes, max_length, stride, every_token))
     else:
         items = list(_texts(task, given, tokenizer, classes, max_length))
     tokenizer.warn_unknown(tokenizer.count_unknown(item.ids for item in items), len(items))
@@ -113,7 +125,18 @@ def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tu
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    return [np.array(ids, np.int32) for ids in tokenizer.encode_texts(texts)]
+    from megabert.hf import tokenizer_files
+
+    return [np.array(ids, np.int32) for ids in tokenizer_files.encode(tokenizer, texts)]
+
+
+def _ids_and_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(int32 [n], int64 [n, 2]) of each text."""
+    from megabert.hf import tokenizer_files
+
+    for at in range(0, len(texts), CHUNK):
+        for ids, offsets in tokenizer_files.encode_with_offsets(tokenizer, texts[at : at + CHUNK]):
+            yield np.array(ids, np.int32), offsets
 
 
 def _class(where: str, label: str, classes: dict[str, int]) -> int:
@@ -144,9 +167,10 @@ def _texts(
         if seconds is None:
             ids, second = _row(tokenizer, a[: max_length - 2])
         else:
-            # Lengths after removing tokens of the longer part, of b if they are equal, until both fit.
+            # Of a room of odd size the longer part has one token more, b if they are equal.
             b, room = seconds[i], max_length - 3
-            keep_a, keep_b = max(room - len(b), (room + 1) // 2), max(room - len(a), room // 2)
+            odd = room % 2 if len(a) > len(b) else 0
+            keep_a, keep_b = max(room - len(b), room // 2 + odd), max(room - len(a), (room + 1) // 2 - odd)
             ids, second = _row(tokenizer, a[:keep_a], b[:keep_b])
         yield TaskItem(i, ids, second, FIRST, targets, NO_SPANS)
 
@@ -155,42 +179,91 @@ def _texts(
 
 
 def _tags(
-    examples: Sequence[SentenceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
+    examples: Sequence[SentenceExample],
+    tokenizer: Tokenizer,
+    classes: dict[str, int],
+    max_length: int,
+    stride: int,
+    every_token: bool,
 ) -> Iterator[TaskItem]:
-    """Items of tagged sentences. Words are encoded separately; the tag is at the first token, outside ASCII at the first that is
-    not only a space.
-
-    After another word in a script without spaces (e.g. Chinese) a word is encoded without the space before it.
-    """
-    distinct = list(dict.fromkeys(word for e in examples for word in e.words))
+    """Items of tagged sentences. The tag is at the first token, outside ASCII at the first that is not only a space. A word of unknown
+    characters alone that has no token is [UNK]."""
     room = max_length - 2
-    cleaned = [prepared(word, tokenizer.form) for word in distinct]
-    ways = tokenizer.encode_words(cleaned), tokenizer.encode_inside(distinct)
-    apart, inside = (
-        {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
-    )
-    for i, example in enumerate(examples):
-        words = [
-            inside[word] if stand_together(before, word) or (tokenizer.spaced and not before) else apart[word]
-            for before, word in pairwise(("", *example.words))
-        ]
-        lead = np.array([_space_before(w, ids, tokenizer) for w, ids in zip(example.words, words, strict=True)])
-        at = np.cumsum([0, *map(len, words)])  # [words + 1], first token of each
-        targets = np.array([_class(example.where, tag, classes) for tag in example.tags or ()], np.int64)
+    distinct = list(dict.fromkeys(word for e in examples if not e.text for word in e.words))
+    unknown = tokenizer.tokens[tokenizer.unk_id].strip()
+    gone = {word for word, ids in zip(distinct, _ids(tokenizer, distinct), strict=True) if not len(ids)}
+    texts = [
+        (e.text, e.places) if e.text else _joined([unknown if word in gone else word for word in e.words])
+        for e in examples
+    ]
+    encoded = _ids_and_offsets(tokenizer, [text for text, _ in texts])
+    for i, (example, (_, places), (ids, offsets)) in enumerate(zip(examples, texts, encoded, strict=True)):
+        at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
+        tags: Sequence[str] = example.tags or ()
+        each = every_token and len(ids) > 0
+        if each and tags:
+            tags = _tags_of_tokens(tags, at, read, offsets, places)
+        targets = np.array([_class(example.where, tag, classes) for tag in tags], np.int64)
         for first, start, end, last in _word_windows(at, room, stride):
-            ids, second = _row(tokenizer, np.concatenate(words[first:last]))
-            positions = 1 + at[start:end] - at[first] + lead[start:end]
-            yield TaskItem(i, ids, second, positions, targets[start:end], NO_SPANS)
+            ids_inside = ids[at[first] : min(at[last], at[first] + room)]
+            row, second = _row(tokenizer, ids_inside)
+            # the neighbour of a word without tokens, [CLS] where there is none
+            words = np.clip(read[start:end] - at[first], -1, len(ids_inside) - 1)
+            if not each:
+                yield TaskItem(i, row, second, 1 + words, targets[start:end], NO_SPANS)
+                continue
+            begin = min(at[start], at[first] + len(ids_inside) - 1)
+            tokens = slice(begin, max(begin + 1, min(at[end], at[first] + room)))
+            positions = np.arange(tokens.start, tokens.stop) - at[first] + 1
+            words = np.clip(read[start:end] - begin, 0, len(positions) - 1)
+            yield TaskItem(i, row, second, positions, targets[tokens], offsets[tokens], words)
 
 
-def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
-    """int32 [n]: at most `room` ids of a word; [UNK] for unknown characters."""
-    return np.array(ids[:room] or [tokenizer.unk_id], np.int32)
+def _joined(words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Words as a text, and the characters of each: with spaces between them, in a script without spaces (e.g. Chinese) without."""
+    text, places = "", []
+    for before, word in pairwise(("", *words)):
+        text += "" if not before or stand_together(before, word) else " "
+        places.append((len(text), len(text) + len(word)))
+        text += word
+    return text, places
 
 
-def _space_before(word: str, ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """1 if the first of a word's ids is only the space before it, else 0; 0 for ASCII words."""
-    return int(len(ids) > 1 and not word[0].isascii() and tokenizer.tokens[ids[0]].isspace())
+def _tokens_of_words(
+    words: Sequence[str], places: np.ndarray, ids: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [w + 1] first token of each word, of the first word 0, and the number of tokens; int64 [w] the token at which each is
+    read). Words may share a token; one without tokens has the next word's."""
+    ends = np.maximum.accumulate(offsets[:, 1]) if len(ids) else offsets[:, 1]
+    at = np.searchsorted(ends, places[:, 0], "right")
+    blank = np.array([tokenizer.tokens[token].isspace() for token in ids.tolist()] + [False])
+    ascii_only = np.array([word[0].isascii() for word in words])
+    read = at + (blank[at] & ~ascii_only & (at + 1 < np.append(at[1:], len(ids))))
+    at[0] = 0
+    return np.append(at, len(ids)), read
+
+
+def _tags_of_tokens(
+    tags: Sequence[str], at: np.ndarray, read: np.ndarray, offsets: np.ndarray, places: Sequence[tuple[int, int]]
+) -> list[str]:
+    """A tag for each token: a word's at the token at which it is read, inside the entity after it. A token between words is inside the
+    entity that the next word continues."""
+    inner = [tag if tag == "O" else f"I-{tag[2:]}" for tag in tags]
+    joins = [inside if tag == inside else "O" for tag, inside in zip(tags, inner, strict=True)] + ["O"]
+    found = []
+    for k, (start, end) in enumerate(pairwise(at.tolist())):
+        for token in range(start, end):
+            if token < read[k]:
+                found.append(joins[k])
+            elif offsets[token, 0] >= places[k][1]:
+                found.append(joins[k + 1])
+            else:
+                found.append(tags[k] if token == read[k] else inner[k])
+    for k, token in enumerate(read.tolist()):
+        # a token that several words share
+        if token < len(found) and found[token] == "O" and offsets[token, 0] < places[k][1]:
+            found[token] = tags[k]
+    return found
 
 
 def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:
@@ -200,7 +273,12 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
     """
     count, first, start = len(at) - 1, 0, 0
     while True:
-        last = int(np.searchsorted(at, at[first] + room, "right")) - 1  # number of whole words that fit
+        # number of whole words that fit; a longer one is truncated
+        fit, next_one = (
+            int(np.searchsorted(at, at[first] + room, "right")) - 1,
+            int(np.searchsorted(at, at[first], "right")),
+        )
+        last = min(max(fit, next_one), count)
         if last == count:
             yield first, start, count, count
             return
@@ -227,11 +305,10 @@ def _spans(
     examples: Sequence[QuestionExample], tokenizer: Tokenizer, max_length: int, stride: int
 ) -> Iterator[TaskItem]:
     distinct = list(dict.fromkeys(e.context for e in examples))
-    contexts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for at in range(0, len(distinct), CHUNK):
-        part = distinct[at : at + CHUNK]
-        for context, (listed, offsets) in zip(part, tokenizer.encode_with_offsets(part), strict=True):
-            contexts[context] = np.array(listed, np.int32), np.concatenate([ORIGIN, offsets])
+    contexts = {
+        context: (tokens, np.concatenate([ORIGIN, offsets]))
+        for context, (tokens, offsets) in zip(distinct, _ids_and_offsets(tokenizer, distinct), strict=True)
+    }
     longest = min(MAX_QUESTION, (max_length - 3) // 2)
     for i, (example, asked) in enumerate(zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)):
         question, (tokens, char_spans) = asked[:longest], contexts[example.context]

@@ -98,8 +98,8 @@ class Finetuner(nn.Module):
     def forward(
         self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Loss sum and number of correct answers (0 for scores), over items, for tags over words, for several labels over all
-        labels of all items. `places` int64 [N, W] for spans: which of the P belong to an item."""
+        """Loss sum and number of correct answers (0 for scores), over items, for tags over the words or tokens that are read, for
+        several labels over all labels of all items. `places` int64 [N, W] for spans: which of the P belong to an item."""
         logits = self.logits(read, **inputs)
         if self.kind == "score":
             loss = F.mse_loss(logits[:, 0], targets.float(), reduction="sum")

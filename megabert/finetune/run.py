@@ -119,8 +119,8 @@ def encode_splits(
             f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
         )
     examples = {name: part[: limit or None] for name, part in examples.items()}
-    lengths = settings.max_length, settings.stride
-    items = {name: encoding.encode(task, part, tokenizer, labels, *lengths) for name, part in examples.items()}
+    how = settings.max_length, settings.stride, encoding.tags_every_token(task, labels)
+    items = {name: encoding.encode(task, part, tokenizer, labels, *how) for name, part in examples.items()}
     return Data(task, labels, examples, items)
 
 
@@ -129,7 +129,9 @@ def describe(data: Data, start: Pretrained, settings: Settings, world_size: int,
     config = configure(start.config, settings, len(data.items["train"]), world_size, log_interval)
     last = layers_of(settings.layers, config.model.layers) == [config.model.layers]
     layers = "last" if last else settings.layers
-    return Described(data.task, data.labels, settings.max_length, settings.stride, config, layers=layers)
+    every_token = encoding.tags_every_token(data.task, data.labels)
+    lengths = settings.max_length, settings.stride
+    return Described(data.task, data.labels, *lengths, config, layers=layers, every_token=every_token)
 
 
 # ---- the run

@@ -37,12 +37,14 @@ from megabert.hf.read import MLM_HEAD, NSP_HEAD, start_state
 from megabert.model import BertForPreTraining
 
 WEIGHTS = "model.safetensors"
+# of `Described`, as they are in task.json
+FIELDS = ("labels", "max_length", "stride", "threshold", "layers", "every_token")
 
 
 @dataclass(frozen=True)
 class Described:
     """Description of a fine-tuned model without its weights. `max_length` and `stride` as of `encoding.encode`, `threshold` as of
-    `scores.decode`, `layers` as of `heads.Finetuner`."""
+    `scores.decode`, `layers` as of `heads.Finetuner`, `every_token` as of `encoding.encode` (false in models saved before it was)."""
 
     task: Task
     labels: tuple[str, ...]
@@ -51,6 +53,7 @@ class Described:
     config: Config
     threshold: float = 0.5
     layers: str = "last"
+    every_token: bool = False
 
     @property
     def outputs(self) -> int:
@@ -76,14 +79,14 @@ class Finetuned:
     def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
         """Examples encoded as in training; `task` is the model's, possibly with other columns. Errors as of `encoding.encode`."""
         d = self.described
-        return encoding.encode(task, examples, self.tokenizer, d.labels, d.max_length, d.stride)
+        return encoding.encode(task, examples, self.tokenizer, d.labels, d.max_length, d.stride, d.every_token)
 
 
 def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, replacing that of an earlier call."""
-    tree = {name: getattr(described, name) for name in ("labels", "max_length", "stride", "threshold", "layers")}
+    tree = {name: getattr(described, name) for name in FIELDS}
     tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
@@ -127,7 +130,8 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
         config = configuration.from_dict(tree["config"])
         lengths = tree["max_length"], tree["stride"]
         layers = str(tree.get("layers", "last"))
-        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, float(tree["threshold"]), layers)
+        threshold, every = float(tree["threshold"]), bool(tree.get("every_token"))
+        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, threshold, layers, every)
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None

@@ -34,6 +34,25 @@ MOST_ODDS = 30.0
 # ---- logits to predictions
 
 
+class WordTags(list[str]):
+    """Tags of a sentence's words; `tokens`: tags and characters of its tokens, of a model that tags all of them."""
+
+    tokens: tuple[Sequence[str], Sequence[tuple[int, int]]] | None = None
+
+
+def _tags(items: Sequence[TaskItem], logits: Sequence[np.ndarray], labels: Sequence[str]) -> WordTags:
+    """Of the windows of a sentence, in order."""
+    tags, tokens, places = WordTags(), [], []
+    for item, values in zip(items, logits, strict=True):
+        found = [labels[k] for k in values.argmax(-1)]
+        tags += found if item.words is None else [found[k] for k in item.words]
+        tokens += found
+        places += [(start, end) for start, end in item.char_spans.tolist()]
+    if len(places) == len(tokens):
+        tags.tokens = tokens, places
+    return tags
+
+
 def decode(
     task: Task,
     examples: Sequence[Example],
@@ -62,7 +81,7 @@ def decode(
             for example, of in given
         ]  # fmt: skip
     if task.kind == "tag":
-        return [[labels[k] for i in of for k in logits[i].argmax(-1)] for of in windows]
+        return [_tags([items[i] for i in of], [logits[i] for i in of], labels) for of in windows]
     if task.kind == "score":
         return [float(logits[i][0]) for (i,) in windows]
     if task.kind == "multilabel":
@@ -153,7 +172,7 @@ def score(
             if set(RANKING_METRICS) & set(task.metrics):
                 figures |= _ranked([getattr(example, "a", "") for example in examples], truth, predictions)
         elif task.kind == "tag":
-            figures = _tagged([list(tags) for tags in truth], predictions)
+            figures = _tagged(*([list(tags) for tags in of] for of in (truth, predictions)))
         else:
             figures = _answered(truth, predictions, task.unanswerable)
     return {name: float(figures[name]) for name in task.metrics}
@@ -249,7 +268,7 @@ def by_label(
         return []
     truth: list[Any] = truth_of(task, examples)
     if task.kind == "tag" and ENTITY_METRICS & set(task.metrics):
-        truth = [list(tags) for tags in truth]
+        truth, predictions = ([list(tags) for tags in of] for of in (truth, predictions))
         names = sorted({tag[2:] for of in (truth, predictions) for tags in of for tag in tags if tag != "O"})
         figures = of_entities(truth, predictions, average=None, zero_division=0) if names else ()
     else:
@@ -348,14 +367,18 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
 
 
 def spans_of(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, Any]]:
-    """The spans in characters of a plain text's tags; one for each word if the tags are not of entities."""
+    """The spans in characters of a plain text's tags, of tokens where they are known, as transformers' pipeline gives them with
+    aggregation_strategy="simple"; one for each word if the tags are not of entities."""
     from seqeval.metrics.sequence_labeling import get_entities
 
+    places = example.places
     entities = [(tag, i, i) for i, tag in enumerate(tags)]
     if ENTITY_METRICS & set(task.metrics):
+        if isinstance(tags, WordTags) and tags.tokens:
+            tags, places = tags.tokens
         entities = get_entities(list(tags))
-    places = example.places
-    return [{"start": places[first][0], "end": places[last][1], "label": label} for label, first, last in entities]
+    spans = [(places[first][0], places[last][1], label) for label, first, last in entities]
+    return [{"start": start, "end": end, "label": label} for start, end, label in spans if start < end]
 
 
 def _tagged_words(example: Any, tags: Sequence[str]) -> str:

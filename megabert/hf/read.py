@@ -28,14 +28,16 @@ from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
+from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
 from megabert.hf import first_nomic, mapping, relatives
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a Hugging Face folder
-TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 CONFIG = "config.json"
 LARGEST_JSON = 256 << 20
-# Embeddings behind the tokenizer's last one, as of a vocabulary padded to a multiple of up to this number, are left out.
+# Embeddings behind the tokenizer's last one, as of a vocabulary padded to a multiple of up to this number, are left out; more only
+# on request.
 MOST_PADDING = 128
 # prefixes of tensors in a class without heads
 ENCODER = ("embeddings.", "emb_ln.", "embed_tokens.", "encoder.", "pooler.", "layers.", "final_norm.", "norm.")
@@ -169,12 +171,14 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def read(folder: Path, tokenizer: str | Path = "", nsp: Sequence[str] = (POOLER, NSP_HEAD)) -> Pretrained:
+def read(
+    folder: Path, tokenizer: str | Path = "", nsp: Sequence[str] = (POOLER, NSP_HEAD), drop: bool = False
+) -> Pretrained:
     """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
 
     Missing heads are initialised as in a new model. Without any of the heads `nsp`, and in a causal model, there is neither pooler
-    nor next-sentence head. The state is that of a checkpoint of step 0. Raises ValueError naming what cannot be converted; no code
-    of the folder is run.
+    nor next-sentence head. `drop`: leave out any number of embeddings behind those of the tokenizer. The state is that of a checkpoint
+    of step 0. Raises ValueError naming what cannot be converted; no code of the folder is run.
     """
     config_file = folder / CONFIG
     tree = read_json(config_file)
@@ -190,11 +194,14 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: Sequence[str] = (POOLER,
     model = model.model_copy(update={"nsp": model.nsp and not causal and any(n.startswith(prefixes) for n in tensors)})
     weights, initialised, ignored = complete(tensors, model, str(file))
     loaded_tokenizer = named_tokenizer(tokenizer or folder)
-    if loaded_tokenizer.kind == "wordpiece" and not tokenizer:
+    if not tokenizer and (loaded_tokenizer.kind == "wordpiece" or loaded_tokenizer.path.name == "vocab.txt"):
         refuse_other_tokenizer(tree, config_file)
     tokens, rows = loaded_tokenizer.vocab_size, model.vocab_size
-    if not 0 <= rows - tokens < MOST_PADDING:
-        raise ValueError(f"{loaded_tokenizer.path}: {tokens} tokens, but {config_file} says vocab_size={rows}")
+    if tokens > rows or (rows - tokens >= MOST_PADDING and not drop):
+        more = f"megabert convert --drop-embeddings leaves the last {rows - tokens:,} out"
+        if tokens > rows:
+            more = f"it has no embeddings of {', '.join(repr(token.strip())[:40] for token in loaded_tokenizer.tokens[rows:][:4])}"
+        raise ValueError(f"{loaded_tokenizer.path}: {tokens} tokens, but {config_file} says vocab_size={rows}; {more}")
     if tokens < rows:
         model = model.model_copy(update={"vocab_size": tokens})
         weights = mapping.of_tokens(weights, model)
@@ -368,7 +375,7 @@ def named_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer; a WordPiece tokenizer.json is read as the vocab.txt that it contains.
+    """The folder's tokenizer; a WordPiece tokenizer.json without added tokens is read as the vocab.txt that it contains.
 
     Beside a tokenizer.json a SentencePiece model of another than our name has other ids (XLM-RoBERTa's, CamemBERT's).
 
@@ -380,12 +387,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         if (folder / name).is_file():
             return Tokenizer.load(folder / name)
     if not path.is_file():
-        raise ValueError(f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer")
+        raise ValueError(
+            f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model, tokenizer.json, vocab.json); name one with --tokenizer"
+        )
     tree = read_json(path)
     model = tree.get("model")
     model = model if isinstance(model, dict) else {}
-    if model.get("type") != "WordPiece":
+    if model.get("type") != "WordPiece" or added_tokens_beside(path):
         return Tokenizer.load(path)
+    tree["normalizer"] = bert_normalizer(tree, path)
     stages = {part: tree.get(part) for part in STAGES}
     kinds = {part: stage.get("type") if isinstance(stage, dict) else None for part, stage in stages.items()}
     expected = {

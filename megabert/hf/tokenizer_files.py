@@ -1,4 +1,4 @@
-"""Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text.
+"""Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text, and encoding of texts as they do.
 
 `tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
 lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. The first two stand behind
@@ -18,10 +18,15 @@ the `tokenizers` library's:
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
+import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megabert.data.text import BORDER, CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form, escaped
 from megabert.data.text import MAX_WORD as MAX_SLICE
@@ -35,6 +40,7 @@ from megabert.data.tokenizer import (
     WORD_START,
     Casing,
     Tokenizer,
+    ids_by_library,
     turkic_rules,
 )
 from megabert.data.tokenizer_json import FastTokenizer
@@ -48,6 +54,44 @@ RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")
 SEPARATOR = "\x01"
 DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"
 EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"
+# noncharacters, which cleaned text does not have: a space before a word, and the beginning of a stretch of text
+SPACE, BEGIN = "\ufdd2", "\ufdd3"
+
+
+@functools.lru_cache(maxsize=8)
+def exported(tokenizer: Tokenizer) -> Any:
+    """`build` of the tokenizer; None for a model that it refuses."""
+    try:
+        return build(tokenizer)
+    except ValueError:
+        return None
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of raw texts, without [CLS] and [SEP], equal to those of the exported tokenizer: a special token that a text spells out
+    is one."""
+    library = exported(tokenizer)
+    if library is None:
+        return tokenizer.encode_texts(texts)
+    if isinstance(tokenizer, FastTokenizer):
+        return ids_by_library(texts, library, library, tokenizer.unk_id)
+    # several times as fast as the library for a SentencePiece model
+    ids = tokenizer.encode_texts(texts)
+    special = re.compile("|".join(re.escape(token.content) for token in library.get_added_tokens_decoder().values()))
+    for i, text in enumerate(texts):
+        if special.search(text):
+            ids[i] = library.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+    """`encode` of each text, and int64 [n, 2]: first character of each token, and one past its last, as the exported tokenizer has
+    them."""
+    library = exported(tokenizer)
+    if library is None:
+        return tokenizer.encode_with_offsets(texts)
+    encoded = library.encode_batch(list(texts), add_special_tokens=False)
+    return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
 
 def build(tokenizer: Tokenizer) -> Any:
@@ -86,6 +130,7 @@ def _template(tokenizer: Tokenizer) -> Any:
 def _from_json(tokenizer: FastTokenizer) -> Any:
     """The file's own tokenizer, with our template; its mask stands for a word and the space before it where tokens hold spaces."""
     import tokenizers
+    from tokenizers import pre_tokenizers, processors
 
     tree = copy.deepcopy(tokenizer.tree)
     added = {entry["id"]: entry for entry in tree["added_tokens"]}
@@ -97,6 +142,15 @@ def _from_json(tokenizer: FastTokenizer) -> Any:
     built.no_padding()
     built.no_truncation()
     built.post_processor = _template(tokenizer)
+    # offsets of tokens without the space before them
+    pre = json.loads(built.to_str())["pre_tokenizer"] or {}
+    if pre.get("type") == "Metaspace" and pre["prepend_scheme"] == "always" and pre["split"]:
+        before = pre_tokenizers.Split(tokenizers.Regex(f" (?=[^ {pre['replacement']}])"), "removed")
+        built.pre_tokenizer = pre_tokenizers.Sequence([before, built.pre_tokenizer])
+    for part in [pre, *pre.get("pretokenizers", [])]:
+        if part.get("type") == "ByteLevel":
+            trimmed = processors.ByteLevel(add_prefix_space=part["add_prefix_space"], trim_offsets=True)
+            built.post_processor = processors.Sequence([trimmed, built.post_processor])
     return built
 
 
@@ -181,6 +235,18 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     # a token with the mark after its start spans words
     split = not any(WORD_START in piece.piece[1:] for piece in proto.pieces if piece.type == NORMAL)
     built.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split)
+    if split and spec.remove_extra_whitespaces and (spec.name in FORMS or spec.precompiled_charsmap):
+        # The same, but the mark belongs to the word's first character, so that offsets are without the space: spaces are removed and
+        # marks put before all words, also that which begins a stretch after a special token, where it is removed again.
+        built.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Metaspace(SPACE, scheme, split=False),
+                pre_tokenizers.Metaspace(BEGIN, "always", split=False),
+                pre_tokenizers.Split(SPACE, "removed"),
+                pre_tokenizers.Metaspace(WORD_START, "always", split=False),
+                pre_tokenizers.Split(WORD_START + BEGIN, "removed"),
+            ]
+        )
     if proto.trainer_spec.byte_fallback:
         parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
         built.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])

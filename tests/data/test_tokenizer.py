@@ -16,7 +16,15 @@ import pytest
 import sentencepiece
 
 from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, Tokenizer
+from megabert.hf import tokenizer_files
 from tests.helpers import wordpiece
+
+
+def with_offsets(tokenizer, texts):
+    """By SentencePiece itself, or by the exported tokenizer."""
+    own = tokenizer.kind == "sentencepiece"
+    return tokenizer.encode_with_offsets(texts) if own else tokenizer_files.encode_with_offsets(tokenizer, texts)
+
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog near the river bank.",
@@ -60,7 +68,7 @@ def test_sentencepiece_ids_are_the_librarys_own(path):
 def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
     tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
     texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
-    encoded = tokenizer.encode_with_offsets(texts)
+    encoded = with_offsets(tokenizer, texts)
     assert [ids for ids, _ in encoded] == tokenizer.encode_texts(texts)
     for text, (ids, offsets) in zip(texts, encoded, strict=True):
         assert offsets.shape == (len(ids), 2) and offsets.dtype == np.int64
@@ -72,13 +80,13 @@ def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
     rng = np.random.default_rng(4)
     points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
     odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
-    for text, (ids, offsets) in zip(odd, tokenizer.encode_with_offsets(odd), strict=True):
+    for text, (ids, offsets) in zip(odd, with_offsets(tokenizer, odd), strict=True):
         assert [ids] == tokenizer.encode_texts([text])
         assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
         assert offsets.min() >= 0 and offsets.max() <= len(text)
         assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
     text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"  # NFKC makes one character several and several one, BERT drops accents
-    ((_, offsets),) = tokenizer.encode_with_offsets([text])
+    ((_, offsets),) = with_offsets(tokenizer, [text])
     covered = set().union(*(range(a, b) for a, b in offsets))
     solid = {i for i, c in enumerate(text) if c != " "}
     assert solid - {text.index("\u0301")} <= covered <= solid
@@ -166,7 +174,7 @@ def test_a_wordpiece_of_more_than_100_characters_is_cut(vocab):
         want = [i for ids in peer(words, add_special_tokens=False)["input_ids"] for i in ids]
         assert tokenizer.encode_batch([text]) == [want], text
         assert tokenizer.unk_id not in want
-        ((ids, offsets),) = tokenizer.encode_with_offsets([text])
+        ((ids, offsets),) = with_offsets(tokenizer, [text])
         assert ids == want and "".join(text[a:b] for a, b in offsets.tolist()) == text.replace(" ", "")
 
 
@@ -293,7 +301,7 @@ def test_texts_are_encoded_as_in_a_dataset(path, tmp_path, kind):
     text = "she\u200blls she\x00sells, &amp; \u00adsea"
     (ids,) = tokenizer.encode_texts([text])
     assert ids == tokenizer.encode_batch(["shells she sells, &amp; sea"])[0] != tokenizer.encode_batch([text])[0]
-    ((found, offsets),) = tokenizer.encode_with_offsets([text])
+    ((found, offsets),) = with_offsets(tokenizer, [text])
     assert found == ids and (np.diff(offsets, axis=0) >= 0).all()
     shown = [text[a:b] for a, b in offsets]
     solid = re.sub("[\u00ad\u200b]", "", "".join(shown))

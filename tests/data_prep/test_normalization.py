@@ -74,7 +74,7 @@ def same_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     built = [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.document_tokens())[:-1])]
     exported = tokenizer_files.build(tokenizer)
     ids = tokenizer.encode_texts(texts)
-    assert ids == built == [found for found, _ in tokenizer.encode_with_offsets(texts)]
+    assert ids == built == [found for found, _ in tokenizer_files.encode_with_offsets(tokenizer, texts)]
     assert ids == [exported.encode(text, add_special_tokens=False).ids for text in texts]
     if tokenizer.kind == "sentencepiece":  # also of characters that become [UNK]
         ours = [tokenizer.processor.normalize(prepared(text, tokenizer.form)).strip("\u2581") for text in texts]

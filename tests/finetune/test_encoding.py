@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
+import transformers
 
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
 from megabert.finetune.tasks import PRESETS, custom
+from megabert.hf import tokenizer_files
 from tests.helpers import wordpiece
 
 PLAIN = custom("classify", text=["text"], label="label")
@@ -44,6 +48,13 @@ def text(a: str, b: str | None = None, label: str | float | None = "x") -> TextE
 def question(context: str, *answers: str, asked: str = "Who?", start: int | None = None) -> QuestionExample:
     found = [(answer, context.index(answer) if start is None else start) for answer in answers]
     return QuestionExample("q", "dev.json, question q", asked, context, tuple(found))
+
+
+def exported(tokenizer: Tokenizer, folder: Path) -> Any:
+    """AutoTokenizer of the exported files."""
+    for name, data in tokenizer_files.files(tokenizer, 512).items():
+        (folder / name).write_bytes(data)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def test_labels_of_task_or_training_file() -> None:
@@ -78,17 +89,16 @@ def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
     assert len(bare.targets) == 0
 
 
-def test_long_pair_loses_tokens_of_the_longer(tokenizer) -> None:
+def test_long_pairs_are_truncated_as_by_transformers(tokenizer, tmp_path) -> None:
+    peer = exported(tokenizer, tmp_path)
     rng = random.Random(3)
     for length in (8, 9, 16, 33):
-        for _ in range(20):
+        for equal in [False] * 20 + [True] * 3:
             texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(2)]
-            a, b = tokenizer.encode_batch(texts)
-            while len(a) + len(b) > length - 3:  # the rule of Devlin et al. 2019, a token at a time
-                (a if len(a) > len(b) else b).pop()
+            texts = [texts[0]] * 2 if equal else texts
             (item,) = encode(PAIR, [text(*texts)], tokenizer, ("x",), length)
-            want = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
-            assert item.ids.tolist() == want and item.second == len(a) + 2
+            want = peer(*texts, truncation=True, max_length=length, return_token_type_ids=True)
+            assert item.ids.tolist() == want["input_ids"] and item.second == want["token_type_ids"].count(0)
     (ids,) = tokenizer.encode_batch([CORPUS[0] + CORPUS[1]])
     (item,) = encode(PLAIN, [text(CORPUS[0] + CORPUS[1])], tokenizer, ("x",), 20)
     assert len(ids) > 18 and item.ids.tolist() == [tokenizer.cls_id, *ids[:18], tokenizer.sep_id]
