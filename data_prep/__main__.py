@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         refuse_url(folder or "")
         return commands.run(args)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         # a failed write has no file name
         error.filename = error.filename or folder

@@ -6,7 +6,7 @@
 #   launch/keep.sh mpirun -n 8 python megabert/train.py …
 #   MAX_RESTARTS=n    restarts in a row without a new checkpoint before it gives up (3)
 #   RESTART_WAIT=s    seconds before the first of them (5), doubled for each further one up to LONGEST_WAIT (300)
-# TERM, INT, USR1 and USR2 are forwarded to the ranks of this host as USR2: they save, and the script ends with 85 without a
+# TERM, INT, HUP, USR1 and USR2 are forwarded to the ranks of this host as USR2: they save, and the script ends with 85 without a
 # restart. A second signal ends the ranks at once. The exit code is train.py's: 0, 2, 3, 4 or 85.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -41,9 +41,10 @@ ranks() {
 forward_signal() { # to the command itself if it has no ranks here: it is one process, or its ranks are on other hosts
   local pids
   pids=$(ranks "$2")
-  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$pids") rank(s) of this host" >&2
   # shellcheck disable=SC2086 # a list
   kill -USR2 ${pids:-$2} 2>/dev/null || true
+  trap '' PIPE # the terminal may be closed, or `| tee` have ended
+  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$pids") rank(s) of this host" >&2 || true
 }
 
 exits=$(mktemp -d)

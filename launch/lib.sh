@@ -66,9 +66,11 @@ attempt() {
   shift 2
   rm -rf "$folder"
   mkdir -p "$folder"
+  set -m # a process group of its own: Ctrl-C reaches this script alone, and launchers kill their ranks at it
   MEGABERT_EXIT_DIR=$folder "$@" </dev/null &
   child=$!
-  for signal in USR1 USR2 TERM INT; do
+  set +m
+  for signal in USR1 USR2 TERM INT HUP; do
     # shellcheck disable=SC2064 # expand the values now
     trap "stopping=\${stopping:-$signal}; $forward $signal $child" "$signal"
   done
@@ -77,7 +79,7 @@ attempt() {
     wait "$child" || status=$?
     if [ "$status" -le 128 ] || ! kill -0 "$child" 2>/dev/null; then break; fi # otherwise a trap interrupted `wait`
   done
-  for signal in USR1 USR2 TERM INT; do
+  for signal in USR1 USR2 TERM INT HUP; do
     # shellcheck disable=SC2064
     trap "stopping=\${stopping:-$signal}" "$signal"
   done

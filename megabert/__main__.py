@@ -5,12 +5,12 @@ Modules are listed by name and imported on use, so that `megabert --help` is fas
 
 from __future__ import annotations
 
+import os
 import sys
 
 try:
     import difflib
     import importlib
-    import os
     import shlex
     from dataclasses import dataclass
 
@@ -18,8 +18,10 @@ try:
     from megabert.common import arguments, environment, errors
     from megabert.common.logs import log
 except KeyboardInterrupt:
-    print("error: interrupted", file=sys.stderr)
-    sys.exit(130)
+    try:
+        print("error: interrupted", file=sys.stderr)
+    finally:  # also if nobody reads stderr
+        os._exit(130)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
 
 def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    return start(name, rest, f"{called()} {name}") if name in COMMANDS else answer([name])
+    return start(name, rest, f"{called()} {name}") if name in COMMANDS else errors.code_of(lambda: answer([name]))
 
 
 @errors.command

@@ -7,7 +7,8 @@ Exit codes:
     0   the run is finished, or reached --stop-after
     2   a mistake in the command, configuration or data, reported in one line
     3   training failed: too many updates could not be applied, or too many loss spikes
-    4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed
+    4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed; or nobody reads the output
+        any more, and everything is saved
     85  stopped by Ctrl-C, TERM, HUP, USR1, USR2 or a time limit, with everything saved: run the same command again
     128 + n   a second signal n ended the process at once
 """
@@ -132,18 +133,21 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     """Open the run and train; returns the exit code. Raises ValueError, BadTraining, Failed and RankRefused."""
     from megabert import config as configuration
     from megabert.common.environment import keep_freed_memory
+    from megabert.config import flat
+    from megabert.distributed.ranks import check_same, on_main
     from megabert.distributed.signals import REQUEUE, end_of_time
     from megabert.metrics import check_packages
     from megabert.pretraining import open_run
 
     config = configuration.from_arguments(args)
     profile = check(args, config, ranks.world.size)
-    check_packages(config)
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
     if args.debug:
         make_debuggable()
     stop = ranks.join(ends)
+    check_same(ranks.world, flat(config.model_dump()))
+    on_main(ranks.world, lambda: check_packages(config))
     watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     trainer = open_run(
         Path(args.run),

@@ -16,14 +16,15 @@ from typing import Any, Protocol
 
 from megabert.checkpoint import Checkpoints, Copies
 from megabert.checkpoint.rate_record import RateRecord
-from megabert.common.errors import BadTraining
+from megabert.common import logs
+from megabert.common.errors import FAILED, BadTraining
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
-from megabert.distributed.agreement import Agreement, Sync
-from megabert.distributed.ranks import World
-from megabert.distributed.signals import Stop
+from megabert.distributed.agreement import REQUESTED, UNREAD, Agreement, Sync
+from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
@@ -210,9 +211,9 @@ class Trainer:
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
         self.agreement = Agreement(world)
-        # the newest report of all ranks, and whether any rank was asked to stop
+        # the newest report of all ranks, and the largest `Sync.stop` so far
         self.known: Sync | None = None
-        self.stopping = False
+        self.stopping = 0
         # whether a checkpoint and a log line are due after the newest update
         self.save_due = self.line_due = False
         self.state = TrainState(cursor=cursor)
@@ -236,8 +237,8 @@ class Trainer:
 
     def train(self) -> bool:
         """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false if the same command has to
-        resume. Raises Failed if the save fails."""
-        self.stopping = self.world.agree_any(self.stop.requested)
+        resume. Raises Failed if the save fails, and RankRefused after it if nobody reads the output any more."""
+        self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
         if self.stopping and self.state.step <= max(self.saves.step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
             return False
@@ -266,7 +267,11 @@ class Trainer:
                 self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
         if not self.over or self.state.evaluation_owed:
-            log.info(f"stopped: saved at step {self.state.step:,}; the same command resumes")
+            saved = f"saved at step {self.state.step:,}; the same command resumes"
+            if self.stopping == UNREAD:
+                # keepers restart ranks after FAILED, with the same output
+                raise RankRefused(f"Broken pipe: nobody reads the output; {saved}", REQUEUE if self.copies else FAILED)
+            log.info(f"stopped: {saved}")
         return self.over and not self.state.evaluation_owed
 
     @property
@@ -407,7 +412,7 @@ class Trainer:
         self.agree()
         report = Sync(
             nanoseconds=round(seconds * 1e9),
-            stop=self.stop.requested,
+            stop=REQUESTED if self.stop.requested else UNREAD * isinstance(logs.lost, BrokenPipeError),
             saving=self.checkpoints.status,
             problem=update.problem_code,
             tokens=update.tokens,
@@ -427,7 +432,7 @@ class Trainer:
         self.state.tokens += sync.tokens
         self.workload.meter.synced(sync.nanoseconds / 1e9, sync.counts)
         self.saves.synced(sync.saving)
-        self.stopping |= bool(sync.stop)
+        self.stopping = max(self.stopping, sync.stop)
 
     def log(self, lr: float) -> None:
         """Write an object to the sinks and a line to the terminal, from the reports of all ranks on this update."""
@@ -467,7 +472,7 @@ class Trainer:
         """Evaluate, unless a stop was requested or less time is left than the longest evaluation took: then the next start does. Before an
         evaluation of unknown length the run is saved, if there is a time limit. A collective."""
         state, left = self.state, self.stop.seconds_left
-        self.stopping = self.stopping or self.world.agree_any(left < state.evaluation_seconds)
+        self.stopping = self.stopping or REQUESTED * self.world.agree_any(left < state.evaluation_seconds)
         state.evaluation_owed = True
         if self.stopping:
             return
@@ -606,6 +611,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the loader's workers, close the sinks and write the profile, each even if another fails."""
+        self.watchdog.closing()
         with ExitStack() as stack:
             for close in (self.profiler.close, self.sinks.close, self.updates.close):
                 stack.callback(close)

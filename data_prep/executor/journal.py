@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from tqdm import tqdm
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import BuildJob, ItemResult, total
+from megabert.common import logs
 from megabert.common.files import sync, write_whole
 
 FOLDER = "journal"
@@ -232,6 +232,6 @@ class Stages:
             unit=unit,
             unit_scale=unit == "B",
             disable=not self._progress,
-            file=sys.stderr,
+            file=logs.BarStream(),
             leave=False,
         )

@@ -107,7 +107,7 @@ def command(main: Callable[[Any], int]) -> Callable[..., int]:
 
 def interrupted(consequence: str = "") -> int:
     """Report Ctrl-C on a line of its own, since it may come before a progress bar was cleared; returns the exit code."""
-    print(file=sys.stderr)
+    logs.write("\n", sys.stderr)
     log.error(f"interrupted: {consequence}" if consequence else "interrupted")
     return INTERRUPTED
 
@@ -145,13 +145,18 @@ def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
 
 
 def code_of(main: Callable[[], int]) -> int:
-    """The exit code of a command's `main`, also after wrong arguments; written for a launch script too."""
+    """The exit code of a command's `main`, also after wrong arguments, or if its output could not be written; written for a launch
+    script too."""
     try:
         code = main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else OK if end.code is None else 1
     except KeyboardInterrupt:
         # during a command's imports
-        print("error: interrupted", file=sys.stderr)
+        logs.write("error: interrupted\n", sys.stderr)
         code = INTERRUPTED
+    logs.flush()
+    if code == OK and logs.lost is not None:
+        logs.write(f"error: {describe(logs.lost)}: output is lost\n", sys.stderr)
+        code = FAILED
     return leave_exit_code(code)

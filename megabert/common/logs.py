@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
@@ -26,30 +26,50 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            _print(f"{self.prefix}{record.levelname.lower()}: {text}", sys.stderr)
+            write(f"{self.prefix}{record.levelname.lower()}: {text}\n", sys.stderr)
         elif self.is_main or record.levelno < logging.INFO:
-            _print(f"{self.prefix}{text}", sys.stdout)
+            write(f"{self.prefix}{text}\n", sys.stdout)
 
 
-def _print(text: str, stream: TextIO) -> None:
-    """Print a line. If the terminal is closed, or the reader of a pipe has ended (`| tee`, at Ctrl-C), this and later output of the
-    process to the stream is lost, which must not end a run that has to be saved."""
+def write(text: str, stream: TextIO) -> None:
+    """Write to stdout or stderr and flush. If that fails, because the terminal is closed, or the reader of a pipe has ended (`| tee`,
+    at Ctrl-C), this and later output of the process to the stream is lost, and the error is in `lost`."""
+    global lost
     try:
-        print(text, file=stream, flush=True)
-    except OSError:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        lost = lost or error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
+class BarStream:
+    """stderr for a progress bar: `write` fails as little as that of this module."""
+
+    def write(self, text: str) -> None:
+        write(text, sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+def flush() -> None:
+    """Write what stdout and stderr buffer, which the interpreter does at its exit with a traceback if it fails."""
+    write("", sys.stdout)
+    write("", sys.stderr)
+
+
 def write_notice(text: bytes) -> None:
-    """Write to stderr from a signal handler, if its reader has not ended."""
+    """Write to stderr from a signal handler, or past a lock that another thread may hold, if its reader has not ended."""
     with contextlib.suppress(OSError):
         os.write(2, text)
 
 
 _lines = _Lines()
+# The first error of writing to stdout or stderr.
+lost: OSError | None = None
 
 
 def setup(rank: int = 0, size: int = 1) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 from megabert.distributed.ranks import World, refuse_together
 
+# Values of `Sync.stop`: nobody reads a rank's output any more, or a rank was asked to stop.
+UNREAD, REQUESTED = 1, 2
 # Reductions of a field of `Sync` over the ranks, in rank order; a dict is reduced per key.
 Max = Annotated[int, max]
 Sum = Annotated[int, sum]
@@ -24,7 +26,7 @@ class Sync:
 
     # time of the update, on the slowest rank
     nanoseconds: Max
-    # 1 if a rank was asked to stop
+    # REQUESTED, UNREAD, or 0 to train on
     stop: Max
     # `Checkpoints.status` of the save in flight
     saving: Max

@@ -7,6 +7,7 @@ use NCCL on CUDA.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -36,6 +37,8 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
+# Most facts, and ranks of each value, in the message of `check_same`.
+SHOWN = 4
 # gloo's threads release the tensors of a collective within microseconds, on a loaded machine within milliseconds.
 SETTLE_SECONDS = 0.2
 
@@ -129,7 +132,7 @@ class World:
 
 
 class RankRefused(ValueError):
-    """A rank cannot continue with the files it read. Raised on every rank, with the exit code of the cause."""
+    """A rank cannot continue with the files it read, or with its output. Raised on every rank, with the exit code of the cause."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -170,6 +173,33 @@ def refuse_together(world: World, problem: str, code: int) -> None:
     reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[1]]
     for rank, text, exit_code in sorted(reports, key=lambda report: report[2] != errors.FAILED):
         raise RankRefused(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
+
+
+def check_same(world: World, facts: Mapping[str, Any]) -> None:
+    """Raises RankRefused on every rank unless the `facts`, by name, are the same on all: names the first ones that differ, with the
+    ranks and hosts. A collective."""
+    texts = {name: str(value) for name, value in facts.items()}
+    digest = int.from_bytes(hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()[:7], "big")
+    high, negative = world.max_ints([digest, -digest])
+    if high != -negative:
+        hosts, of_ranks = world.gather(environment.host_name()), world.gather(texts)
+        names = sorted({name for of_rank in of_ranks for name in of_rank})
+        found = [_difference(name, [of_rank.get(name, "none") for of_rank in of_ranks], hosts) for name in names]
+        raise RankRefused("; ".join([text for text in found if text][:SHOWN]), errors.USER_ERROR)
+
+
+def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
+    """The values of a fact, each with its first ranks and their hosts; "" if they are equal."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    found = []
+    for value, of_value in ranks.items():
+        more = f" and {len(of_value) - SHOWN} more" if len(of_value) > SHOWN else ""
+        found.append(f"{value} on rank {', '.join(f'{rank} ({hosts[rank]})' for rank in of_value[:SHOWN])}{more}")
+    return f"{name} must be the same on all ranks: {', '.join(found)}"
 
 
 # Environment variables that `init` set.
@@ -318,7 +348,8 @@ def _start(world: World) -> tuple[str, int]:
         store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         # The prefix keeps jobs apart if another one on the host uses the same port. torchrun without a rendezvous backend keeps its
         # store, so that restarted ranks would connect to the addresses of the killed ones.
-        store = dist.PrefixStore(world.job, store)
+        store = dist.PrefixStore(f"ranks {world.job}", store)
+        _check_devices(world, store)
         ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
         dist.init_process_group(world.backend, store=store, timeout=TIMEOUT, **ranks)
     except (RuntimeError, OSError) as error:  # torch's errors are all subclasses of RuntimeError
@@ -327,6 +358,17 @@ def _start(world: World) -> tuple[str, int]:
             f"rank {world.rank} cannot connect to the other ranks{place}; if this persists, set MASTER_ADDR and MASTER_PORT ({first})"
         ) from error
     return host, port
+
+
+def _check_devices(world: World, store: dist.Store) -> None:
+    """Raises RankRefused on every rank if some have GPUs and others do not: their process groups would wait for each other."""
+    store.set(f"device {world.rank}", f"{world.device.type} {environment.host_name()}")
+    if world.is_main:
+        places = [store.get(f"device {rank}").decode().split(" ", 1) for rank in range(world.size)]
+        devices, hosts = zip(*places, strict=True)
+        store.set("devices", _difference("the device that torch sees", devices, hosts))
+    if problem := store.get("devices").decode():
+        raise RankRefused(problem, errors.USER_ERROR)
 
 
 def _host_through_mpi() -> str:

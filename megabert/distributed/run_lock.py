@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megabert.common.errors import FAILED, Failed, describe, leave_exit_code
-from megabert.common.logs import log
+from megabert.common.logs import log, write_notice
 from megabert.distributed.ranks import World, on_main
 from megabert.distributed.watchdog import is_alive, pid_namespace
 
@@ -98,7 +97,7 @@ class Ownership:
             try:
                 self._write(self.owner)
             except Failed as error:
-                print(f"error: {error}; the job ends", file=sys.stderr, flush=True)
+                write_notice(f"error: {error}; the job ends\n".encode())
                 os._exit(leave_exit_code(FAILED))
             except OSError as error:
                 log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")

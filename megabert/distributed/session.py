@@ -72,6 +72,10 @@ def run(command: Callable[[Session], int]) -> int:
         session = Session()
         code = command(session)
         run_lock.release()
+        if (
+            dist.is_initialized()
+        ):  # srun --wait kills rank 0 some seconds after the others ended, though it may still close its sinks
+            session.world.barrier()
         good = True
         return code
     except (BadTraining, RankRefused) as error:  # raised on every rank
@@ -126,7 +130,6 @@ def _report(error: Exception, session: Session | None) -> int:
 def _end_process(code: int) -> None:
     """Exit without waiting for other threads and the process group."""
     if code == UNEXPECTED:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        logs.write(traceback.format_exc(), sys.stderr)
+    logs.flush()
     os._exit(errors.leave_exit_code(code))

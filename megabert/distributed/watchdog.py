@@ -41,10 +41,13 @@ import torch.distributed as dist
 
 from megabert.common.environment import host_name
 from megabert.common.errors import FAILED, leave_exit_code
+from megabert.common.logs import write_notice
 from megabert.distributed.ranks import World, wait_for_ranks
 
 # Minimum limit before the first update, while checkpoints are read and backends are measured.
 START_SECONDS = 600.0
+# Minimum limit while rank 0 closes its sinks and the others wait for it; less than `ranks.TIMEOUT`.
+CLOSING_SECONDS = 1100.0
 # Factor over the longest measured time between signs of progress, which a slow update does not exceed.
 GAPS = 3
 # Seconds between heartbeats.
@@ -135,7 +138,7 @@ class Watchdog:
         self.round_trip, self._round_trips = 0.0, 0
         # All ranks have started their watchdogs.
         self.started = False
-        self._failed = self._unreachable = self._good = False
+        self._failed = self._unreachable = self._good = self._closing = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}
         self._proposal: Verdict | None = None
@@ -169,6 +172,11 @@ class Watchdog:
         """Training starts: measure the times between signs of progress from now on."""
         self._longest = 0.0
         self._round_trips = 0
+        self._closing = False
+
+    def closing(self) -> None:
+        """Training has ended: sinks are closed, of which some upload."""
+        self._closing = True
 
     def stop(self, good: bool) -> None:
         """End the threads. `good`: the rank ended normally, so that the others do not report it."""
@@ -243,7 +251,7 @@ class Watchdog:
         """Seconds without progress after which the job ends."""
         if not self.timeout:
             return float("inf")
-        least = self.timeout if self._step else max(self.timeout, START_SECONDS)
+        least = max(self.timeout, CLOSING_SECONDS if self._closing else 0.0 if self._step else START_SECONDS)
         return max(least, GAPS * (self._longest or 0.0))
 
     def _watched(self) -> list[Peer]:
@@ -331,7 +339,7 @@ class Watchdog:
             if verdict.speaker == rank:
                 stacks = f"; stacks are in {self.run_dir}/hang-*.txt" if verdict.hang else ""
                 # not through the logger, whose lock a hanging thread may hold
-                print(f"error: {verdict.text}{stacks}; the job ends", file=sys.stderr, flush=True)
+                write_notice(f"error: {verdict.text}{stacks}; the job ends\n".encode())
             if verdict.hang:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:

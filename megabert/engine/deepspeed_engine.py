@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert.common import random_numbers
-from megabert.config import Config, accumulation, shares
-from megabert.distributed.ranks import World
+from megabert.common import environment, random_numbers
+from megabert.config import Config, accumulation, flat, shares
+from megabert.distributed.ranks import World, check_same, on_every_rank
 from megabert.engine import steps
 from megabert.engine.precision import DTYPES, multiply_in_float8, repeat_bit_for_bit
 from megabert.engine.rank_times import OwnTime
@@ -31,6 +32,12 @@ from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, chec
 from megabert.optim import apex
 from megabert.optim.build import build_optimizer
 from megabert.optim.guarded import MOMENTS, RATE, to_device
+
+# Environment variables by which torch and its libraries choose other kernels.
+NUMERIC_VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY"),
+    *("DS_ACCELERATOR", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+)
 
 
 class Engine:
@@ -45,17 +52,21 @@ class Engine:
     ) -> None:
         """`model` (or a function that builds it) has fp32 weights; `deepspeed_extra` has additional DeepSpeed keys of the user.
 
-        Raises ValueError naming a key of `deepspeed_extra` that contradicts the config.
+        A collective. Raises ValueError naming a key of `deepspeed_extra` that contradicts the config, and RankRefused naming the ranks
+        whose config, kernels or versions differ.
         """
         if config.deterministic:
             repeat_bit_for_bit()
+        if config.zero.stage == 0 and world.device.type == "cpu":  # sums depend on the number of threads
+            torch.set_num_threads(-world.max_ints([-torch.get_num_threads()])[0])
         deepspeed = steps.import_deepspeed(world)
         self.config, self.world = config, world
         self.dtype = DTYPES[config.precision]
         self.accumulation = accumulation(config, world.size)
         settings = steps.settings(config, world.size, deepspeed_extra or {})
-        self.optimizer_kernels = _optimizer_kernels(config, world.device)
+        self.optimizer_kernels = on_every_rank(world, lambda: _optimizer_kernels(config, world.device))
         module: Any = model if isinstance(model, nn.Module) else model()
+        check_same(world, facts_of_rank(config, settings, world.device, module, self.optimizer_kernels))
         self.module: nn.Module = module
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
@@ -63,12 +74,13 @@ class Engine:
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         products = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", products)
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed also prints without its logger
+        # DeepSpeed also prints without its logger
+        with contextlib.redirect_stdout(io.StringIO()), steps.device_as_local_rank(world):
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
         if config.precision == "fp8":
-            multiply_in_float8(module, world.device)
+            on_every_rank(world, lambda: multiply_in_float8(module, world.device))
         if config.zero.stage == 0 and config.precision != "fp32":
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32  # autograd accumulates in fp32
@@ -277,6 +289,29 @@ class Engine:
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {shares(c, self.world.size)}"
         )
+
+
+def facts_of_rank(
+    config: Config, settings: Mapping[str, Any], device: torch.device, model: nn.Module, optimizer: str
+) -> dict[str, Any]:
+    """What each rank reads or decides by its own machine, and what would make its updates differ from the others', by name. At stage
+    0, where no rank's weights are copied to another, that includes the machine."""
+    facts: dict[str, Any] = (
+        flat(config.model_dump()) | environment.versions() | {"megabert's source": environment.source()}
+    )
+    facts |= {f"DeepSpeed's {name}": value for name, value in flat(settings).items()}
+    for module in model.modules():
+        if (backends := getattr(module, "backends", None)) is not None:
+            facts |= {f"backend of {role}": chosen.name for role, chosen in backends._asdict().items()}
+    facts |= {"kernels of ops.optimizer": optimizer, **getattr(model, "provenance", {})}
+    facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in NUMERIC_VARIABLES}
+    if device.type == "cuda":
+        nccl: Any = torch.cuda.nccl.version()
+        facts |= {"CUDA of torch": torch.version.cuda, "NCCL": nccl}
+    if config.zero.stage == 0:
+        cuda = device.type == "cuda"
+        facts["machine at zero.stage=0"] = torch.cuda.get_device_name(device) if cuda else environment.processor()
+    return facts
 
 
 def _optimizer_kernels(config: Config, device: torch.device) -> str:

@@ -8,6 +8,7 @@ and gathers partitions.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -16,7 +17,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -66,6 +67,20 @@ def import_deepspeed(world: World) -> Any:
     if first:
         gc.freeze()
     return deepspeed
+
+
+@contextlib.contextmanager
+def device_as_local_rank(world: World) -> Iterator[None]:
+    """In the block the environment's local rank is the index of this rank's GPU: DeepSpeed selects the GPU of that number, and a rank
+    that sees only its own (`srun --gpus-per-task=1`) has no other than 0."""
+    names = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}  # which DeepSpeed compares
+    before = {name: os.environ[name] for name in names & os.environ.keys()}
+    number = world.local_rank if world.device.index is None else world.device.index
+    os.environ.update(dict.fromkeys(before, str(number)))
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[str, Any]:

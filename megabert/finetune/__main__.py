@@ -7,9 +7,9 @@ megabert finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
 torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
 
 RUN may also be a Hugging Face folder or the name of a model on its hub. The same command resumes. Exit codes: 0 all runs are
-finished; 2 a mistake in the command or the files; 3 training diverged; 4 I/O failed or a rank was lost; 85 stopped by TERM, USR1,
-USR2 or Ctrl-C with everything saved, to be resumed by the same command; 130 predictions were stopped by these, and nothing is
-written.
+finished; 2 a mistake in the command or the files; 3 training diverged; 4 I/O failed or a rank was lost; 85 stopped by Ctrl-C,
+TERM, HUP, USR1 or USR2 with everything saved, to be resumed by the same command; 130 predictions were stopped by these, and nothing
+is written.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
-from megabert.distributed.ranks import World, on_main
+from megabert.distributed.ranks import World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
@@ -359,6 +359,7 @@ def train_tasks(
         for name, part in data.examples.items():
             log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
         common = common_settings(data, start, files, settings, limit)
+        check_same(world, common)
         claim(folder, common, world)
         watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
         ranks.apart = True

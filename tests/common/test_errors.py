@@ -43,6 +43,38 @@ def test_an_error_is_described_by_path_and_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "also", "shown"),
+    [
+        ("print('text')", "", b"error: Broken pipe: output is lost\n"),
+        ("log.info('text'); log.warning('text')", "", b"warning: text\nerror: Broken pipe: output is lost\n"),
+        # flushed by print itself, as a line above the buffer's size is
+        ("print('text', flush=True)", "", b"error: Broken pipe\n"),
+        ("print('text'); log.error('text')", "2>&1", b""),
+        ("os.kill(os.getpid(), signal.SIGINT)", "2>&1", b""),
+    ],
+)
+def test_a_command_that_nobody_reads_ends_with_4(words: str, also: str, shown: bytes) -> None:
+    """Not with 120 and a traceback of the interpreter's own flush."""
+    script = f"""
+import os, signal, sys
+from megabert.common.errors import code_of, command
+from megabert.common.logs import log
+@command
+def main(argv=None):
+    {words}
+    return 0
+sys.exit(code_of(main))"""
+    receiving, sending = os.pipe()
+    os.close(receiving)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=env, stdout=sending, stderr=sending if also else subprocess.PIPE
+    )
+    os.close(sending)
+    assert (done.returncode, done.stderr or b"") == (130 if "SIGINT" in words else 4, shown)
+
+
+@pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (ValueError("--top 0"), 2, "error: --top 0\n"),

@@ -85,7 +85,7 @@ def test_ranks_that_cannot_meet_are_a_fault(reason, monkeypatch):
 
     monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=1))
     if reason:
-        monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+        monkeypatch.setattr(torch.distributed, "TCPStore", fail)
     world = World(0, 0, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", free_port()))
     with pytest.raises(ConnectionError, match=r"rank 0 cannot connect to the other ranks at 127\.0\.0\.1:\d+") as found:
         init(world)

@@ -233,3 +233,12 @@ def test_the_first_time_out_is_longer(tmp_path) -> None:
     assert dog._limit == START_SECONDS
     dog.progress(1)
     assert dog._limit == 8.0
+
+
+def test_the_close_of_sinks_may_take_long(tmp_path) -> None:
+    dog = Watchdog(World(0, 0, 1, torch.device("cpu"), "gloo", "single"), tmp_path, 8)
+    dog.progress(1)
+    dog.closing()
+    assert 15 * 60 < dog._limit < 20 * 60  # before the time-out of the collective in which the others wait
+    dog.opened()  # the next of several fine-tuning runs
+    assert dog._limit == 8.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from megabert.distributed import ranks
 from megabert.engine import gradients, steps
 from megabert.engine.gradients import bucket_bounds
 from megabert.engine.rank_times import OwnTime
@@ -30,6 +32,30 @@ def test_buckets_cover_a_flat_tensor_once(monkeypatch):
     assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
     assert [owner for _, _, owner in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+@pytest.mark.parametrize(("visible", "selected"), [(1, 0), (4, 3)])
+def test_deepspeed_selects_the_rank_s_gpu(visible, selected, launcher, monkeypatch):
+    """Local rank 3 where each rank sees one GPU, and where it sees those of all four ranks."""
+    engine = pytest.importorskip("deepspeed.runtime.engine")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "3"} if launcher == "mpirun" else {}
+    for name, value in (mpi | {"LOCAL_RANK": "3"}).items():
+        monkeypatch.setenv(name, value)
+    places = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    world = ranks.discover(places)
+    chosen: list[int] = []
+    device = SimpleNamespace(set_device=chosen.append, device_name=lambda number: f"cuda:{number}")
+    monkeypatch.setattr(engine, "get_accelerator", lambda: device)
+    monkeypatch.setattr(engine, "dist", SimpleNamespace(get_world_size=lambda: 4, get_rank=lambda: 3))
+    built = SimpleNamespace()
+    with steps.device_as_local_rank(world):
+        engine.DeepSpeedEngine._configure_with_arguments(built, None, None)
+        engine.DeepSpeedEngine._set_distributed_vars(built, None)
+    assert (chosen, built.device, world.device) == ([selected], *[torch.device("cuda", selected)] * 2)
+    assert os.environ["LOCAL_RANK"] == "3"
 
 
 def sums_over_ranks(world: Any) -> dict[str, Any]:

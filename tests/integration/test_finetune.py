@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from benchmarks.common.hardware import free_port
 from megabert.finetune import tasks
 from tests.helpers import finetune_problem, finetuned
+from tests.helpers.job import Job
 from tests.integration.conftest import ROOT, command
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -131,6 +132,26 @@ def test_interrupted_predictions_leave_nothing(base, tmp_path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors.splitlines()[-1] == "error: interrupted" and "Traceback" not in errors
     assert not list(output.iterdir())
+
+
+@pytest.mark.dist
+def test_ranks_with_other_files_are_refused(base, tmp_path) -> None:
+    """Each host has its own copy of train.tsv."""
+    words = ["finetune", *texts(base, tmp_path / "out")[2:]]
+    train = words.index("--train") + 1
+    for rank in (0, 1):
+        (tmp_path / f"{rank}").mkdir()
+        lines = Path(words[train]).read_text().splitlines(keepends=True)
+        (tmp_path / f"{rank}/train.tsv").write_text("".join(lines[: len(lines) - 8 * rank]))
+    words[train] = "train.tsv"
+    driver = f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
+    job = Job(base, tmp_path / "out", command=tuple(words), driver=driver)
+    assert job.codes() == [2, 2], job.output
+    (line,) = [line for line in job.output.splitlines() if "error" in line]
+    assert re.fullmatch(
+        r"error: files_sha256 must be the same on all ranks: .* on rank 0 \(.*\), .* on rank 1 \(.*\)", line
+    )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 
 from megabert.evaluation import evaluate_run
 from tests.helpers.job import Job
-from tests.integration.conftest import ROOT, command, metrics
+from tests.integration.conftest import command, metrics
 
 SMALL = (
     *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
@@ -139,38 +138,53 @@ def test_signal_saves_and_run_resumes(dataset, tmp_path):
     assert [m["step"] for m in metrics(run) if "train/loss" in m] == list(range(1, saved + 3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_stop_saves_though_nobody_reads_the_output(number, dataset, tmp_path):
-    """As Ctrl-C of `megabert train … 2>&1 | tee log`, which ends tee too, and a closed terminal."""
-    run = tmp_path / "run"
-    receiving, sending = os.pipe()
-    words = (
-        "-m",
-        "megabert",
-        "train",
-        "--config",
-        "tiny",
-        "--data",
-        dataset,
-        "--run",
-        run,
-        *SMALL,
-        "schedule.total_steps=100000",
-    )
-    job = subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=sending,
-        stderr=sending,
-    )
-    os.close(sending)
-    with open(receiving) as output:
-        assert any("  lr " in line for line in output)
-    job.send_signal(number)
-    assert job.wait(60) == 85
+SLOW_SINK = """
+import os
+import time
+from pathlib import Path
+from megabert import metrics
+from megabert.distributed import ranks
+closed, rank = Path({closed!r}), os.environ["RANK"]
+class Uploads(metrics.JsonLines):
+    def close(self):
+        super().close()
+        time.sleep(2)
+        closed.touch()
+metrics.JsonLines = Uploads
+end = ranks.shutdown
+def shutdown():
+    closed.with_name("left-" + rank).write_text(str(closed.exists()))
+    end()
+ranks.shutdown = shutdown
+"""
+
+
+@pytest.mark.dist
+def test_ranks_leave_after_rank_0_closed_its_sinks(dataset, tmp_path):
+    """`srun --wait=10` would kill a rank 0 that still uploads when the others have ended."""
+    job = Job(dataset, tmp_path / "run", "--stop-after", 1, driver=SLOW_SINK.format(closed=str(tmp_path / "closed")))
+    assert job.codes() == [0, 0], job.output
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in (0, 1)] == ["True", "True"]
+
+
+@pytest.mark.dist
+def test_ranks_save_when_nobody_reads_rank_0(dataset, tmp_path):
+    """As of `torchrun … | head -1`: the run's folder has the lines that the pipe has not."""
+    run, pipe = tmp_path / "run", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    driver = f"import os\nif os.environ['RANK'] == '0':\n    os.dup2(os.open({str(pipe)!r}, os.O_WRONLY), 1)\n"
+    job = Job(dataset, run, driver=driver)
+    os.set_blocking(reading, True)
+    while b"M parameters" not in (line := os.read(reading, 4096)):
+        assert not line
+        time.sleep(0.05)
+    os.close(reading)
+    assert job.codes(60) == [4, 4], job.output
     saved = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
-    assert metrics(run)[-1]["step"] <= saved
+    broken = f"error: Broken pipe: nobody reads the output; saved at step {saved}; the same command resumes"
+    assert [line for line in job.output.splitlines() if "error" in line] == [broken]
+    assert [m["step"] for m in metrics(run) if "train/loss" in m] == list(range(1, saved + 1))
 
 
 def test_non_finite_updates_stop_the_run(dataset, tmp_path):
