@@ -146,9 +146,9 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     if args.debug:
         make_debuggable()
     stop = ranks.join(ends)
+    watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     check_same(ranks.world, flat(config.model_dump()))
     on_main(ranks.world, lambda: check_packages(config))
-    watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     trainer = open_run(
         Path(args.run),
         config,

@@ -17,15 +17,17 @@ import torch
 
 from megabert import __main__ as command_line
 from megabert import config as configuration
-from megabert import distillation, hf, pretraining, train
+from megabert import distillation, hf, train
+from megabert.checkpoint.start import refuse_other_tokenizer
 from megabert.commands import average, convert, distill, export
+from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
 from megabert.evaluation import evaluate_run
 from megabert.finetune import huggingface, tasks
 from megabert.finetune.run import closing
 from megabert.hf import model_card
 from tests.helpers import runs
-from tests.test_held_out_by_dataset import DATA, random_rows, trained
+from tests.test_held_out_by_dataset import DATA, random_rows
 
 # a folder with a space and both kinds of quotes
 NAME = 'my run\'s "data"'
@@ -70,12 +72,13 @@ def evaluated_on_other_data(folder: Path, world: World, monkeypatch: Any) -> lis
 
 
 def started_from_another_vocabulary(folder: Path, world: World, monkeypatch: Any) -> list[Path]:
-    data = random_rows(folder / "data", 8, seed=1)
-    monkeypatch.setattr(pretraining, "start_engine", lambda *_: {"tokenizer": "0" * 64, "step": 3})
+    run, data = runs.make(folder / "run"), random_rows(folder / "data", 8, seed=1)
+    cfg = configuration.load("tiny", [f"init_from={run}", f"data.path={data}"])
+    state = {"tokenizer": "0" * 64, "config": {"model": {"vocab_size": 9}}}
     with pytest.raises(ValueError) as error:
-        trained(world, folder / "new", f"init_from={folder / 'run'}", f"data.path={data}")
+        refuse_other_tokenizer(cfg, state, Dataset(data).manifest)
     print(error.value)
-    return [folder / "run", data]
+    return [run / "tokenizer.model", run, data]
 
 
 def finished(folder: Path, world: World, monkeypatch: Any) -> list[Path]:

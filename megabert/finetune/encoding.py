@@ -187,7 +187,8 @@ def _tags(
     every_token: bool,
 ) -> Iterator[TaskItem]:
     """Items of tagged sentences. The tag is at the first token, outside ASCII at the first that is not only a space. A word of unknown
-    characters alone that has no token is [UNK]."""
+    characters alone that has no token is [UNK]. Words of which several are one token, as characters of a script without spaces, are
+    encoded one by one."""
     room = max_length - 2
     distinct = list(dict.fromkeys(word for e in examples if not e.text for word in e.words))
     unknown = tokenizer.tokens[tokenizer.unk_id].strip()
@@ -199,6 +200,9 @@ def _tags(
     encoded = _ids_and_offsets(tokenizer, [text for text, _ in texts])
     for i, (example, (_, places), (ids, offsets)) in enumerate(zip(examples, texts, encoded, strict=True)):
         at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
+        if not example.text and not np.all(np.diff(read) > 0):
+            ids, offsets = _one_by_one(example.words, places, tokenizer)
+            at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
         tags: Sequence[str] = example.tags or ()
         each = every_token and len(ids) > 0
         if each and tags:
@@ -227,6 +231,20 @@ def _joined(words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
         places.append((len(text), len(text) + len(word)))
         text += word
     return text, places
+
+
+def _one_by_one(
+    words: Sequence[str], places: Sequence[tuple[int, int]], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int32 [n], int64 [n, 2]) of words each for itself: ids, and the characters of the whole word."""
+    after_space, inside = tokenizer.encode_words(words), tokenizer.encode_inside(words)
+    joined = [
+        stand_together(before, word) or (tokenizer.spaced and not before) for before, word in pairwise(("", *words))
+    ]
+    ways = [part if one else other for one, part, other in zip(joined, inside, after_space, strict=True)]
+    parts = [ids or [tokenizer.unk_id] for ids in ways]
+    counts = [len(ids) for ids in parts]
+    return np.array([i for ids in parts for i in ids], np.int32), np.repeat(np.array(places, np.int64), counts, axis=0)
 
 
 def _tokens_of_words(
