@@ -70,8 +70,8 @@ LOOK, POLL, POLL_KEEPERS = 0.02, 0.1, 1.0
 RESPAWN_SECONDS = 10.0
 # Seconds without an answer after which a keeper is lost.
 SILENT = 12.0
-# Timeout of a connection to a keeper, in seconds.
-CONNECT_SECONDS = 5.0
+# Timeout of a connection to a keeper, and to one on a host that is named as failed, in seconds.
+CONNECT_SECONDS, CONNECT_FAILED_SECONDS = 5.0, 1.0
 # Keepers probed in parallel.
 PROBES = 64
 
@@ -307,13 +307,15 @@ class Keeper:
         return sorted(named - {""})
 
     def _ask_lower_ranks(self, generation: Generation, rank: int, ready: Mapping[str, Any]) -> None:
-        """Wait for the plan at the first lower rank whose keeper can be reached."""
-        out_of_reach = set(ready["failed"])
-        for member in generation.members[:rank]:
+        """Wait for the plan at the first lower rank whose keeper can be reached; those on hosts that are named as failed, perhaps for the
+        end of one process, are the last ones asked."""
+        out_of_reach, failed = set[str](), ready["failed"]
+        for member in sorted(generation.members[:rank], key=lambda member: member.host in failed):
             if member.host in out_of_reach:
                 continue
+            seconds = CONNECT_FAILED_SECONDS if member.host in failed else CONNECT_SECONDS
             try:
-                with _connected(member, generation, {"ready": ready}) as connection:
+                with _connected(member, generation, {"ready": ready}, seconds) as connection:
                     connection.settimeout(SILENT)
                     lines = connection.makefile("rb")
                     while self.at_once is None and (line := lines.readline()):
@@ -333,16 +335,15 @@ class Keeper:
         present = self.ready[generation.name]
         missing = [rank for rank in range(len(members)) if rank not in present]
         with ThreadPoolExecutor(PROBES) as pool:
-            errors = pool.map(lambda rank: _send(members[rank], generation, {"failed": True}), missing)
-            ended = {
-                rank for rank, error in zip(missing, errors, strict=True) if isinstance(error, ConnectionRefusedError)
-            }
+            answers = pool.map(lambda rank: _send(members[rank], generation, {"failed": True}), missing)
+            errors = {rank: error for rank, error in zip(missing, answers, strict=True) if error is not None}
         while len(present) < len(members) and time.monotonic() < until:
             time.sleep(LOOK)
         found = dict(present)
         missing = [rank for rank in range(len(members)) if rank not in found]
         failed = {host for ready in found.values() for host in ready["failed"]}
-        explained = all(rank in ended or members[rank].host in failed for rank in missing)
+        ended = {rank for rank, error in errors.items() if isinstance(error, ConnectionRefusedError)}
+        explained = all(rank in ended or (rank in errors and members[rank].host in failed) for rank in missing)
         if missing and waited < (NAMED_PATIENCE if explained else PATIENCE):
             return
         # With fewer than half of the ranks, this keeper's own network may be down, and the others propose first.
@@ -514,9 +515,11 @@ class _Message(socketserver.StreamRequestHandler):
             part.unlink(missing_ok=True)
 
 
-def _connected(member: Member, generation: Generation, message: Mapping[str, Any]) -> socket.socket:
-    """A connection to a keeper that was sent `message`. Raises OSError."""
-    connection = socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS)
+def _connected(
+    member: Member, generation: Generation, message: Mapping[str, Any], seconds: float = CONNECT_SECONDS
+) -> socket.socket:
+    """A connection to a keeper that was sent `message`, within `seconds`. Raises OSError."""
+    connection = socket.create_connection((member.address, member.port), timeout=seconds)
     try:
         text = json.dumps({"secret": generation.secret, "generation": generation.name, **message})
         connection.sendall(text.encode() + b"\n")

@@ -208,13 +208,15 @@ def test_a_second_signal_ends_a_keeper_that_waits_for_another_at_once(tmp_path: 
 
 
 def test_folders_of_killed_keepers_are_removed(tmp_path: Path) -> None:
-    """By the keepers that are left, and at the next start, however soon."""
-    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists()); os._exit(4)", (0, 0, 1))
+    """By the keepers that are left, also that on the host which their watchdogs name, and at the next start, however soon."""
+    act = "wait_for(lambda: (shared / 'end').exists()); sys.exit(leave_exit_code(4, ['n0']))"
+    started = keepers(tmp_path, act, (0, 0, 1))
     folders = [Path(line["folder"]) for line in starts(tmp_path, 3)]
     started[0].kill()
     started[0].wait()
     (tmp_path / "end").touch()
     assert codes(started) == [-signal.SIGKILL, 0, 0] and not any(folder.exists() for folder in folders)
+    assert [line["size"] for line in starts(tmp_path, 5)] == [3, 3, 3, 2, 2]
     (tmp_path / "second").mkdir()
     (killed,) = keepers(tmp_path / "second", "time.sleep(60)", (0,))
     (first,) = starts(tmp_path / "second", 1)
