@@ -56,9 +56,9 @@ def copy(cursor):
     kept_rank.hand_over(folder, folder / ".part", name, hashlib.sha256(f"copy of {rank}".encode()).hexdigest())
     return name
 
-def die_once_all_have_started():
+def die_once_all_have_started(end=lambda: os._exit(4)):
     wait_for(lambda: len((shared / "starts.jsonl").read_text().splitlines()) >= size)
-    os._exit(4)
+    end()
 
 assert kept_rank.follow()
 kept_rank.wait_for_place()
@@ -126,7 +126,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
-    act = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)"
+    act = "rank == 1 and die_once_all_have_started(lambda: os.kill(os.getpid(), signal.SIGKILL)); time.sleep(60)"
     assert codes(keepers(tmp_path, act, (0, 0, 1))) == [0, 0, 0]
     again = sorted(starts(tmp_path, 6)[3:], key=lambda line: line["rank"])
     assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
