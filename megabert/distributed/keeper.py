@@ -276,7 +276,6 @@ class Keeper:
         """Agree with the other keepers on the next generation; false if this one is not in it, or a second signal was received."""
         with environment.listening_socket("", 0) as probe:
             port = probe.getsockname()[1]
-        killed_here = self._failed_generation == generation.name or self._silent_host
         member, name = generation.members[rank], generation.name
         killed_here = self._failed_generation == name or self._silent_host
         ready = {
