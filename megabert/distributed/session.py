@@ -72,9 +72,8 @@ def run(command: Callable[[Session], int]) -> int:
         session = Session()
         code = command(session)
         run_lock.release()
-        if (
-            dist.is_initialized()
-        ):  # srun --wait kills rank 0 some seconds after the others ended, though it may still close its sinks
+        # srun --wait kills rank 0 some seconds after the others ended, though it may still close its sinks
+        if dist.is_initialized():
             session.world.barrier()
         good = True
         return code
