@@ -62,7 +62,7 @@ MEMORY = Path("/dev/shm")
 FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS))
 # Restarts in a row without an update before the keepers give up: one more saves the state in memory.
 RESTARTS = 3
-# Seconds to wait for the keepers of a host that is known to have failed, and of any other host.
+# Seconds to wait for keepers that have not ended: of a host that is named as failed, and of any other host.
 NAMED_PATIENCE, PATIENCE = 3.0, 30.0
 # Polling intervals in seconds: of the keeper's folder, of a rank that has not made an update, and of other keepers.
 LOOK, POLL, POLL_KEEPERS = 0.02, 0.1, 1.0
@@ -343,11 +343,12 @@ class Keeper:
         failed = {host for ready in found.values() for host in ready["failed"]}
         ended = {rank for rank, error in errors.items() if isinstance(error, ConnectionRefusedError)}
         explained = all(rank in ended or (rank in errors and members[rank].host in failed) for rank in missing)
-        if missing and waited < (NAMED_PATIENCE if explained else PATIENCE):
-            return
-        # With fewer than half of the ranks, this keeper's own network may be down, and the others propose first.
-        if 2 * len(found) < len(members) and not ended.issuperset(missing) and waited < 2 * PATIENCE:
-            return
+        if not ended.issuperset(missing):
+            if waited < (NAMED_PATIENCE if explained else PATIENCE):
+                return
+            # With fewer than half of the ranks, this keeper's own network may be down, and the others propose first.
+            if 2 * len(found) < len(members) and waited < 2 * PATIENCE:
+                return
         causes = sorted({ready["cause"] for ready in found.values()} - {""}, key=lambda cause: "SIG" not in cause)
         plan = {
             "name": secrets.token_hex(8),
