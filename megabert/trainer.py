@@ -239,7 +239,7 @@ class Trainer:
         """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false if the same command has to
         resume. Raises Failed if the save fails, and RankRefused after it if nobody reads the output any more."""
         self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
-        if self.stopping and self.state.step <= max(self.saves.step, 0):
+        if self.stopping and not self.over and self.state.step <= max(self.saves.step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
             return False
         self.watchdog.opened()

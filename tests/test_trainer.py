@@ -97,6 +97,16 @@ def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys) -> 
     ours.close()
 
 
+def test_a_stop_of_a_run_that_is_over_changes_nothing(world, tmp_path) -> None:
+    """As of a rank that was killed after its last save, and restarts in place behind the time limit."""
+    cfg = tiny.config(zero__stage=0, log__tensorboard=False)
+    for stop in (StopAt(), StopAt(1)):
+        ours = trainer(cfg, world, tmp_path / "run")
+        ours.stop = stop  # type: ignore[assignment]
+        assert ours.train() and ours.state.step == 7
+        ours.close()
+
+
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}

@@ -31,8 +31,9 @@ from megabert.__main__ import start  # noqa: E402
 from megabert.common.environment import end_with_parent  # noqa: E402
 from megabert.distributed import keeper, signals  # noqa: E402
 
-# Modules that a run imports later and `train.load_all` does not.
-IMPORTED_LATER = ("torch.utils.tensorboard", "safetensors.torch")
+# Modules that a run imports later and `train.load_all` does not. The last one would be by a thread that looks up an address, whose
+# lock a fork at that instant keeps.
+IMPORTED_LATER = ("torch.utils.tensorboard", "safetensors.torch", "encodings.idna")
 
 
 def slow_down_the_first_write(seconds: float) -> None:
