@@ -588,7 +588,7 @@ class Trainer:
             steps = self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None)
             if state.best_step not in steps:
                 log.info(
-                    f"the checkpoint of step {state.best_step:,}, the best one, is missing: the best is searched anew"
+                    f"the best checkpoint, of step {state.best_step:,}, is missing: the next evaluation counts as the best"
                 )
                 state.best_step, state.since_best = -1, 0
         self.rows, self.known = RowDigest(saved["row_digest"]), None

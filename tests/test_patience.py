@@ -143,7 +143,7 @@ def test_a_best_step_without_a_checkpoint_starts_the_search_anew(
     trained(world, tmp_path, LOSSES, stop=5)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
     assert trained(world, tmp_path, LOSSES, "eval.patience=3") == 10
-    assert "the checkpoint of step 4, the best one, is missing: the best is searched anew" in caplog.text
+    assert "the best checkpoint, of step 4, is missing: the next evaluation counts as the best" in caplog.text
     assert hf.load(tmp_path / "best").step == 10
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import ipaddress
@@ -174,6 +175,7 @@ def revision(exclude: Sequence[str] = ()) -> str:
     return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"
 
 
+@functools.cache  # a start compares it between the ranks, and records it
 def source(*folders: str) -> str:
     """SHA-256 of the Python files of `folders` (the package without any), the same in a clone and in an installed copy."""
     sha256 = hashlib.sha256()

@@ -108,6 +108,7 @@ def _make_folder() -> tuple[Path, int]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
                 return folder, lock
+            os.close(lock)
         except FileNotFoundError:
             log.debug(f"{folder} was removed")
         # another keeper took it for an abandoned one before it was locked

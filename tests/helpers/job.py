@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.survival.life import processes
 from megabert.distributed.watchdog import is_alive
 from tests.helpers.forked import ROOT, Forked, environments
 
@@ -67,13 +68,8 @@ class Job:
     def descendants(self) -> list[int]:
         """Process ids of the ranks and of everything below them."""
         parents: dict[int, list[int]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                parents.setdefault(parent, []).append(int(entry.name))
+        for pid, fields in processes():
+            parents.setdefault(int(fields[1]), []).append(pid)
         found = [process.pid for process in self.processes]
         for pid in found:
             found += parents.get(pid, [])

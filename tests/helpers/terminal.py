@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.survival.life import in_sessions
+
 ROOT = Path(__file__).resolve().parents[2]
 # Key that the line discipline turns into SIGINT for the whole foreground group.
 CTRL_C = b"\x03"
@@ -102,14 +104,9 @@ class Terminal:
 
     def _kill(self) -> None:
         """End what is left of the session, and its shell."""
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    session = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[3])
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                if session == self.pid and int(entry.name) != self.pid and not self._codes.exists():
-                    os.kill(int(entry.name), signal.SIGKILL)
+        for pid in in_sessions({self.pid}):
+            if pid != self.pid and not self._codes.exists():
+                os.kill(pid, signal.SIGKILL)
         if not self._codes.exists():
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
