@@ -31,7 +31,7 @@ from megabert.checkpoint.manifest import (
 )
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
-from megabert.common.files import canonical, compact, sync, write_whole
+from megabert.common.files import canonical, compact, put_folder, sync, write_whole
 from megabert.common.logs import log
 from megabert.common.run_files import BEST
 from megabert.config import CheckpointConfig
@@ -216,12 +216,13 @@ class Checkpoints:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # also syncs the folder with the other files' entries
-        final, obsolete, tree = self.folder / f"step-{step:08d}", [], json.loads(manifest)
+        final, tree = self.folder / f"step-{step:08d}", json.loads(manifest)
         run_lock.check(self.run_dir)
         chain.append(self.folder, tree)
-        if final.exists():  # damaged, or saved before a rollback
-            obsolete += self._free(step, f"{REPLACED}{final.name}")
-        os.rename(temporary, final)
+        there = final.exists()  # damaged, or saved before a rollback or a restart
+        replaced, removable = self._aside(step, f"{REPLACED}{final.name}")
+        put_folder(temporary, final, replaced)
+        obsolete = removable if there else []
         sync(self.folder)
         sync(self.run_dir)  # `checkpoints` is a new entry at the first save
         write_whole(self.folder / POINTER, canonical({"step": step}))
@@ -251,14 +252,19 @@ class Checkpoints:
         return int(match[1]) if match else None
 
     def _free(self, step: int, name: str) -> list[Path]:
-        """Rename a checkpoint to `name`, to be removed; returns its folder. A damaged one is kept as `damaged-…`, since parts of it
-        may still be usable."""
+        """Rename a checkpoint to `name`, to be removed; returns its folder, as `_aside`."""
         run_lock.check(self.run_dir)
+        renamed, removable = self._aside(step, name)
+        os.rename(self.folder / f"step-{step:08d}", renamed)
+        return removable
+
+    def _aside(self, step: int, name: str) -> tuple[Path, list[Path]]:
+        """The path of a checkpoint under another name, and that path if it is to be removed. A damaged one is kept as `damaged-…`,
+        since parts of it may still be usable."""
         remove = step not in self._damaged
         self._damaged.discard(step)
         renamed = self.folder / (name if remove else f"{DAMAGED}{step:08d}-{time.time_ns()}")
-        os.rename(self.folder / f"step-{step:08d}", renamed)
-        return [renamed] if remove else []
+        return renamed, [renamed] if remove else []
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write this rank's files, and a note for the commit that describes them. In a background thread, so no collectives."""

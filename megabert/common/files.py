@@ -5,6 +5,7 @@ Output is written beside its target, synced to the disk and renamed. This module
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import glob
@@ -24,6 +25,8 @@ from megabert.common.logs import log
 if TYPE_CHECKING:
     from torch import Tensor
 
+# of Linux's renameat2
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 # errno of file systems without flock
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 SAFETENSORS_TYPES = {
@@ -63,7 +66,7 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         for path in sorted(temporary.rglob("*"), reverse=True):
             sync(path)
         sync(temporary)
-        _put(temporary, target, replaced)
+        put_folder(temporary, target, replaced)
         sync(target.parent)
         for path in _hidden(target, "old"):
             shutil.rmtree(path, ignore_errors=True)
@@ -129,10 +132,14 @@ def _remove_abandoned(target: Path, current: Path) -> None:
             os.close(descriptor)
 
 
-def _put(temporary: Path, target: Path, replaced: Path) -> None:
-    """Rename `temporary` to `target`. An existing target becomes `replaced`, and is restored after an error."""
+def put_folder(temporary: Path, target: Path, replaced: Path) -> None:
+    """Rename `temporary` to `target`. An existing target becomes `replaced`; there is always one, where the file system can exchange
+    two names in one step, and after an error."""
     if not target.exists():
         os.rename(temporary, target)
+        return
+    if exchange(temporary, target):
+        os.rename(temporary, replaced)
         return
     os.rename(target, replaced)
     try:
@@ -140,6 +147,18 @@ def _put(temporary: Path, target: Path, replaced: Path) -> None:
     except OSError:
         os.rename(replaced, target)
         raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files or folders in one step; False where the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if not renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, *NO_LOCKS):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:

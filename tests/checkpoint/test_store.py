@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -81,6 +82,21 @@ def at_moments(write: Any) -> Any:
     """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
     plain = store.write_slices
     return lambda path, slices: (write if group_of(path.name) == MOMENTS else plain)(path, slices)
+
+
+def test_a_best_checkpoint_that_is_saved_again_is_always_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart that makes the save in flight again: `best` leads there at each moment."""
+    checkpoints, rename, seen = saved_run(tmp_path, ()), os.rename, []
+    checkpoints.save(FakeEngine(1), state(10, tiny.config(), best_step=10))
+
+    def renamed(source: Path, goal: Path) -> None:
+        rename(source, goal)
+        seen.append((tmp_path / "best").exists())
+
+    monkeypatch.setattr(os, "rename", renamed)
+    checkpoints.save(FakeEngine(2), state(10, tiny.config(), best_step=10))
+    assert seen and all(seen) and stored(tmp_path / "best") == 2
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*step-*")] == ["step-00000010"]
 
 
 # -- resume ------------------------------------------------------------------------------------------------------

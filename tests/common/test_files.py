@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megabert.common import files
 from megabert.common.files import appearing, write_whole
 
 
@@ -75,6 +76,36 @@ def test_only_folders_of_the_same_command_are_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=True):
             raise AssertionError("must not be entered")
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_folder_that_is_replaced_is_always_there(can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a reader at the moment of a rename; a file system without an exchange restores it after an error."""
+    target, rename, seen = tmp_path / "there", os.rename, []
+
+    def renamed(source: Path, goal: Path) -> None:
+        rename(source, goal)
+        seen.append(target.exists())
+
+    if not can:
+        monkeypatch.setattr(files, "exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", renamed)
+    for text in ("1", "2"):
+        with appearing(target, "mark", overwrite=True) as folder:
+            (folder / "mark").write_text(text)
+    assert (target / "mark").read_text() == "2" and os.listdir(tmp_path) == ["there"]
+    assert seen == ([True, True] if can else [True, False, True])
+
+    def refused(source: Path, goal: Path) -> None:
+        if goal == target and ".new" in source.name:
+            raise OSError("no")
+        rename(source, goal)
+
+    monkeypatch.setattr(os, "rename", refused)
+    if not can:
+        with pytest.raises(OSError, match="no"), appearing(target, "mark", overwrite=True) as folder:
+            (folder / "mark").write_text("3")
+        assert (target / "mark").read_text() == "2"
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
