@@ -298,9 +298,9 @@ class Output(NamedTuple):
 class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` holds what each operation runs on, and why.
 
-    device ("cpu", "cuda"), dtype (the compute type) and `causal` (tokens of one sequence have different key ranges) decide what
-    `auto` means. Raises ValueError for a model without vocabulary
-    size or for a backend that cannot run there.
+    device ("cpu", "cuda"), dtype (the compute type) and `causal` (tokens of one sequence have different key ranges, and callers
+    do not say which batches are `causal`) decide what `auto` means. Raises ValueError for a model without vocabulary size or for a
+    backend that cannot run there.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class BertForPreTraining(nn.Module):
         # The names of its losses, and what each counts in their sum.
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")
         self.weights: tuple[float, ...] = (1.0, 1.0)
-        self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads, cfg.window)
+        self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads)
         self.ops = Ops(self.backends)
         self.embeddings = Embeddings(cfg, self.ops)
         self.layers = nn.ModuleList(self.ops.layer(Layer(cfg, self.ops, index)) for index in range(cfg.layers))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert import distillation, evaluation
+from megabert import distillation, evaluation, ops
 from megabert.checkpoint import (
     Checkpoints,
     Copies,
@@ -52,7 +52,6 @@ from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
 from megabert.engine.ceiling import find_ceiling
-from megabert.engine.choice import choose_backends
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
@@ -96,7 +95,7 @@ def open_run(
     watchdog.progress()  # each step may take minutes
     config, origin = complete_config(config, datasets, run_dir, world)
     watchdog.progress()
-    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra, watchdog.progress)
+    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra)
     watchdog.progress()
     provenance, saved, cursor = resume(engine, config, datasets, tokenizer, origin, world, extend)
     watchdog.progress()
@@ -203,15 +202,11 @@ def build_engine(
     origin: Origin,
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
-    progress: Callable[[], None],
 ) -> Engine:
-    """The engine with a new model, initialised from the seed or from a teacher. Backends are chosen by their speed on the longest
-    phase. A collective."""
-    phase, dataset = max(zip(phases_of(config), datasets, strict=True), key=lambda pair: pair[0].end - pair[0].begin)
-    config = fit_micro_size(config, world.size)
-    measured = config.model_copy(update={"batch": fit_micro_size(phase.config, world.size).batch})
-    chosen = choose_backends(measured, dataset, world, origin.run_dir, progress)
-    config, counts = config.model_copy(update={"ops": chosen.ops}), None
+    """The engine with a new model, initialised from the seed or from a teacher. A collective."""
+    config, counts = fit_micro_size(config, world.size), None
+    if world.is_main and world.device.type == "cuda" and (problem := ops.missing_kernels("cuda")):
+        log.warning(f"{problem}; training runs on torch's own kernels")
     if config.model.frequency_bias and not origin.state and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, datasets[0], tokenizer, world)
     torch.manual_seed(config.seed)
@@ -227,7 +222,7 @@ def build_engine(
 def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:
     """BERT with fp32 weights. With `counts` of the vocabulary's ids, the decoder's bias is initialised from their frequencies."""
     dtype = precision.DTYPES[config.precision]
-    model = BertForPreTraining(config.model, config.ops, world.device.type, dtype, config.causal_updates)
+    model = BertForPreTraining(config.model, config.ops, world.device.type, dtype)
     if counts is not None:
         model.start_from_frequencies(torch.tensor(counts))
     return model

@@ -126,16 +126,14 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
 
 
 def copy_start(of: Interval, folder: Path) -> None:
-    """Copy the files that the updates start from: the checkpoint, learning rates by the clock, measured backends."""
+    """Copy the files that the updates start from: the checkpoint, learning rates by the clock."""
     from megabert.checkpoint import rate_record
-    from megabert.engine import choice
 
     start = Path("checkpoints", f"step-{of.begin:08d}")
     if (of.run / start).exists():
         shutil.copytree(of.run / start, folder / start)
-    for name in (rate_record.FILE, choice.RECORD):
-        if (of.run / name).exists():
-            shutil.copy(of.run / name, folder / name)
+    if (of.run / rate_record.FILE).exists():
+        shutil.copy(of.run / rate_record.FILE, folder)
 
 
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:

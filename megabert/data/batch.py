@@ -160,10 +160,15 @@ class BatchLayout:
         names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
         return dict.fromkeys(names, t) | {"lengths": s, "cls_positions": s, "mlm_positions": k}
 
+    def sizes(self) -> tuple[int, int]:
+        """Elements of the int32 and the int64 buffer."""
+        narrow, wide = (self.rows * sum(self.widths(wide).values()) for wide in (False, True))
+        return narrow, wide
+
     def empty(self) -> tuple[np.ndarray, np.ndarray]:
         """Unset int32 and int64 buffers."""
-        sizes = [self.rows * sum(self.widths(wide).values()) for wide in (False, True)]
-        return np.empty(sizes[0], np.int32), np.empty(sizes[1], np.int64)
+        narrow, wide = self.sizes()
+        return np.empty(narrow, np.int32), np.empty(wide, np.int64)
 
     def views(self, narrow: Any, wide: Any) -> dict[str, Any]:
         """Views [n, width] of each field over two flat buffers (arrays or tensors)."""

@@ -26,6 +26,7 @@ import torch
 
 from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
+from megabert.common.logs import log
 from megabert.config import Config, MaskingConfig, accumulation
 from megabert.data.batch import Batch, BatchLayout, Update, collate
 from megabert.data.masking import MaskingVocabulary, mask
@@ -34,6 +35,8 @@ from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.signals import SIGNALS
 
+# file system of the memory that workers share with their parent
+SHARED_MEMORY = "/dev/shm"
 # tokens masked at once: more exceeds the cache, with fewer the cost of numpy calls shows
 CHUNK_TOKENS = 1 << 18
 
@@ -201,7 +204,7 @@ def _kill(workers: list[Any]) -> None:
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
-    `workers` processes each keep `prefetch` updates ready (0: made on request, in this process). They ignore the signals that
+    `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They ignore the signals that
     stop a run, which needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
     `close` ends the workers. `origin`: the position of update 0, below 0 where an earlier phase took more rows an update.
     """
@@ -233,10 +236,23 @@ class Loader:
         steps = itertools.count(start_step)
         self._items: Any = map(self._updates.__getitem__, steps)
         self._workers: list[Any] = []
-        if workers:
+        if workers and self._room_for(workers * prefetch):
             self._start_workers(steps, workers, prefetch)
         # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
+
+    def _room_for(self, updates: int) -> bool:
+        """Whether shared memory has room for so many updates; a line says so if it has not."""
+        if not os.path.isdir(SHARED_MEMORY):
+            return True
+        narrow, wide = self.source.layout(self.rows).sizes()
+        stat = os.statvfs(SHARED_MEMORY)
+        needed, free = updates * (4 * narrow + 8 * wide), stat.f_bavail * stat.f_frsize
+        if needed > free:
+            log.warning(
+                f"{SHARED_MEMORY} has {free >> 20:,} MiB free, loader processes need {needed >> 20:,}: data.workers=0 is used"
+            )
+        return needed <= free
 
     def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
         """Fork the workers, which takes milliseconds, with the signals below blocked.

@@ -234,6 +234,9 @@ def init(world: World) -> World:
     if dist.is_initialized():
         return world
     if world.size == 1:
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", "lo"
+        )  # NCCL needs an interface, also without peers and without a network
         address, store = ("127.0.0.1", 0), dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
@@ -244,7 +247,8 @@ def init(world: World) -> World:
         if name not in os.environ:
             os.environ[name] = str(value)
             _described.append(name)
-    _control = None if world.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
+    if world.size > 1 and world.backend != "gloo":
+        _control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         _share_cores(world)
     return replace(world, master=address) if world.size > 1 else world

@@ -44,7 +44,7 @@ from megabert.common.errors import FAILED, leave_exit_code
 from megabert.common.logs import write_notice
 from megabert.distributed.ranks import World, wait_for_ranks
 
-# Minimum limit before the first update, while checkpoints are read and backends are measured.
+# Minimum limit before the first update, while checkpoints are read.
 START_SECONDS = 600.0
 # Minimum limit while rank 0 closes its sinks and the others wait for it; less than `ranks.TIMEOUT`.
 CLOSING_SECONDS = 1100.0

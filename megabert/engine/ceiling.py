@@ -1,17 +1,28 @@
-"""Ceiling of a device's matrix products, to which MFU is relative: measured once a machine, and kept for later starts."""
+"""Ceiling of a device's matrix products, to which MFU is relative: a GPU's datasheet, or measured once a machine and kept for later
+starts as JSON under `$XDG_CACHE_HOME/megabert/ceilings` or `~/.cache/megabert/ceilings`."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import tempfile
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from megabert.common import environment, errors, user_cache
+from megabert.common import environment, errors
+from megabert.common.datasheets import datasheet_tflops
+from megabert.common.files import canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.distributed.ranks import World
 
+# Products of a measurement on CUDA that are queued together.
+QUEUED = 10
 # Share of the processor time of its threads below which a measurement had other processes beside it.
 ALONE = 0.8
 
@@ -24,9 +35,14 @@ class Ceiling(NamedTuple):
 
 
 def find_ceiling(world: World, dtype: torch.dtype, given: float) -> Ceiling:
-    """The `given` ceiling (`peak_tflops`), or if that is 0 the one of rank 0's device. A collective."""
+    """The `given` ceiling (`peak_tflops`), or if that is 0 the one of rank 0's device: of bf16 on a GPU that is in
+    `common/datasheets.py` its datasheet's. A collective."""
     if given:
         return Ceiling(given, "peak_tflops")
+    if world.device.type == "cuda" and dtype == torch.bfloat16:
+        sheet = world.broadcast(datasheet_tflops(torch.cuda.get_device_name(world.device)))
+        if sheet:
+            return Ceiling(sheet, "datasheet")
     return Ceiling(*world.broadcast(kept_ceiling(world.device, dtype) if world.is_main else None))
 
 
@@ -39,8 +55,8 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    file = user_cache.file_of("ceilings", place)
-    kept = user_cache.read(file)
+    file = cache_file(place)
+    kept = read(file)
     tflops, again = kept.get("tflops"), f"remove {file} to measure it again"
     if isinstance(tflops, float) and 0 < tflops < math.inf:
         return Ceiling(tflops, f"kept of {kept.get('date')}; {again}")
@@ -54,22 +70,51 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
         )
         return Ceiling(tflops, "measured, and not kept")
     try:
-        user_cache.write(file, {"place": place, "tflops": tflops, "date": time.strftime("%Y-%m-%d")})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, canonical({"place": place, "tflops": tflops, "date": time.strftime("%Y-%m-%d")}))
     except OSError as error:
         return Ceiling(tflops, f"measured, and not kept: {errors.describe(error)}")
     return Ceiling(tflops, f"measured; {again}")
 
 
+def cache_file(place: Mapping[str, Any]) -> Path:
+    """The file of a measurement at `place`; a user without a home has it in the folder of temporary files."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        home = os.path.join(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    return Path(home, "megabert", "ceilings", f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The kept measurement; {} without one, and with a warning if it cannot be read."""
+    try:
+        saved = json.loads(path.read_bytes()) if path.exists() else {}
+        return saved if isinstance(saved, dict) else {}
+    except (OSError, ValueError) as error:
+        log.warning(f"{path}: {error}; what it held is measured again")
+        return {}
+
+
 def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Best measured rate of a square-ish matrix product on `device`, in TFLOP/s."""
-    m, k, n = (8192, 4096, 4096) if device.type == "cuda" else (1024, 1024, 4096)
+    """Best measured rate of a large matrix product on `device`, in TFLOP/s; on CUDA over products queued together, since a
+    product alone includes its launch."""
+    cuda = device.type == "cuda"
+    m, k, n = (8192, 8192, 8192) if cuda else (1024, 1024, 4096)
     a = torch.randn(m, k, device=device).to(dtype)
     b = torch.randn(k, n, device=device).to(dtype)
+    out = torch.mm(a, b)
     best, end = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        if cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(QUEUED):
+                torch.mm(a, b, out=out)
+            stop.record()
+            stop.synchronize()
+            best = min(best, start.elapsed_time(stop) / 1e3 / QUEUED)
+        else:
+            began = time.perf_counter()
+            torch.mm(a, b)
+            best = min(best, time.perf_counter() - began)
     return 2 * m * k * n / best / 1e12

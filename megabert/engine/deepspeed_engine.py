@@ -90,7 +90,8 @@ class Engine:
             stacked = {f"{name}.weight": getattr(m, "matrices", 0) or 1 for name, m in module.named_modules()}
             segments, units = self.layout.units(stacked)
             self.optimizer.set_units(units)
-        self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
+        alone = world.size == 1 or not self.layout.partitioned
+        self.optimizer.attach(segments, None if alone else world.device, world)
         self.own_time = OwnTime(world.device)
         # Called after each micro-step and restored parameter, since an update may take longer than the watchdog's limit.
         self.progress: Callable[[], None] = lambda: None

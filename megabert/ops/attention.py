@@ -1,4 +1,4 @@
-"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen, cudnn: finite).
+"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen: finite).
 
 Sequences are packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask of the
 size of the attention matrix is needed.
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.ops.backend import MISSING, WHOLE_SEQUENCES
+from megabert.ops.backend import MISSING
 from megabert.ops.dropout_add_layer_norm import follows_rows, row_dropout
 from megabert.ops.softmax_mask import fused_softmax_mask
 
@@ -23,12 +23,12 @@ def attention_inputs(
     """Inputs of `attend` from a batch, computed once for all layers with the same `window`.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
-    mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and cudnn: int32 offsets of the sequences and of each row's
+    mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen: int32 offsets of the sequences and of each row's
     pads in the flattened batch, [N + 1] or, with empty slots (for which kernels start blocks too), [B * (S + 1) + 1], followed by
-    an empty tensor if `causal`, since these backends do not read key ranges.
+    an empty tensor if `causal`, since this backend does not read key ranges.
     """
     width = key_start.shape[1]
-    if window and backend not in WHOLE_SEQUENCES:
+    if window and backend != "varlen":
         key_start, key_end = local_keys(key_start, key_end, window)
     if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
@@ -70,26 +70,22 @@ def attend(
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] or [2] and stream number the dropout mask of native and fused_softmax (the same mask), as in
-    `dropout_add_layer_norm`; varlen and cudnn draw from torch's generator.
+    `dropout_add_layer_norm`; varlen draws from torch's generator.
     bias [3 * D], only for native: the bias included in qkv, whose gradient backward sums while it writes qkv's, instead of a sum
     that reads it again.
-    window: that of `inputs`, for varlen, whose kernel needs it as a number; cudnn has none.
+    window: that of `inputs`, for varlen, whose kernel needs it as a number.
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
-    if backend in WHOLE_SEQUENCES:
-        # the kernels behind torch.nn.attention.varlen, which has no dropout
+    if backend == "varlen":
+        # the kernel behind torch.nn.attention.varlen, which has no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
         lengths, scale, causal = (inputs[0], inputs[0], width, width), size**-0.5, len(inputs) > 1
         # both ends inclusive; without them, everything
         sides = {"window_size_left": window // 2, "window_size_right": 0 if causal else window // 2} if window else {}
-        if backend == "varlen":
-            fused = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, causal, False, scale=scale, **sides)
-        else:
-            assert not causal
-            fused = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *lengths, True, p, False, False, scale=scale)
+        fused = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, p, causal, False, scale=scale, **sides)
         return fused[0].reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
     if backend == "fused_softmax":

@@ -20,13 +20,11 @@ NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 # role -> its backends, with the operation of the native library whose kernel they need, if any. A role is a field of `Backends`
 # and of OpsConfig (config/schema.py), in this order; its first backend runs everywhere.
 ROLES: dict[str, dict[str, str]] = {
-    "attention": {"sdpa": "", "varlen": "", "cudnn": "", "native": "attention", "fused_softmax": "softmax_mask"},
+    "attention": {"sdpa": "", "varlen": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": ""},
 }
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
-# Attention backends for 16-bit types only, over whole sequences.
-WHOLE_SEQUENCES = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's variable-length attention"}
 
 
 class Backend(NamedTuple):
@@ -59,49 +57,38 @@ def _load() -> str:
 MISSING = _load()
 
 
-def choose_all(
-    asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
-) -> Backends:
+def choose_all(asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> Backends:
     """`choose` for every role; `asked` has a field for each, as OpsConfig."""
-    return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size, window) for role in ROLES))
+    return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size) for role in ROLES))
 
 
 def choose(
     op: str, requested: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    causal: bool = False, head_size: int = 64, window: int = 0,
+    causal: bool = False, head_size: int = 64,
 ) -> Backend:  # fmt: skip
     """Backend of `op` (of `ROLES`) on a device type in a compute type, with the reason.
 
-    `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. `window`: of local layers, if
-    there are any. Raises ValueError when
-    `requested` is unknown or cannot run there.
+    `auto` is native where the library was built for the device, else torch's flash attention over sequences, else the first of its
+    role. `causal`: the key ranges of a sequence's tokens differ, and batches do not say so. `head_size`: columns of an attention
+    head. Raises ValueError when `requested` is unknown or cannot run there.
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
-    blocked = obstacles(op, device, dtype, causal, head_size, window)
+    blocked = obstacles(op, device, dtype, head_size)
     if requested != "auto":
         if blocked[requested]:
             raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {blocked[requested]}")
         return Backend(requested, "asked for")
-    if op == "attention" and not blocked["varlen"] and not causal:  # needs `causal` with each batch, as in training
-        return Backend("varlen", f"flash attention over packed sequences on {device}")
-    if blocked["native"]:
-        return Backend(BACKENDS[op][0], blocked["native"])
-    if device == "cuda":
-        return Backend(BACKENDS[op][0], "runs everywhere; pre-training measures at its start instead")
-    return Backend("native", f"fused {device} code for {_short(dtype)}")
+    if not blocked["native"]:
+        return Backend("native", f"fused {device} code for {_short(dtype)}")
+    if op == "attention" and not blocked["varlen"] and not causal:
+        return Backend("varlen", blocked["native"])
+    return Backend(BACKENDS[op][0], blocked["native"])
 
 
-def obstacles(
-    op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64, window: int = 0
-) -> dict[str, str]:
+def obstacles(op: str, device: str, dtype: torch.dtype, head_size: int = 64) -> dict[str, str]:
     """Why each backend of `op` cannot run there; "" if it can."""
-    why = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
-    if op == "attention" and window:
-        why["cudnn"] = why["cudnn"] or "it attends to whole sequences, the local layers of model.window must not"
-    if op == "attention" and causal:
-        why["cudnn"] = "it attends to whole sequences, a causal model must not"
-    return why
+    return {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
 
 
 def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: int) -> str:
@@ -111,10 +98,10 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return reason
         if dtype not in NATIVE_DTYPES:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES))}, not {_short(dtype)}"
-    if name in WHOLE_SEQUENCES and device != "cuda":
-        return f"{WHOLE_SEQUENCES[name]} needs a CUDA device"
-    if name in WHOLE_SEQUENCES or (op == "attention" and name == "native" and device == "cuda"):
-        kind = WHOLE_SEQUENCES.get(name, "native attention")
+    if name == "varlen" and device != "cuda":
+        return "variable-length flash attention needs a CUDA device"
+    if name == "varlen" or (op == "attention" and name == "native" and device == "cuda"):
+        kind = "variable-length flash attention" if name == "varlen" else "native attention"
         if dtype != torch.bfloat16:
             return f"{kind} takes bfloat16, not {_short(dtype)}"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:

@@ -67,7 +67,7 @@ def _register() -> None:
     ) -> tuple[Tensor, ...]:
         loss, row = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), hidden.shape[:1]))
         correct, predictions = (hidden.new_empty((), dtype=torch.int64) for _ in range(2))
-        gradients = [t.new_empty(t.shape[0] * need_grad, *t.shape[1:]) for t in (hidden, weight, bias)]
+        gradients = [t.new_empty(t.shape[0] if need_grad else 0, *t.shape[1:]) for t in (hidden, weight, bias)]
         return loss, correct, predictions, row, *gradients
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -10,6 +10,7 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -154,6 +155,14 @@ def test_workers_ignore_signals_and_end_with_the_loader(dataset):
     for worker in workers:
         worker.join(5)
     assert not any(w.is_alive() for w in workers) and next(loader, None) is None
+
+
+def test_without_room_in_shared_memory_rows_are_made_in_this_process(dataset, monkeypatch, caplog):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
+    with caplog.at_level("WARNING", logger="megabert"):
+        loader = loader_of(dataset, workers=2)
+    assert "/dev/shm has 0 MiB free, loader processes need " in caplog.text and "data.workers=0 is used" in caplog.text
+    assert not loader._workers and [next(loader).step for _ in range(3)] == [0, 1, 2]
 
 
 def take_and_die(folder: Path, connection: Any) -> None:

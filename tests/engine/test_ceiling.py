@@ -96,3 +96,9 @@ def test_a_busy_machine_is_named(
 
 def test_the_ceiling_is_a_rate_of_this_machine() -> None:
     assert 0.001 < ceiling.matmul_tflops(torch.device("cpu"), torch.float32, seconds=0.2) < 100
+
+
+def test_a_known_gpu_has_its_datasheets_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    cuda = World(0, 0, 1, torch.device("cuda"), "nccl", "single")
+    assert ceiling.find_ceiling(cuda, torch.bfloat16, 0.0) == (989.0, "datasheet")

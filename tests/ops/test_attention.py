@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
+from megabert.config import ModelConfig, OpsConfig
 from megabert.data.batch import compact_lengths
+from megabert.data.packing import pack
+from megabert.model import BertForPreTraining
+from megabert.ops import backend
 from megabert.ops.attention import local_keys
 from tests.ops import reference
 from tests.ops.oracle import ON, Function, check, needs_library, normal
@@ -210,13 +216,12 @@ def test_nan_is_seen() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["varlen", "cudnn"])
-def test_torchs_kernels_over_sequences_against_sdpa(backend: str) -> None:
+def test_flash_attention_against_sdpa() -> None:
     rows, width, heads, size = [[20, 1, 19], [45], [0]], 45, 3, 64
     start, end, lengths = bounds(*rows, width=width)
     compact, slots, start, end = (t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end))
     outs, grads = [], []
-    for name, given in (("sdpa", slots), (backend, slots), (backend, compact)):
+    for name, given in (("sdpa", slots), ("varlen", slots), ("varlen", compact)):
         qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", torch.bfloat16).requires_grad_()
         inputs = ops.attention_inputs(name, start, end, given)
         out = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([1], device="cuda"), 0, name)
@@ -227,3 +232,44 @@ def test_torchs_kernels_over_sequences_against_sdpa(backend: str) -> None:
     for i in (1, 2):
         torch.testing.assert_close(outs[i], outs[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(grads[i], grads[0], rtol=5e-2, atol=5e-2)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, *numbers: Any, scale: float, **sides: int) -> Any:
+    """What the kernel behind torch.nn.attention.varlen computes, by torch: `numbers` are two widths, the dropout, `is_causal`."""
+    out, causal = torch.zeros_like(q), numbers[3]
+    left, right = sides.get("window_size_left", -1), 0 if causal else sides.get("window_size_right", -1)
+    for begin, end in itertools.pairwise(begins.tolist()):
+        parts = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        away = torch.arange(end - begin) - torch.arange(end - begin)[:, None]  # of a key from its query
+        seen = ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0))
+        out[begin:end] = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale).transpose(0, 1)
+    return (out,)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_gets_sequences_windows_and_objective(
+    causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model trains masked and causal batches: the kernel is told by each batch."""
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    shape = ModelConfig(
+        layers=2,
+        hidden=32,
+        heads=2,
+        vocab_size=50,
+        max_positions=16,
+        kind="modern",
+        norm="pre",
+        nsp=False,
+        window=window,
+    )
+    sequences = [np.arange(5, 5 + length) for length in (7, 6, 16, 3, 4, 5)]
+    packed = pack(sequences, [len(ids) for ids in sequences], 16, causal)
+    states = []
+    for name in ("varlen", "sdpa"):
+        torch.manual_seed(0)
+        model = BertForPreTraining(shape, OpsConfig(attention=name, layer="torch", mlm_loss="torch"), "cuda")
+        states.append(model.float().eval().encode(**packed.inputs(), causal=causal)[packed.key_end > 0])
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)

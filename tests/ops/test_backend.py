@@ -60,7 +60,7 @@ def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPat
     ("op", "requested", "dtype", "message"),
     [
         ("attention", "varlen", torch.bfloat16, "=varlen cannot run on cpu in bfloat16: .*CUDA"),
-        ("attention", "flash", torch.bfloat16, "='flash': choose one of auto, sdpa, varlen, cudnn, native"),
+        ("attention", "flash", torch.bfloat16, "='flash': choose one of auto, sdpa, varlen, native"),
         ("layer", "native", torch.float64, "=native cannot run on cpu in float64"),
     ],
 )
@@ -69,24 +69,26 @@ def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dty
         ops.choose(op, requested, "cpu", dtype)
 
 
-def test_only_who_asks_gets_varlen_for_causal_models(monkeypatch) -> None:
-    """It needs to be given which batches are causal, as a run's batches do."""
-    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
-    assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
-    assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
-    assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
-    assert ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True).name == "varlen"
-    with pytest.raises(ValueError, match=r"ops\.attention=cudnn cannot run .* a causal model must not"):
-        ops.choose("attention", "cudnn", "cuda", torch.bfloat16, causal=True)
-
-
-def test_local_layers_never_get_attention_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")
-    assert ops.choose("attention", "auto", "cuda", torch.bfloat16, window=128).name == "varlen"
-    with pytest.raises(
-        ValueError, match=r"ops\.attention=cudnn cannot run .* the local layers of model\.window must not"
-    ):
-        ops.choose("attention", "cudnn", "cuda", torch.bfloat16, window=128)
+@pytest.mark.parametrize(
+    ("blocked", "causal", "chosen"),
+    [
+        ((), False, "native"),
+        ((), True, "native"),
+        (("native",), False, "varlen"),
+        (("native",), True, "sdpa"),
+        (("native", "varlen"), False, "sdpa"),
+    ],
+)
+def test_auto_on_a_gpu_is_a_rule(
+    blocked: tuple[str, ...], causal: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours where it was built for the device, else flash attention, which needs to be told which batches are causal."""
+    monkeypatch.setattr(backend, "_obstacle", lambda _, name, *__: f"{name} is blocked" if name in blocked else "")
+    found = ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=causal)
+    reason = "native is blocked" if blocked else "fused cuda code for bfloat16"
+    assert found == (chosen, reason)
+    others = ("torch", "native is blocked") if blocked else ("native", reason)
+    assert ops.choose("layer", "auto", "cuda") == ops.choose("mlm_loss", "auto", "cuda") == others
 
 
 def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
