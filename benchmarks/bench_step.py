@@ -231,12 +231,15 @@ def show(result: dict[str, Any]) -> None:
         f"\n{result['model']}, rows of {result['seq_len']}, dropout {result['dropout']}, {result['precision']}: "
         f"{result['real_tokens_per_update']:,.0f} real tokens an update in {result['accumulation']} micro-steps, "
         f"ceiling {result['matmul_ceiling_tflops']:.3f} TFLOP/s"
+        + (f", datasheet {result['datasheet_tflops']:.0f}" if result["datasheet_tflops"] else "")
     )
     for name, r in result["results"].items():
         s, t, n = r["step_seconds"], r["real_tokens_per_sec"], r["sequences_per_sec"]
+        sheet = r["mfu_datasheet_real"]
+        of = f"{sheet:.1%} of the datasheet, " if sheet else ""
         print(
             f"  {name:<22} step p20 {s['p20']:.2f} p50 {s['p50']:.2f} p80 {s['p80']:.2f} s   "
-            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {r['mfu_real']:.1%} real, "
+            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {of}{r['mfu_real']:.1%} real, "
             f"{r['mfu_executed']:.1%} executed   memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
         )
     for c in result["comparisons"]:
@@ -257,7 +260,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Path:
     return folder / "data"
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--vs", choices=["hf"], help="compare with Hugging Face's BertForPreTraining")
@@ -274,8 +277,12 @@ def main() -> int:
     add("--profile", action="store_true", help="print the costliest kernels of our update")
     add("--data", metavar="DIR", help="dataset of data_prep; default: built from pydoc")
     hardware.add_json(parser)
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    return parser
+
+
+def main() -> int:
+    args = parser().parse_args()
+    hardware.refuse_dirty(parser(), args)
     warnings.filterwarnings("ignore")
     results = []
     try:

@@ -1,19 +1,22 @@
-"""One GPU's measurements in ten minutes: matrix products, kernels, BERT-LARGE's training step, the operations' tests.
+"""One GPU's measurements in two calls of four and seven minutes: is it right, does it train, how fast, against what.
 
-    python benchmarks/gpu_suite.py --make-pack TEXT…          (with nvcc and network: wheels, native library, two datasets)
-    python3 benchmarks/gpu_suite.py [--minutes 9.5] [--json FILE] [--only PART …]
-    python benchmarks/gpu_suite.py --device cpu --small       (a test of all items; its figures mean nothing)
+    python benchmarks/gpu_suite.py --make-pack TEXT…       (with nvcc and network: wheels, native library, two datasets)
+    python3 benchmarks/gpu_suite.py first --json FILE      the machine, the operations' tests, a training run, BERT-LARGE's step
+    python3 benchmarks/gpu_suite.py second --json FILE     a published recipe, larger micro-batches, peers, kernels
+    python benchmarks/gpu_suite.py --device cpu --quick    (a test of all items; its figures mean nothing)
 
-The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark in a child
-process: one that crashes, makes the device unusable or does not end is recorded without affecting the others. The file is written
-after every item, with clocks, power and temperature.
+The machine needs torch, numpy and packaging, and a copy of this tree with the pack in build/gpu_pack. Items are child processes: one
+that crashes, makes the device unusable or does not end is recorded without affecting the others. Each prints a line, and the file
+is written after each, with clocks, power and temperature.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -21,7 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,68 +35,119 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 
 from benchmarks.common import hardware
 from benchmarks.gpu import pack
+from megabert.common.environment import end_with_parent
 
 ROOT = hardware.ROOT
-# time limit of an item in seconds, and remaining seconds below which none is started
-LIMIT, LEAST = 180, 15
-OURS = "attention=native layer=native mlm_loss=native"
-TORCH = "attention=varlen layer=torch mlm_loss=torch"
-# name -> (row length, rows of a micro-step, options of bench_step.py)
-STEPS: dict[str, tuple[int, int, str]] = {
-    "ours 128x256": (128, 256, f"--ops {OURS}"),
-    "ours 512x64": (512, 64, f"--ops {OURS}"),
-    "torch 128x128": (128, 128, f"--ops {TORCH}"),
-    "torch 512x64": (512, 64, f"--ops {TORCH}"),
-    "flash, our layer 128x256": (128, 256, "--ops attention=varlen layer=native mlm_loss=native"),
-    "flash, our layer 512x64": (512, 64, "--ops attention=varlen layer=native mlm_loss=native"),
-    "compiled 128x256": (128, 256, "--ops attention=varlen layer=compiled mlm_loss=native"),
-    "compiled 512x64": (512, 64, "--ops attention=varlen layer=compiled mlm_loss=native"),
-    "ours 128x128, profile": (128, 128, f"--ops {OURS} --profile"),
-    "ours 512x32, profile": (512, 32, f"--ops {OURS} --profile"),
-    "lamb 128x256": (128, 256, f"--ops {OURS} --optimizer lamb"),
-    "without dropout 128x256": (128, 256, f"--ops {OURS} --dropout 0"),
-    "ours 128x512": (128, 512, f"--ops {OURS}"),
-    "ours 512x128": (512, 128, f"--ops {OURS}"),
+# minutes of each call, of which the last seconds are kept in hand; remaining seconds below which no item is started
+MINUTES, KEPT_IN_HAND, LEAST = {"first": 5.0, "second": 8.0}, 60, 10
+# seconds between looks at the results of a process of several items
+LOOK = 0.5
+NATIVE = "attention=native layer=native mlm_loss=native"
+OURS = f"--ops {NATIVE}"
+TORCH = "--ops attention=varlen layer=torch mlm_loss=torch"
+FLASH = "--ops attention=varlen layer=native mlm_loss=native"
+COMPILED = "--ops attention=varlen layer=compiled mlm_loss=native"
+# call -> items in order. A step: row length x rows of a micro-step: options of bench_step.py
+CALLS: dict[str, dict[str, str]] = {
+    "first": {
+        "machine": "",
+        "ranks": "",
+        "tests": "",
+        "training/small": "",
+        "steps/ours 128x128, profile": f"{OURS} --profile",
+        "steps/torch 128x128": TORCH,
+        "steps/ours 512x32, profile": f"{OURS} --profile",
+    },
+    "second": {
+        "training/large_24h": "",
+        "steps/ours 128x256": OURS,
+        "steps/ours 512x64": OURS,
+        "steps/flash, our layer 128x256": FLASH,
+        "steps/flash, our layer 512x64": FLASH,
+        "steps/torch 512x64": TORCH,
+        "kernels/attention": "",
+        "steps/ours 128x512": OURS,
+        "steps/lamb 128x256": f"{OURS} --optimizer lamb",
+        "steps/without dropout 128x256": f"{OURS} --dropout 0",
+        "steps/compiled 128x256": COMPILED,
+        "steps/compiled 512x64": COMPILED,
+        "kernels/layer": "",
+        "kernels/products": "",
+        "kernels/optimizer": "",
+        "kernels/mlm_loss": "",
+        "kernels/softmax_mask": "",
+    },
 }
-KERNELS = ("products", "attention", "layer", "mlm_loss", "softmax_mask", "optimizer")
+# longest time of an item in seconds, by the first part of its key; more on the CPU, where only its end matters
+LIMITS = {"machine": 60, "ranks": 60, "tests": 110, "training": 120, "steps": 90, "kernels": 60}
+PATIENCE = {"cuda": 1, "cpu": 4}
+NAMED = " ".join(f"ops.{choice}" for choice in NATIVE.split())
+SMALL_MODEL = "model.layers=4 model.hidden=256 model.heads=4 data.workers=2 batch.micro_size=32 batch.global_size=64"
+SHORT_DAY = "batch.global_size=512 data.workers=4 log.seconds=0"
+QUICK = (
+    "model.layers=2 model.hidden=32 model.heads=2 batch.micro_size=2 batch.global_size=4 precision=fp32 data.workers=1"
+)
 
 
 @dataclass(frozen=True)
-class SuiteItem:
-    """A command that writes figures to `--json FILE`, or pytest, whose last lines are recorded."""
+class Suite:
+    """What all items share: the device, sizes, and the folder with the datasets."""
 
-    key: str
-    command: tuple[str, ...]
+    device: str
+    quick: bool
+    pack: Path
 
-    @property
-    def part(self) -> str:
-        return self.key.partition("/")[0]
+    def step_options(self, key: str, options: str) -> str:
+        """Options of bench_step.py for a step named like `steps/ours 128x256, profile`."""
+        shape = re.search(r"(\d+)x(\d+)", key)
+        assert shape, f"{key}: names no row length and rows"
+        seq_len, rows = shape.groups()
+        model, micro, count = ("tiny", "2", "1") if self.quick else ("large", rows, "4")
+        sizes = f"--model {model} --micro {micro} --accumulation 1 --seq-len {seq_len} --steps {count}"
+        dropout = "" if "--dropout" in options else " --dropout 0.1"
+        if self.device == "cpu":
+            options = options.replace("=varlen", "=sdpa")
+        return f"{sizes} --data {self.pack}/data/seq{seq_len} {options}{dropout}"
+
+    def command(self, keys: Sequence[str], options: Sequence[str], target: Path) -> list[str]:
+        """The command of an item, or of several steps in one process."""
+        part, _, name = keys[0].partition("/")
+        if part == "steps":
+            pairs = [text for pair in zip(keys, options, strict=True) for text in (pair[0], self.step_options(*pair))]
+            return ["benchmarks/gpu/steps.py", str(target), *pairs]
+        if part == "tests":
+            chosen = ["-n", "2"] if self.device == "cpu" else ["-n", "6", "-m", "gpu"]
+            return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "tests/ops"]
+        result = ["--json", str(target)]
+        if part == "kernels":
+            small = ["--small"] if self.quick else []
+            return ["benchmarks/bench_ops.py", "--device", self.device, "--only", name, *small, *result]
+        if part == "training":
+            config, more, steps = ("large_24h", SHORT_DAY, "16") if name == "large_24h" else ("tiny", SMALL_MODEL, "60")
+            sizes = f"{more} {QUICK}" if self.quick else more
+            data = ["--data", f"{self.pack}/data/seq128", "--steps", "8" if self.quick else steps]
+            return ["benchmarks/gpu/training.py", "--config", config, *data, *result, *f"{sizes} {NAMED}".split()]
+        return ["benchmarks/gpu/probe.py", part, *result]
 
 
-def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
-    """All items: torch's step first, before our code or a graph can change the state of the device, then kernels."""
-    size, steps = ["--small"] if small else [], []
-    kernels = [
-        SuiteItem(f"kernels/{name}", ("benchmarks/bench_ops.py", "--device", device, "--only", name, *size))
-        for name in KERNELS
-    ]
-    for name, (seq_len, rows, options) in STEPS.items():
-        shape = ["--model", "tiny" if small else "large", "--micro", str(2 if small else rows), "--accumulation", "1"]
-        shape += ["--seq-len", str(seq_len), "--data", str(folder / f"data/seq{seq_len}")]
-        shape += ["--steps", "1" if small else "4"]
-        chosen = options if "--dropout" in options else f"{options} --dropout 0.1"
-        if device == "cpu":
-            chosen = chosen.replace("=varlen", "=sdpa")
-        steps.append(SuiteItem(f"steps/{name}", ("benchmarks/bench_step.py", *shape, *chosen.split())))
-    chosen_tests = ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"]
-    baseline = [item for item in steps if item.key.startswith("steps/torch ")]
-    rest = [item for item in steps if item not in baseline]
-    return [
-        *baseline,
-        *kernels,
-        *rest,
-        SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests)),
-    ]
+def figure(key: str, value: dict[str, Any]) -> str:
+    """The figures of an item in one line."""
+    part = key.partition("/")[0]
+    if part == "tests":
+        return str(value["output"].strip().splitlines()[-1])
+    if part == "steps":
+        (ours,) = value["results"].values()
+        of = ours["mfu_datasheet_real"] or ours["mfu_real"]
+        seconds, rows = ours["step_seconds"]["p50"], ours["sequences_per_sec"]["p50"]
+        return (
+            f"{seconds * 1e3:,.1f} ms, {rows:,.0f} sequences/s, {ours['real_tokens_per_sec']['p50']:,.0f} real tokens/s, "
+            f"MFU {of:.1%}, {ours['memory_peak_gib']:.1f} GiB"
+        )
+    if part == "kernels":
+        best = [f"{c['what']} {c['ratio']:.2f}" for result in value["results"] for c in result["comparisons"]]
+        rates = [f"{r['size']} {max(r['tflops'].values()):.4g} TFLOP/s" for r in value["results"] if r["tflops"]]
+        return "; ".join(best or rates)
+    return ", ".join(f"{name} {found}" for name, found in value.items())
 
 
 class Telemetry:
@@ -104,7 +161,9 @@ class Telemetry:
         self.process: subprocess.Popen[bytes] | None = None
         if shutil.which("nvidia-smi"):
             with self.file.open("w") as file:
-                self.process = subprocess.Popen([*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL)
+                self.process = subprocess.Popen(
+                    [*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+                )
 
     def stop(self) -> dict[str, list[float]]:
         """Minimum, median and maximum of each field; {} without nvidia-smi."""
@@ -120,52 +179,99 @@ class Telemetry:
         return {field: [min(v), statistics.median(v), max(v)] for field, v in samples.items() if v}
 
 
-def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, Any]:
-    """The result of an item: `state` done or failed, and its figures or the reason."""
+def run_items(
+    keys: list[str], command: Callable[[Path], list[str]], env: dict[str, str], limit: float, end: float = math.inf
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results of a process of one item or of several steps, as they come: `state` done or failed, and figures or the reason.
+
+    `limit`: seconds for each; `end`: of the monotonic clock. After a failure the rest of `keys` has no result.
+    """
     with tempfile.TemporaryDirectory(prefix="gpu_suite_") as name:
-        folder, start = Path(name), time.monotonic()
-        target, log, pytest = folder / "result.json", folder / "log", item.part == "tests"
-        command = [sys.executable, *item.command, *([] if pytest else ["--json", str(target)])]
+        folder = Path(name)
+        target, log = folder / "result.json", folder / "log"
         # a separate cache of compiled code: incomplete files of an ended item would break this one
         env = env | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-        telemetry = Telemetry(folder)
         with log.open("wb") as file:
-            child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
+            child = subprocess.Popen(
+                [sys.executable, *command(target)], cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True,
+                preexec_fn=end_with_parent,
+            )  # fmt: skip
         try:
-            code = child.wait(seconds)
-            reason = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        except subprocess.TimeoutExpired:
-            reason = f"no end after {seconds:.0f} s"
+            for number, key in enumerate(keys):
+                start, telemetry = time.monotonic(), Telemetry(folder)
+                reason, value = wait(
+                    child, target, number if len(keys) > 1 or key.startswith("steps/") else -1, min(limit, end - start)
+                )
+                result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
+                if reason:
+                    output = log.read_text(errors="replace")[-3000:]
+                    yield key, {"state": "failed", "reason": reason, "output": output, **result}
+                    return
+                value = value or {"output": log.read_text(errors="replace")[-3000:]}
+                yield key, {"state": "done", "value": value, **result}
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        output = log.read_text(errors="replace")[-3000:]
-        result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
-        if reason:
-            return {"state": "failed", "reason": reason, "output": output, **result}
-        value = {"output": output} if pytest else json.loads(target.read_text())
-        value.pop("about", None)
-        return {"state": "done", "value": value, **result}
+
+
+def wait(child: subprocess.Popen[bytes], target: Path, line: int, seconds: float) -> tuple[str, dict[str, Any]]:
+    """Wait for the end of the process, or for a line of its results (from 0; -1: none). Returns why it failed, or "", and its result."""
+    end = time.monotonic() + seconds
+    while True:
+        code = child.poll()
+        lines = target.read_text().splitlines() if line >= 0 and target.is_file() else []
+        if len(lines) > line >= 0:
+            value: dict[str, Any] = json.loads(lines[line])["value"]
+            return "", value
+        if code is not None:
+            if code or line >= 0:
+                return f"exit code {code}" if code >= 0 else signal.Signals(-code).name, {}
+            value = json.loads(target.read_text()) if target.is_file() else {}
+            value.pop("about", None)
+            return "", value
+        if time.monotonic() > end:
+            return f"no end after {seconds:.0f} s", {}
+        time.sleep(LOOK)
+
+
+def results(
+    suite: Suite, chosen: dict[str, str], env: dict[str, str], end: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results of the chosen items in order. Steps that follow one another share a process; after one fails, the rest get another."""
+    for part, group in groupby(chosen, lambda key: key.partition("/")[0]):
+        waiting = list(group)
+        while waiting:
+            keys = waiting if part == "steps" else waiting[:1]
+            if end - time.monotonic() < LEAST:
+                yield waiting.pop(0), {"state": "skipped"}
+                continue
+            command = partial(suite.command, tuple(keys), [chosen[key] for key in keys])
+            for key, result in run_items(list(keys), command, env, LIMITS[part] * PATIENCE[suite.device], end):
+                waiting.remove(key)
+                yield key, result
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("calls", nargs="*", choices=[*CALLS, []], metavar="CALL", help="first, second; default: both")
     add("--make-pack", nargs="+", metavar="TEXT", help="write the pack with datasets of these inputs (10 MB), and exit")
     add("--vocab-size", type=int, default=30_000, help="vocabulary of the pack's datasets")
     add("--library", type=Path, metavar="FILE", help="library for the pack, already built from this tree")
     add("--no-wheels", action="store_true", help="pack without wheels, for a machine with the project's environment")
     add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--small", action="store_true", help="tiny sizes: a test without meaningful figures")
-    add("--minutes", type=float, default=9.5, help="time limit of all items together")
-    add("--only", nargs="+", default=["kernels", "steps", "tests"], metavar="PART",
-        help="kernels, steps, tests, or keys of items")  # fmt: skip
+    add("--quick", action="store_true", help="tiny sizes: a test without meaningful figures")
+    add(
+        "--minutes", type=float, default=0, help=f"of this command, {KEPT_IN_HAND} s of them in hand; 0: 5 and 8 a call"
+    )
+    add("--only", nargs="+", metavar="PART", help="machine, ranks, tests, training, steps, kernels, or keys of items")
     name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
     hardware.add_json(parser, "result, written after each item", default=ROOT / name)
     args = parser.parse_args(argv)
-    args.pack = args.pack.resolve()
+    args.pack, args.calls = args.pack.resolve(), args.calls or list(CALLS)
+    args.minutes = args.minutes or sum(MINUTES[call] for call in args.calls)
     if not args.make_pack:
         record = pack.read(args.pack)
         if not record:
@@ -177,33 +283,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    end, results = time.monotonic() + 60 * args.minutes, dict[str, dict[str, Any]]()
+    end, found = time.monotonic() + 60 * args.minutes - KEPT_IN_HAND, dict[str, dict[str, Any]]()
     try:
         if args.make_pack:
             record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
-            print(f"{args.pack}: {len(record['wheels'])} wheels")
+            size = pack.transfer_size(args.pack) / 2**20
+            print(f"{args.pack}: {len(record['wheels'])} wheels; with the tree {size:.1f} MiB")
             return 0
         with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
             setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
-            pack.place_library(args.pack, args.device)
-            print(setup["wheels"], flush=True)
             env = hardware.clone_environment()
             env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
             if args.device == "cpu":
                 env["CUDA_VISIBLE_DEVICES"] = ""
-            for item in items(args.device, args.small, args.pack):
-                if not {item.part, item.key} & set(args.only):
-                    continue
-                left = end - time.monotonic()
-                enough = left > LEAST
-                results[item.key] = run_item(item, env, min(LIMIT, left)) if enough else {"state": "skipped"}
-                print(f"{item.key:<40} {results[item.key]['state']} {results[item.key].get('reason', '')}", flush=True)
-                report = {"benchmark": "gpu", "device": args.device, "small": args.small, **setup, "results": results}
+            setup["library"] = pack.place_library(args.pack, args.device)
+            for line in setup.values():
+                print(line, flush=True)
+            listed = {key: options for call in args.calls for key, options in CALLS[call].items()}
+            only = set(args.only or listed)
+            chosen = {key: options for key, options in listed.items() if {key, key.partition("/")[0]} & only}
+            for key, result in results(Suite(args.device, args.quick, args.pack), chosen, env, end):
+                found[key] = result
+                line = figure(key, result["value"]) if "value" in result else result.get("reason", "")
+                print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
+                report = {"benchmark": "gpu", "device": args.device, "quick": args.quick, **setup, "results": found}
                 hardware.write_json(args.json, report)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    failed = [key for key, result in results.items() if result["state"] == "failed"]
+    failed = [key for key, result in found.items() if result["state"] == "failed"]
     if failed:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,7 +1,7 @@
-"""Folder with the files that a bare GPU machine (torch and numpy, no network) lacks: wheels, native library, two datasets.
+"""Folder with what the GPU machine (`machine.txt`) lacks: wheels, native library, two datasets.
 
-The machine needs this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11
-on). The revision is included for a copy of the tree without git.
+Wheels are those of pyproject.toml's dependencies that the machine's packages do not meet, for its Python. The library is compiled
+here by nvcc (stable ABI: one for all torch versions from 2.11 on). The revision is included for a copy of the tree without git.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.common import hardware
 
@@ -27,9 +32,13 @@ FOLDER = ROOT / "build" / "gpu_pack"
 RECORD = "pack.json"
 LIBRARY, TREES_LIBRARY = "native/_native.abi3.so", ROOT / "megabert" / "_native.abi3.so"
 NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h", "csrc/**/*.inl", "setup.py")
-PACKAGES = ("deepspeed", "pydantic", "safetensors", "sentencepiece", "tqdm", "webdataset", "zstandard", "pytest")
-# packages of the machine
-THERE = {"torch", "numpy", "triton", "setuptools", "pip"}
+# packages of the machine, its Python, and the glibc tags of wheels that run there
+MACHINE, PYTHON = Path(__file__).with_name("machine.txt"), "3.12"
+PLATFORMS = [f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "2010", "1")]
+# tests' packages beside the dependencies
+TEST_TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
+# most bytes of tree and pack together, in one transfer
+LIMIT = 64 << 20
 # symbol versions that torch's wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
 # load a library and run an operation, gelu(2), since a library may load without code for the device
@@ -71,20 +80,59 @@ def newer_symbols(library: Path) -> list[str]:
     return [f"{n}@{kind}_{v}" for kind, v, n in needed if tuple(map(int, v.split("."))) > NEWEST[kind]]
 
 
-def requirements(packages: Sequence[str]) -> list[str]:
-    """NAME==VERSION of packages and their dependencies, as installed here, without those of the machine."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
+# -- packages --------------------------------------------------------------------------------------------------------
 
-    waiting, versions = list(packages), dict[str, str]()
+
+def of_the_machine() -> dict[str, str]:
+    """Versions of the machine's packages by name; "" if not known."""
+    lines = [line.partition("==") for line in MACHINE.read_text().split("\n") if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, _, version in lines}
+
+
+def dependencies() -> list[Requirement]:
+    """pyproject.toml's dependencies, and what the tests need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in (*project["dependencies"], *TEST_TOOLS)]
+
+
+def requirements(there: dict[str, str], roots: Iterable[Requirement]) -> list[Requirement]:
+    """The requirements `roots` and, of packages that are not `there` or do not fit, the requirements of the version here."""
+    environment = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": ""}
+    found, waiting = dict[str, Requirement](), list(roots)
     while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in versions or name in THERE:
+        need = waiting.pop()
+        if str(need) in found:
             continue
-        versions[name] = importlib.metadata.version(name)
-        needs = (Requirement(line) for line in importlib.metadata.requires(name) or ())
-        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
-    return [f"{name}=={version}" for name, version in sorted(versions.items())]
+        found[str(need)] = need
+        if not meets(there, need):
+            needs = map(Requirement, importlib.metadata.requires(need.name) or ())
+            waiting += [n for n in needs if n.marker is None or n.marker.evaluate(environment)]
+    return list(found.values())
+
+
+def meets(versions: dict[str, str], need: Requirement) -> bool:
+    """Whether a package is among `versions` and fits; one of unknown version fits."""
+    version = versions.get(canonicalize_name(need.name))
+    return version is not None and (not version or need.specifier.contains(version, prereleases=True))
+
+
+def fetch(need: Requirement, folder: Path) -> None:
+    """The wheel of the version here, for the machine. Raises ValueError if there is none."""
+    version = f"{need.name}=={importlib.metadata.version(need.name)}"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    tags = [f"--platform={platform}" for platform in PLATFORMS]
+    only = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", *tags, "--no-deps"]
+    try:
+        run([*pip, "download", "--quiet", *only, "-d", str(folder), version])
+    except ValueError:  # released as source only
+        built = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), version]
+        run(built, DS_BUILD_OPS="0")
+    (wheel,) = folder.glob(f"{need.name.replace('-', '_')}-*.whl")
+    if not re.search(rf"-(py3|py2\.py3|cp{PYTHON.replace('.', '')}|cp3\d*-abi3)-", wheel.name):
+        raise ValueError(f"{wheel.name}: is not for Python {PYTHON}")
+
+
+# -- here ------------------------------------------------------------------------------------------------------------
 
 
 def make(
@@ -103,16 +151,42 @@ def make(
             f"{library or TREES_LIBRARY} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}"
         )
     shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
-    build = [sys.executable, "-m", "data_prep", "build", "--output", str(folder / "data"), "--quiet", "--held-out", "0"]
+    build = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "build",
+        "--output",
+        str(folder / "data"),
+        "--quiet",
+        "--held-out",
+        "0.02",
+    ]
     run([*build, "--nsp", "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])
-    needed = requirements(PACKAGES) if wheels else []
-    if needed:
-        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-        run([*pip, "-w", str(folder / "wheels"), *needed], DS_BUILD_OPS="0")
-    record = {"about": hardware.about(), "python": python_version()}
-    record |= {"native_sources": native_digest(), "wheels": needed}
+    there, carried, needs = of_the_machine(), set[str](), list[Requirement]()
+    if wheels:
+        needs = requirements(there, dependencies())
+        for need in needs:
+            if not meets(there, need) and need.name not in carried:
+                fetch(need, folder / "wheels")
+                carried.add(need.name)
+    record = {"about": hardware.about(), "python": PYTHON if wheels else python_version()}
+    record |= {"native_sources": native_digest(), "wheels": sorted(carried), "needs": sorted(map(str, needs))}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    if (size := transfer_size(folder)) > LIMIT:
+        raise ValueError(
+            f"{folder}: with the tree {size / 2**20:.1f} MiB, a transfer takes {LIMIT >> 20}; give less text"
+        )
     return record
+
+
+def transfer_size(folder: Path) -> int:
+    """Bytes of the tree's committed files and of the pack."""
+    tree = [ROOT / name for name in run(["git", "ls-files", "-z"]).split("\0") if name]
+    return sum(path.stat().st_size for path in (*tree, *folder.rglob("*")) if path.is_file())
+
+
+# -- there -----------------------------------------------------------------------------------------------------------
 
 
 def python_version() -> str:
@@ -126,24 +200,49 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def unpack_wheels(folder: Path, site: Path) -> str:
-    """Unpack the wheels into `site`, for PYTHONPATH; returns a line about it.
+    """Unpack the wheels into `site`, for PYTHONPATH; returns a line about it. Raises ValueError naming what the machine lacks then.
 
     This equals an installation except for scripts, which are not used here (PEP 427).
     """
-    wheels = sorted((folder / "wheels").glob("*.whl"))
-    if wheels and (meant := read(folder)["python"]) != python_version():
-        return f"wheels not used: they are of Python {meant}, this is {python_version()}"
+    record, wheels = read(folder), sorted((folder / "wheels").glob("*.whl"))
+    if record["python"] != python_version():
+        raise ValueError(f"{folder}: is for Python {record['python']}, this is {python_version()}")
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
-    return f"{len(wheels)} wheels unpacked"
+    places = importlib.metadata.distributions(path=[str(site), *sys.path])
+    versions: dict[str, str] = {}
+    for found in places:
+        versions.setdefault(canonicalize_name(found.metadata["Name"]), found.version)
+    needs = map(Requirement, record["needs"])
+    lacking = [
+        f"{need} ({versions.get(canonicalize_name(need.name), 'missing')})"
+        for need in needs
+        if not meets(versions, need)
+    ]
+    if lacking:
+        raise ValueError(f"this machine and {folder} lack {', '.join(lacking)}")
+    return f"{len(wheels)} wheels unpacked, {len(record['needs'])} requirements met"
 
 
-def place_library(folder: Path, device: str) -> None:
-    """Copy the pack's library into the tree. Raises ValueError if it is from other sources or does not run on the device."""
+def place_library(folder: Path, device: str) -> str:
+    """Copy the pack's library into the tree, or build one there if it does not run on the device; returns a line about it. Raises
+    ValueError if it is from other sources, or if none runs."""
     if read(folder)["native_sources"] != native_digest():
         raise ValueError(f"{folder}: its library was built from other native sources than this tree's; make it again")
-    run([sys.executable, "-c", PROBE, str(folder / LIBRARY), device], timeout=90)
+    probe = [sys.executable, "-c", PROBE]
+    try:
+        run([*probe, str(folder / LIBRARY), device], timeout=90)
+    except ValueError as error:
+        if device == "cpu":
+            raise
+        began, reason = time.monotonic(), str(error).splitlines()[-1]
+        capability = run([sys.executable, "-c", "import torch; print(*torch.cuda.get_device_capability(), sep='.')"])
+        architecture = {"MEGABERT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability.strip()}
+        run([sys.executable, "setup.py", "build_ext", "--inplace"], timeout=150, **architecture)
+        run([*probe, str(TREES_LIBRARY), device], timeout=90)
+        return f"library built here in {time.monotonic() - began:.0f} s; the pack's: {reason}"
     part = TREES_LIBRARY.with_name(f"{TREES_LIBRARY.name}.part")
     shutil.copy2(folder / LIBRARY, part)
     os.replace(part, TREES_LIBRARY)
+    return "the pack's library runs"

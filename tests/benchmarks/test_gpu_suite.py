@@ -4,35 +4,87 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from packaging.requirements import Requirement
 
-from benchmarks import bench_ops, gpu_suite
+from benchmarks import bench_ops, bench_step, gpu_suite
 from benchmarks.common import hardware, measure
 from benchmarks.gpu import pack
 from megabert import ops
+from megabert.distributed.watchdog import is_alive
 from tests.conftest import ROOT
 
 ENV = hardware.clone_environment(OMP_NUM_THREADS="1")
 WRITE = "import json, sys; json.dump({'about': 1, 'ms': 2.5}, open(sys.argv[-1], 'w'))"
 
 
-def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
-    def run(code: str, seconds: float = 30) -> dict:
-        return gpu_suite.run_item(gpu_suite.SuiteItem("steps/one", ("-c", code)), ENV, seconds)
+def run(code: str, seconds: float = 30, keys: Sequence[str] = ("machine",)) -> list[tuple[str, dict[str, Any]]]:
+    """Results of a process that runs `code`."""
+    return list(gpu_suite.run_items(list(keys), lambda target: ["-c", code, str(target)], ENV, seconds))
 
-    done = run(WRITE)
+
+def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
+    ((_, done),) = run(WRITE)
     assert done["state"] == "done" and done["value"] == {"ms": 2.5}
-    crashed = run("import os; print('misaligned address', flush=True); os.abort()")
+    ((_, crashed),) = run("import os; print('misaligned address', flush=True); os.abort()")
     assert (crashed["state"], crashed["reason"]) == ("failed", "SIGABRT") and "misaligned" in crashed["output"]
-    hung = run("import time; time.sleep(600)", seconds=1)
+    ((_, hung),) = run("import time; time.sleep(600)", seconds=1)
     assert (hung["state"], hung["reason"]) == ("failed", "no end after 1 s") and hung["seconds"] < 20
+
+
+class Stand(gpu_suite.Suite):
+    """Steps whose process writes a line for each key, and ends at one that is named so; those started."""
+
+    started: ClassVar[list[tuple[str, ...]]] = []
+
+    def command(self, keys: Sequence[str], options: Sequence[str], target: Path) -> list[str]:
+        self.started.append(tuple(keys))
+        code = (
+            "import json, sys\n"
+            "for key in sys.argv[2:]:\n"
+            "    if 'broken' in key: sys.exit('out of memory')\n"
+            "    print(json.dumps({'key': key, 'value': {'of': key}}), file=open(sys.argv[1], 'a'), flush=True)"
+        )
+        return ["-c", code, str(target), *keys]
+
+
+def test_steps_share_a_process_until_one_fails() -> None:
+    keys = ["steps/one 128x2", "steps/broken 128x2", "steps/three 128x2", "steps/four 128x2"]
+    stand = Stand("cpu", True, Path("pack"))
+    found = dict(gpu_suite.results(stand, dict.fromkeys(keys, ""), ENV, time.monotonic() + 60))
+    assert Stand.started == [tuple(keys), tuple(keys[2:])]
+    assert [found[key]["state"] for key in keys] == ["done", "failed", "done", "done"]
+    assert found[keys[3]]["value"] == {"of": keys[3]} and "out of memory" in found[keys[1]]["output"]
+    late = dict(gpu_suite.results(stand, dict.fromkeys(keys, ""), ENV, time.monotonic()))
+    assert {result["state"] for result in late.values()} == {"skipped"}
+
+
+def test_items_end_with_the_suite(tmp_path: Path) -> None:
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
+    code = (
+        "import os; from benchmarks import gpu_suite\n"
+        f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
+    )
+    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENV)
+    file, end = tmp_path / "pid", time.monotonic() + 30
+    while not (file.is_file() and file.read_text().endswith(".")) and time.monotonic() < end:
+        time.sleep(0.05)
+    pid = int(file.read_text()[:-1])
+    suite.kill()
+    suite.wait()
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_alive(pid)
 
 
 class Restarted(Exception):
@@ -66,10 +118,17 @@ def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch:
     assert report["left_out"][0][1:] == ["ours", "RuntimeError: operation not permitted when stream is capturing"]
 
 
-def test_torchs_step_comes_before_everything_else() -> None:
-    keys = [item.key for item in gpu_suite.items("cuda", small=False, folder=Path("pack"))]
-    assert keys[:3] == ["steps/torch 128x128", "steps/torch 512x64", "kernels/products"]
-    assert len(keys) == len(set(keys)) == len(gpu_suite.STEPS) + len(gpu_suite.KERNELS) + 1
+def test_right_comes_before_fast() -> None:
+    """Whether kernels are right, whether it trains, then a profile and the baseline; each key of one call."""
+    first, second = (list(items) for items in gpu_suite.CALLS.values())
+    assert first[2:5] == ["tests", "training/small", "steps/ours 128x128, profile"] and "steps/torch 128x128" in first
+    assert not set(first) & set(second)
+    assert {key.partition("/")[0] for key in first + second} == set(gpu_suite.LIMITS)
+    suite = gpu_suite.Suite("cuda", False, Path("pack"))
+    for key, options in (gpu_suite.CALLS["first"] | gpu_suite.CALLS["second"]).items():
+        if key.startswith("steps/"):
+            bench_step.parser().parse_args(suite.step_options(key, options).split())
+    assert "--seq-len 512" in suite.step_options("steps/flash, our layer 512x64", "")
 
 
 @pytest.mark.slow
@@ -78,30 +137,26 @@ def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
     """By a pack without wheels, for this environment."""
     (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
     pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY, wheels=False)
-    command = [
-        sys.executable,
-        "benchmarks/gpu_suite.py",
-        "--device",
-        "cpu",
-        "--small",
-        "--pack",
-        str(tmp_path / "pack"),
-    ]
-    chosen = ["kernels/products", "kernels/attention", "steps/ours 128x128, profile", "tests"]
-    command += ["--json", str(tmp_path / "gpu.json"), "--only", *chosen]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--device", "cpu", "--quick"]
+    command += ["--pack", str(tmp_path / "pack"), "--json", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())["results"]
-    assert {key: result["state"] for key, result in results.items()} == dict.fromkeys(chosen, "done")
+    keys = [key for items in gpu_suite.CALLS.values() for key in items]
+    assert {key: result["state"] for key, result in results.items()} == dict.fromkeys(keys, "done")
+    lines = {line[:32].strip(): line[48:] for line in done.stdout.splitlines()[2:]}
+    assert set(lines) == set(keys) and all(re.search(r"\d", line) for line in lines.values())
     products = results["kernels/products"]["value"]["results"]
     assert len(products) == 6 and all(rate > 0 for linear in products for rate in linear["tflops"].values())
-    assert results["steps/ours 128x128, profile"]["value"]["results"][0]["kernels"][0]["ms"] > 0
+    assert results["steps/ours 128x128, profile"]["value"]["kernels"][0]["ms"] > 0
+    small = results["training/small"]["value"]
+    assert (small["steps"], small["resumed_at"]) == (8, 4) and small["perf/tokens_per_sec"] > 0
 
 
-def write_pack(folder: Path, **record: str) -> Path:
+def write_pack(folder: Path, **record: Any) -> Path:
     (folder / pack.LIBRARY).parent.mkdir(parents=True)
     (folder / pack.LIBRARY).write_bytes(b"the pack's")
-    found = {"python": pack.python_version(), "native_sources": pack.native_digest()} | record
+    found = {"python": pack.python_version(), "native_sources": pack.native_digest(), "needs": []} | record
     (folder / pack.RECORD).write_text(json.dumps(found))
     return folder
 
@@ -123,18 +178,41 @@ def test_the_library_loads_on_glibc_2_28(tmp_path: Path, monkeypatch: pytest.Mon
         pack.make(tmp_path / "pack", ["pydoc"], 2000, ops.LIBRARY)
 
 
-def test_wheels_are_those_that_the_machine_lacks(tmp_path: Path) -> None:
-    names = {line.partition("==")[0] for line in pack.requirements(["deepspeed", "safetensors"])}
-    assert {"deepspeed", "safetensors", "hjson", "pydantic-core"} <= names
-    assert not {"torch", "numpy"} & names and not any(name.startswith("nvidia") for name in names)
-    folder = write_pack(tmp_path / "pack")
+def test_wheels_are_those_that_the_machine_lacks() -> None:
+    there = {"torch": "2.11.0", "numpy": "", "sentencepiece": "0.2.2", "safetensors": "0.8.0"}
+    roots = [Requirement(line) for line in ("torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2.3", "pydantic>=2.7")]
+    needs = pack.requirements(there, roots)
+    lacking = {need.name for need in needs if not pack.meets(there, need)}
+    assert {"sentencepiece", "pydantic", "pydantic_core", "annotated-types"} <= {
+        n.replace("c-c", "c_c") for n in lacking
+    }
+    assert not lacking & {"torch", "numpy", "safetensors"}
+    assert {need.name for need in pack.dependencies()} >= {"torch", "deepspeed", "webdataset", "pytest"}
+
+
+def test_what_pack_and_machine_lack_together_is_named(tmp_path: Path) -> None:
+    folder = write_pack(tmp_path / "pack", needs=["alpha>=1.0", "numpy>=1.26"])
     (folder / "wheels").mkdir()
-    with zipfile.ZipFile(folder / "wheels/alpha-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("alpha.py", "name = 'alpha'\n")
-    assert pack.unpack_wheels(folder, tmp_path / "site") == "1 wheels unpacked"
+
+    def put(version: str) -> None:
+        for old in (folder / "wheels").iterdir():
+            old.unlink()
+        with zipfile.ZipFile(folder / f"wheels/alpha-{version}-py3-none-any.whl", "w") as archive:
+            archive.writestr("alpha.py", "name = 'alpha'\n")
+            archive.writestr(f"alpha-{version}.dist-info/METADATA", f"Name: alpha\nVersion: {version}\n")
+
+    put("1.0")
+    assert pack.unpack_wheels(folder, tmp_path / "site") == "1 wheels unpacked, 2 requirements met"
     assert (tmp_path / "site/alpha.py").read_text() == "name = 'alpha'\n"
-    (folder / pack.RECORD).write_text(json.dumps({"python": "3.9"}))
-    assert pack.unpack_wheels(folder, tmp_path / "other").startswith("wheels not used: they are of Python 3.9")
+    put("0.9")
+    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(0\.9\)$"):
+        pack.unpack_wheels(folder, tmp_path / "old")
+    (folder / "wheels/alpha-0.9-py3-none-any.whl").unlink()
+    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(missing\)$"):
+        pack.unpack_wheels(folder, tmp_path / "none")
+    (folder / pack.RECORD).write_text(json.dumps({"python": "3.9", "needs": []}))
+    with pytest.raises(ValueError, match=r"is for Python 3\.9, this is "):
+        pack.unpack_wheels(folder, tmp_path / "other")
 
 
 def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -> None:

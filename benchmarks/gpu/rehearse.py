@@ -1,0 +1,106 @@
+"""The whole GPU suite on the CPU in a copy of the GPU machine: its Python, its torch, its packages, no network.
+
+    python benchmarks/gpu/rehearse.py [--python python3.12] [--torch 2.13.0] [--each-wheel]
+
+Makes the environment `build/gpu_machine` by `machine.txt`, copies the committed tree and the pack into an empty folder, and runs
+`gpu_suite.py --device cpu --quick` there in a network namespace of its own. `--each-wheel`: instead, leaves out one wheel after
+another; the suite has to name each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a clone need not be installed
+
+from benchmarks.common import hardware
+from benchmarks.gpu import pack
+
+ROOT = hardware.ROOT
+# a shell with only the loopback interface, as root or as any user
+OFFLINE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+def environment(python: str, torch: str) -> Path:
+    """The Python of `build/gpu_machine`, made if there is none or `machine.txt` has changed; with another torch than the machine's
+    if one is named."""
+    listed = pack.MACHINE.read_text()
+    if torch:
+        listed = re.sub("^torch==.*$", f"torch=={torch}", listed, flags=re.M)
+        listed = re.sub("^triton==.*$", "triton", listed, flags=re.M)
+    folder = ROOT / "build" / "-".join(filter(None, ("gpu_machine", torch)))
+    record = folder / "finished.txt"
+    if not record.is_file() or record.read_text() != listed:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+        (folder / "packages.txt").write_text(listed)
+        pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "-r", str(folder / "packages.txt")], check=True)
+        (folder / "packages.txt").rename(record)
+    return folder / "bin/python"
+
+
+def copy_tree(folder: Path) -> Path:
+    """The committed files and the pack, as a transfer to the machine takes them."""
+    names = [name for name in pack.run(["git", "ls-files", "-z"]).split("\0") if (ROOT / name).is_file()]
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    shutil.copytree(pack.FOLDER, folder / pack.FOLDER.relative_to(ROOT))
+    return folder
+
+
+def suite(python: Path, tree: Path, *options: str) -> subprocess.Popen[str]:
+    command = [str(python), "benchmarks/gpu_suite.py", "--device", "cpu", "--quick", "--minutes", "60"]
+    command += ["--json", "gpu.json", *options]
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(tree), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*OFFLINE, *command], cwd=tree, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def without_each(python: Path, tree: Path) -> int:
+    """Number of wheels whose absence the suite does not name."""
+    missed = 0
+    for wheel in sorted((tree / pack.FOLDER.relative_to(ROOT) / "wheels").glob("*.whl")):
+        aside = tree / wheel.name
+        wheel.rename(aside)
+        child = suite(python, tree, "--only", "none")
+        output = child.communicate()[0].strip().splitlines()[-1]
+        aside.rename(wheel)
+        name = wheel.name.split("-")[0].replace("_", "-")
+        named = child.returncode == 2 and name in output.replace("_", "-")
+        missed += not named
+        print(f"without {name}: exit {child.returncode}, {output if named else f'NOT NAMED: {output}'}", flush=True)
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=f"python{pack.PYTHON}")
+    parser.add_argument("--torch", default="", metavar="VERSION", help="another one than the machine's")
+    parser.add_argument("--each-wheel", action="store_true")
+    args = parser.parse_args()
+    if not pack.read(pack.FOLDER):
+        parser.error(f"{pack.FOLDER}: no finished pack; gpu_suite.py --make-pack makes one")
+    python = environment(args.python, args.torch)
+    with tempfile.TemporaryDirectory(prefix="gpu_machine_") as folder:
+        tree = copy_tree(Path(folder))
+        if args.each_wheel:
+            return int(without_each(python, tree) > 0)
+        child = suite(python, tree)
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+        return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
