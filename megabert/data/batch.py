@@ -8,7 +8,7 @@ Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -114,6 +114,22 @@ class Update:
     problem: str = ""
     problem_code: int = errors.OK
     objective: str = "masked"
+    # the buffers, int32 and int64, that the batches are views of, and their layout; None if there are none
+    buffers: tuple[BatchLayout, torch.Tensor, torch.Tensor] | None = None
+
+    def on(self, device: torch.device | str) -> list[Batch]:
+        """The micro-batches on `device`, as `Batch.to`: a copy of each buffer and one of all lengths, not one a tensor."""
+        if self.buffers is None or torch.device(device).type == "cpu":
+            return [batch.to(device) for batch in self.batches]
+        layout, *buffers = self.buffers
+        parts = [compact_lengths(batch.lengths, layout.seq_len) for batch in self.batches]
+        lengths = torch.cat(parts)
+        host = [*buffers, lengths.pin_memory() if buffers[0].is_pinned() else lengths]
+        narrow, wide, lengths = (buffer.to(device, non_blocking=True) for buffer in host)
+        tensors = layout.tensors(layout.views(narrow, wide), len(self.batches[0].input_ids))
+        compact = lengths.split([len(part) for part in parts])
+        parts_of = zip(self.batches, tensors, compact, strict=True)
+        return [replace(batch, **fields | {"lengths": own}) for batch, fields, own in parts_of]
 
     @property
     def row_ids(self) -> np.ndarray:
@@ -183,11 +199,19 @@ class BatchLayout:
     def micro_batches(self, narrow: torch.Tensor, wide: torch.Tensor, size: int) -> list[Batch]:
         """Micro-batches of `size` rows over two filled buffers, without a copy."""
         views = self.views(narrow, wide)
-        tensors = zip(*(views[name].unflatten(0, (-1, size)).unbind() for name in TENSORS), strict=True)
         counts = views["counts"].numpy().reshape(-1, size, len(COUNTS)).sum(1).tolist()
         row_ids, epochs = (views[name].numpy().reshape(-1, size) for name in ("row_ids", "epochs"))
-        parts = zip(tensors, counts, row_ids, epochs, strict=True)
-        return [Batch(*part) for part in ((*t, *c, ids, e, self.causal) for t, c, ids, e in parts)]
+        parts = zip(self.tensors(views, size), counts, row_ids, epochs, strict=True)
+        return [
+            Batch(**t, **dict(zip(COUNTS, c, strict=True)), row_ids=r, epochs=e, causal=self.causal)
+            for t, c, r, e in parts
+        ]
+
+    @staticmethod
+    def tensors(views: Mapping[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of each micro-batch of `size` rows, by name."""
+        parts = zip(*(views[name].unflatten(0, (-1, size)).unbind() for name in TENSORS), strict=True)
+        return (dict(zip(TENSORS, part, strict=True)) for part in parts)
 
 
 def collate(

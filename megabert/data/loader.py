@@ -317,9 +317,11 @@ class Loader:
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         source = self.source.of_update(self.step)
-        batches = source.layout(self.rows).micro_batches(narrow, wide, source.micro_batch)
+        layout = source.layout(self.rows)
+        batches = layout.micro_batches(narrow, wide, source.micro_batch)
         epoch = source.dataset.epoch(self._updates.first(self.step))
-        update = Update(self.step, epoch, batches, made.problem, made.code, source.masking.objective)
+        given = (made.problem, made.code, source.masking.objective)
+        update = Update(self.step, epoch, batches, *given, (layout, narrow, wide))
         self.step += 1
         return update
 

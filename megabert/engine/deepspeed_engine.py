@@ -129,11 +129,11 @@ class Engine:
         terms, vetoed = len(counts), False
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
         seeds = self._seeds(update.step)
-        for number, batch in enumerate(update.batches):
+        for number, batch in enumerate(update.on(self.world.device)):
             last = number == self.accumulation - 1
             seed = {} if seeds is None else {"seed": seeds[number]}
             with self.own_time:
-                output = self._deepspeed(**batch.to(self.world.device).inputs(), **seed)
+                output = self._deepspeed(**batch.inputs(), **seed)
                 sums += doubles(output).detach()
             if last:
                 means = self._sum_over_ranks(sums)[:terms] / totals.clamp(min=1)

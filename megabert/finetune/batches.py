@@ -69,6 +69,10 @@ class TaskUpdate:
     problem_code: int = 0
     objective: str = "task"
 
+    def on(self, device: torch.device | str) -> list[TaskBatch]:
+        """The micro-batches on `device`."""
+        return [batch.to(device) for batch in self.batches]
+
     @property
     def epochs(self) -> np.ndarray:
         """int64 [n]."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabert.optim.guarded import FlatSegment, GuardedOptimizer, blocks, to_device
+from megabert.optim.guarded import MOMENTS, FlatSegment, GuardedOptimizer, to_device
 
 # indices of units, and for each flat tensor their slices
 Slices = tuple[tuple[int, ...], list[list[Tensor]]]
@@ -29,46 +29,26 @@ class AdamByUnit(GuardedOptimizer):
         """Set the number of units if `attach`'s segments split parameters."""
         self._units = units
 
-    def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w, which overwrite the gradients.
+    def _adam(self, group: dict[str, Any], tensors: list[Tensor], targets: list[Tensor], lr: float) -> None:
+        """Subtract from flat `targets` lr times Adam's direction m^ / (sqrt(v^) + eps) of `tensors`, by torch's fused kernel: one
+        pass over gradients and moments, none if the guard skips the step."""
+        steps, (beta1, beta2) = [self.state[t]["step"] for t in tensors], group["betas"]
+        torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))
+        torch._fused_adamw_(
+            targets,
+            [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None],
+            *([self.state[t][kind].view(-1) for t in tensors] for kind in MOMENTS),
+            [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False,
+            grad_scale=self.grad_scale, found_inf=self.found_inf,
+        )  # fmt: skip
 
-        A skipped step runs with g = 0 and moments multiplied by 1; the caller multiplies its u by 0.
-        """
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        device = tensors[0].device
-        one = torch.ones((), dtype=torch.float64, device=device)
-        taken = 1 - self.found_inf.double()
-        skip = taken == 0
-        steps = [self.state[t]["step"] for t in tensors]
-        torch._foreach_add_(steps, [taken.float()] * len(steps))
-        step = steps[0].double()
-        divisor = one if self.grad_scale is None else self.grad_scale.double()
-        # Share of a gradient in the first moment.
-        share = ((1 - beta1) / divisor).float()
-        keep1, keep2 = (torch.where(skip, 1.0, beta * one).float() for beta in (beta1, beta2))
-        # Correction of the moments for their zero start; inf makes an update of 0.
-        correction1 = torch.where(skip, math.inf, 1 - beta1**step).float()
-        correction2 = torch.where(skip, 1.0, 1 - beta2**step).float()
+    def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w; of a skipped step the caller multiplies u by 0."""
         weights = [t.detach().view(-1) for t in tensors]
-        updates = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
-        first = [self.state[t]["exp_avg"].view(-1) for t in tensors]
-        second = [self.state[t]["exp_avg_sq"].view(-1) for t in tensors]
-        for w, u, m, v in blocks(weights, updates, first, second):
-            torch._foreach_mul_(u, share)  # (1 - beta1) g
-            for part in u:
-                part.masked_fill_(skip, 0.0)  # a factor of 0 would keep NaN
-            torch._foreach_mul_(m, keep1)
-            torch._foreach_add_(m, u)
-            torch._foreach_mul_(v, keep2)
-            torch._foreach_addcmul_(v, u, u, value=(1 - beta2) / (1 - beta1) ** 2)
-            denominators = torch._foreach_div(v, correction2)
-            torch._foreach_sqrt_(denominators)
-            torch._foreach_add_(denominators, group["eps"])
-            torch._foreach_copy_(u, m)
-            torch._foreach_div_(u, correction1)
-            torch._foreach_div_(u, denominators)
-            if decay:
-                torch._foreach_add_(u, w, alpha=decay)
+        updates = [torch.zeros_like(w) for w in weights]
+        self._adam(group, tensors, updates, -1.0)
+        if decay := group["weight_decay"]:
+            torch._foreach_add_(updates, weights, alpha=decay)
         return weights, updates
 
     def _sliced(self, tensors: list[Tensor], *flat: list[Tensor]) -> Slices:
@@ -112,10 +92,10 @@ class Lamb(AdamByUnit):
     """
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        weights, updates = self._updates(group, tensors)
         if not group["weight_decay"]:
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            self._adam(group, tensors, [t.detach().view(-1) for t in tensors], group["lr"])
             return
+        weights, updates = self._updates(group, tensors)
         slices = self._sliced(tensors, weights, updates)
         weight_norms, update_norms = self._sums(slices, weights[0].device).sqrt()
         valid = (weight_norms > 0) & (update_norms > 0)

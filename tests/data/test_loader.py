@@ -135,6 +135,31 @@ def test_the_next_update_is_read_while_this_one_is_made(tmp_path, monkeypatch):
         Ahead.asked.clear()
 
 
+def test_an_update_goes_to_a_device_in_three_copies(dataset, monkeypatch):
+    update = next(loader_of(dataset))
+    each = [batch.to("meta") for batch in update.batches]
+    copies, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *given, **more: (copies.append(self), to(self, *given, **more))[1]
+    )
+    moved = update.on("meta")
+    assert len(copies) == 3 and len(moved) == len(each) > 1
+    for one, other in zip(each, moved, strict=True):
+        for name in TENSORS:
+            a, b = getattr(one, name), getattr(other, name)
+            assert b.is_meta and (a.shape, a.dtype) == (b.shape, b.dtype), name
+        assert (one.predictions, one.tokens, one.row_ids.tolist()) == (
+            other.predictions,
+            other.tokens,
+            other.row_ids.tolist(),
+        )
+    copied = torch.cat(
+        [compact_lengths(batch.lengths, update.batches[0].input_ids.shape[1]) for batch in update.batches]
+    )
+    assert torch.equal(copies[2], copied) and copies[0].data_ptr() == update.batches[0].input_ids.data_ptr()
+    assert update.on("cpu")[0].input_ids is update.batches[0].input_ids
+
+
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,9 @@ class Update:
     step: int
     batches: list[Batch]
 
+    def on(self, device: torch.device) -> list[Batch]:
+        return [batch.to(device) for batch in self.batches]
+
 
 def config(**overrides: Any) -> Config:
     """2 layers of 32; keys with `__` for the dot. The word embedding (512 x 32) is above ZeRO-3's persistence limit."""

@@ -91,7 +91,7 @@ def test_micro_steps_that_the_host_binds_are_named() -> None:
 
 
 @pytest.mark.parametrize(("preset", "length", "gib"), [
-    ("base", 128, 16), ("base_modern", 128, 80), ("large_24h", 128, 24), ("large_modern", 128, 80),
+    ("base", 128, 16), ("base_modern", 128, 80), ("large_24h", 128, 40), ("large_modern", 128, 80),
     ("large_phase1", 128, 24), ("large_phase2", 512, 24),
 ])  # fmt: skip
 def test_presets_fill_gpus_and_fit(preset: str, length: int, gib: float) -> None:
