@@ -128,8 +128,11 @@ class Update:
         narrow, wide, lengths = (buffer.to(device, non_blocking=True) for buffer in host)
         tensors = layout.tensors(layout.views(narrow, wide), len(self.batches[0].input_ids))
         compact = lengths.split([len(part) for part in parts])
-        parts_of = zip(self.batches, tensors, compact, strict=True)
-        return [replace(batch, **fields | {"lengths": own}) for batch, fields, own in parts_of]
+        moved: list[Batch] = []
+        for batch, values, own in zip(self.batches, tensors, compact, strict=True):
+            fields: dict[str, Any] = dict(zip(TENSORS, values, strict=True)) | {"lengths": own}
+            moved.append(replace(batch, **fields))
+        return moved
 
     @property
     def row_ids(self) -> np.ndarray:
@@ -202,16 +205,12 @@ class BatchLayout:
         counts = views["counts"].numpy().reshape(-1, size, len(COUNTS)).sum(1).tolist()
         row_ids, epochs = (views[name].numpy().reshape(-1, size) for name in ("row_ids", "epochs"))
         parts = zip(self.tensors(views, size), counts, row_ids, epochs, strict=True)
-        return [
-            Batch(**t, **dict(zip(COUNTS, c, strict=True)), row_ids=r, epochs=e, causal=self.causal)
-            for t, c, r, e in parts
-        ]
+        return [Batch(*part) for part in ((*t, *c, ids, e, self.causal) for t, c, ids, e in parts)]
 
     @staticmethod
-    def tensors(views: Mapping[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of each micro-batch of `size` rows, by name."""
-        parts = zip(*(views[name].unflatten(0, (-1, size)).unbind() for name in TENSORS), strict=True)
-        return (dict(zip(TENSORS, part, strict=True)) for part in parts)
+    def tensors(views: Mapping[str, torch.Tensor], size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The tensors of each micro-batch of `size` rows, in the order of `TENSORS`."""
+        return zip(*(views[name].unflatten(0, (-1, size)).unbind() for name in TENSORS), strict=True)
 
 
 def collate(

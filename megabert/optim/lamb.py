@@ -33,13 +33,12 @@ class AdamByUnit(GuardedOptimizer):
         """Subtract from flat `targets` lr times Adam's direction m^ / (sqrt(v^) + eps) of `tensors`, by torch's fused kernel: one
         pass over gradients and moments, none if the guard skips the step."""
         steps, (beta1, beta2) = [self.state[t]["step"] for t in tensors], group["betas"]
+        gradients = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
+        first, second = ([self.state[t][kind].view(-1) for t in tensors] for kind in MOMENTS)
         torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))
         torch._fused_adamw_(
-            targets,
-            [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None],
-            *([self.state[t][kind].view(-1) for t in tensors] for kind in MOMENTS),
-            [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False,
-            grad_scale=self.grad_scale, found_inf=self.found_inf,
+            targets, gradients, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0,
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
         )  # fmt: skip
 
     def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
