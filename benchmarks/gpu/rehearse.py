@@ -46,14 +46,14 @@ def environment(python: str, torch: str) -> Path:
     return folder / "bin/python"
 
 
-def copy_tree(folder: Path) -> Path:
-    """The committed files and the pack, as a transfer to the machine takes them."""
+def copy_tree(folder: Path, packed: Path) -> Path:
+    """The committed files and the pack `packed`, as a transfer to the machine takes them."""
     names = [name for name in pack.run(["git", "ls-files", "-z"]).split("\0") if (ROOT / name).is_file()]
     for name in names:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
-    shutil.copytree(pack.FOLDER, folder / pack.FOLDER.relative_to(ROOT))
+    shutil.copytree(packed, folder / pack.FOLDER.relative_to(ROOT))
     return folder
 
 
@@ -87,12 +87,13 @@ def main() -> int:
     parser.add_argument("--python", default=f"python{pack.PYTHON}")
     parser.add_argument("--torch", default="", metavar="VERSION", help="another one than the machine's")
     parser.add_argument("--each-wheel", action="store_true")
+    parser.add_argument("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     args = parser.parse_args()
-    if not pack.read(pack.FOLDER):
-        parser.error(f"{pack.FOLDER}: no finished pack; gpu_suite.py --make-pack makes one")
+    if not pack.read(args.pack):
+        parser.error(f"{args.pack}: no finished pack; gpu_suite.py --make-pack makes one")
     python = environment(args.python, args.torch)
     with tempfile.TemporaryDirectory(prefix="gpu_machine_") as folder:
-        tree = copy_tree(Path(folder))
+        tree = copy_tree(Path(folder), args.pack)
         if args.each_wheel:
             return int(without_each(python, tree) > 0)
         child = suite(python, tree)

@@ -44,10 +44,8 @@ class AdamByUnit(GuardedOptimizer):
     def _updates(self, group: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Flat weights and their updates u = m^ / (sqrt(v^) + eps) + decay * w; of a skipped step the caller multiplies u by 0."""
         weights = [t.detach().view(-1) for t in tensors]
-        updates = [torch.zeros_like(w) for w in weights]
+        updates = list(torch._foreach_mul(weights, group["weight_decay"]))
         self._adam(group, tensors, updates, -1.0)
-        if decay := group["weight_decay"]:
-            torch._foreach_add_(updates, weights, alpha=decay)
         return weights, updates
 
     def _sliced(self, tensors: list[Tensor], *flat: list[Tensor]) -> Slices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -223,3 +224,26 @@ def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -
     command = [sys.executable, "benchmarks/gpu_suite.py", "--pack", str(tmp_path)]
     missing = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert missing.returncode == 2 and "is no finished pack; --make-pack makes one" in missing.stderr
+
+
+def python_of_the_machine() -> str:
+    """A Python of the GPU machine's version; "" if there is none here."""
+    names = [f"python{pack.PYTHON}", *map(str, Path.home().glob(f".pyenv/versions/{pack.PYTHON}.*/bin/python"))]
+    works = (name for name in names if shutil.which(name) and not subprocess.run([name, "-c", ""]).returncode)
+    return next(works, "")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@pytest.mark.skipif(not python_of_the_machine(), reason=f"there is no Python {pack.PYTHON}")
+def test_the_suite_is_rehearsed_with_the_machines_python_and_torch(tmp_path: Path) -> None:
+    """The operations' tests and training runs with the oldest torch that is allowed, 2.11; every wheel is needed, and named without."""
+    (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
+    pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY)
+    command = [sys.executable, "benchmarks/gpu/rehearse.py", "--python", python_of_the_machine()]
+    command += ["--pack", str(tmp_path / "pack")]
+    for more in (["--each-wheel"], []):
+        done = subprocess.run([*command, *more], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3000)
+        assert done.returncode == 0, done.stdout + done.stderr
+    tests = next(line for line in done.stdout.splitlines() if line.startswith("tests "))
+    assert int(re.findall(r"(\d+) passed", tests)[0]) > 300 and "failed" not in tests
