@@ -1,6 +1,6 @@
 """Launches, bytes and milliseconds of BERT-LARGE's step on one GPU by its shapes: traced without a device, nothing is measured.
 
-    python benchmarks/on_paper.py [--gpu h100] [--rows 128 --seq-len 128] [--optimizer adamw] [--json FILE]
+    python benchmarks/on_paper.py [--gpu h100] [--shapes 128x128 …] [--optimizers adamw lamb] [--json FILE]
 
 The model, gradient hooks and optimizer run on torch's `meta` device; every operation that is no view counts as launches and moves its
 inputs and outputs once. Milliseconds are bytes over a share of the memory's bandwidth plus FLOPs over a rate, products at `PRODUCTS` of
@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,21 @@ class Trace(TorchDispatchMode):
         written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         lists = [argument for argument in args if isinstance(argument, (list, tuple)) and argument]
-        if name.startswith(("_foreach", "_fused")) and name.endswith("_"):  # the first list is read and written
+        if name == "_fused_adamw_":  # weights and moments
+            written = [*args[0], *args[2], *args[3]]
+        elif name.startswith("_foreach") and name.endswith("_"):  # the first list is read and written
             written = list(args[0])
         if name.endswith("_like") or name == "copy_":  # the first is not read
             read = read[1:]
         if function.is_view or name in ("detach", "empty", "empty_like", "new_empty", "_unsafe_view", "view"):
             return result
-        cost = self.costs["products" if name in MULTIPLICATIONS else "attention" if "attention" in name else self.kind]
+        multiplies = name in MULTIPLICATIONS or name == "mlm_loss"
+        cost = self.costs["products" if multiplies else "attention" if "attention" in name else self.kind]
         cost.launches += 1 + (len(lists[0]) // LIST if name.startswith("_f") and lists else 0)
         cost.bytes += sum(t.numel() * t.element_size() for t in (*read, *written))
-        if name in MULTIPLICATIONS:
+        if name == "mlm_loss":  # logits, and the gradients of both factors
+            cost.flops += 6 * args[0].numel() * len(args[1])
+        elif multiplies:
             left, right = (t for t in args if isinstance(t, Tensor) and t.dim() >= 2)
             cost.flops += 2 * left.numel() * right.shape[-1]
         return result
@@ -98,6 +104,9 @@ class FusedAdamW(AdamByUnit):
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         self._adam(group, tensors, [t.detach().view(-1) for t in tensors], group["lr"])
+
+
+RULES = {"adamw": FusedAdamW, "lamb": Lamb}
 
 
 def batch_of(rows: int, seq_len: int, predictions: int) -> dict[str, Tensor]:
@@ -126,7 +135,7 @@ def step(backends: dict[str, str], rows: int, seq_len: int, optimizer: str) -> d
     trace = TracedGradients.trace = Trace()
     gradients = TracedGradients(list(zip(flat, groups, strict=True)), parameters, 1)
     groups_of_masters = [{"params": [m], "weight_decay": d} for m, d in zip(masters, (0.01, 0.0), strict=True)]
-    rule = {"adamw": FusedAdamW, "lamb": Lamb}[optimizer](groups_of_masters, lr=1e-3, betas=(0.9, 0.999), eps=1e-6)
+    rule = RULES[optimizer](groups_of_masters, lr=1e-3, betas=(0.9, 0.999), eps=1e-6)
     for master, gradient in zip(masters, flat, strict=True):
         master.grad = gradient
     rule.attach()
@@ -162,28 +171,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--gpu", choices=GPUS, default="h100")
-    add("--rows", type=int, default=128)
-    add("--seq-len", type=int, default=128)
-    add("--optimizer", choices=["adamw", "lamb"], default="adamw")
+    add("--shapes", nargs="+", default=["128x128", "256x128", "32x512", "128x512"], metavar="ROWSxLENGTH")
+    add("--optimizers", nargs="+", choices=RULES, default=list(RULES))
     hardware.add_json(parser)
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    report: dict[str, Any] = {}
-    for name, backends in BACKENDS.items():
-        costs = step(backends, args.rows, args.seq_len, args.optimizer)
-        lines = {
+    results = []
+    for shape, optimizer, (name, backends) in product(args.shapes, args.optimizers, BACKENDS.items()):
+        rows, seq_len = map(int, shape.split("x"))
+        costs = step(backends, rows, seq_len, optimizer)
+        kinds = {
             kind: {"launches": c.launches, "gigabytes": c.bytes / 1e9, "ms": milliseconds(kind, c, args.gpu)}
             for kind, c in costs.items()
         }
-        total = {key: sum(line[key] for line in lines.values()) for key in ("launches", "gigabytes", "ms")}
-        flops = sum(c.flops for c in costs.values())
-        report[name] = {"kinds": lines, "total": total, "mfu": flops / total["ms"] / 1e9 / GPUS[args.gpu][0]}
-        print(f"\n{name}, {args.rows} rows of {args.seq_len}, {args.optimizer}, {args.gpu}, on paper")
-        for kind, line in (lines | {"total": total}).items():
+        total = {key: sum(line[key] for line in kinds.values()) for key in ("launches", "gigabytes", "ms")}
+        mfu = sum(c.flops for c in costs.values()) / total["ms"] / 1e9 / GPUS[args.gpu][0]
+        setting = {"backends": name, "rows": rows, "seq_len": seq_len, "optimizer": optimizer}
+        results.append(setting | {"kinds": kinds, "total": total, "mfu": mfu})
+        print(f"\n{name}, {rows} rows of {seq_len}, {optimizer}, {args.gpu}, on paper: MFU {mfu:.1%}")
+        for kind, line in (kinds | {"total": total}).items():
             print(f"  {kind:<14}{line['launches']:>6} launches {line['gigabytes']:>7.1f} GB {line['ms']:>7.2f} ms")
-        print(f"  MFU {report[name]['mfu']:.1%}")
     if args.json:
-        hardware.write_json(args.json, {"benchmark": "on paper"} | vars(args) | {"json": None, "results": report})
+        shares = {"products": PRODUCTS, "attention": ATTENTION, "memory": MEMORY}
+        hardware.write_json(args.json, {"benchmark": "on paper", "gpu": args.gpu, "shares": shares, "results": results})
     return 0
 
 
