@@ -192,7 +192,7 @@ class HeldOutSamples:
 
 def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
     """Figures of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
-    default backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it). For several datasets those of the
+    default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
     first, and loss and bits a byte of each."""
     folders = [data] if isinstance(data, str) else list(data)
     datasets, folder = [held_out(each) for each in folders], hf.located(run)

@@ -60,7 +60,7 @@ class Linear(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(outputs)) if bias else None)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
-        """x W^T + bias. Inference with packed weights and training in float8 put their own product in its place."""
+        """x W^T + bias. Inference with packed weights puts its own product in its place."""
         return F.linear(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Any:  # (..., in) -> (..., out)

@@ -173,7 +173,7 @@ MISTAKES = {
     TRAIN + "--data data --run text.txt": "--run text.txt: is a file; name a folder",
     DATA + "model.layres=3": "unknown config key model.layres; did you mean model.layers?",
     DATA + "model.layers=three": "model.layers: Input should be a valid integer (got 'three')",
-    DATA + "precision=fp33": "precision: Input should be 'auto', 'bf16', 'fp32' or 'fp8' (got 'fp33')",
+    DATA + "precision=fp33": "precision: Input should be 'auto', 'bf16' or 'fp32' (got 'fp33')",
     DATA + "word": "override 'word': write section.key=value",
     DATA + "init_from=nowhere": "init_from=nowhere: no checkpoint in it; ",
     DATA + "init_from=empty": "init_from=empty: no checkpoint in it; ",

@@ -54,7 +54,7 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     }
     assert config.precision != "auto", "must be resolved for the device"
     # both are set, so that a user's file with the other one is refused
-    result["bf16"], result["fp16"] = {"enabled": config.precision in ("bf16", "fp8")}, {"enabled": False}
+    result["bf16"], result["fp16"] = {"enabled": config.precision == "bf16"}, {"enabled": False}
     if result["bf16"]["enabled"]:
         result["data_types"] = {"grad_accum_dtype": "fp32"}
         result["communication_data_type"] = "fp32"  # otherwise gradients are averaged over the ranks in bf16

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-FP8_MULTIPLE = 16  # both sizes of a weight in an FP8 product are multiples of it
 # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
 VOCAB_MULTIPLE = 128
 # updates of a run that only its tokens or minutes limit
@@ -372,10 +371,9 @@ class Config(Section):
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
     deterministic: bool = Field(False, description="reproducible updates, bit for bit, on CUDA too, which are slower")
-    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
+    precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto",
-        description="compute type; master weights are fp32; auto: bf16 if the device has bf16 products, else fp32; fp8: bf16, "
-        "with FP8 products in the inner layers' linears",
+        description="compute type; master weights are fp32; auto: bf16 if the device has bf16 products, else fp32",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = Field(False, description="also load the moments of init_from (as NVIDIA's phase 2)")
@@ -485,12 +483,6 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         yield masking.causal, f"{ends}; set it to 0, or data.masking.strategy to token"
     one = f"{' and '.join(mixed)}: distill.teacher needs one objective throughout; set it to 0"
     yield len(mixed) > 0 and config.distill.teacher != "", one
-    if config.precision == "fp8":
-        kept = "precision=fp8 keeps the first and the last layer in bf16"
-        yield model.layers < 3, f"{kept}: model.layers={model.layers} leaves none; use bf16"
-        needs = f"precision=fp8 needs multiples of {FP8_MULTIPLE}"
-        for name, size in (("hidden", model.hidden), ("intermediate", model.ffn)):
-            yield size % FP8_MULTIPLE > 0, f"{needs}: model.{name} is {size}; change it or use bf16"
     never = f"eval.patience={config.eval.patience} counts evaluations; set eval.interval above 0"
     yield config.eval.patience > 0 and not config.eval.interval, never
     unit = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"

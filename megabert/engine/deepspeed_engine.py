@@ -25,7 +25,7 @@ from megabert.common import environment, random_numbers
 from megabert.config import Config, accumulation, flat, shares
 from megabert.distributed.ranks import World, check_same, on_every_rank
 from megabert.engine import steps
-from megabert.engine.precision import DTYPES, multiply_in_float8, repeat_bit_for_bit
+from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.engine.rank_times import OwnTime
 from megabert.engine.update_result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
 from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, check_shapes, find_layout
@@ -79,8 +79,6 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
-        if config.precision == "fp8":
-            on_every_rank(world, lambda: multiply_in_float8(module, world.device))
         if config.zero.stage == 0 and config.precision != "fp32":
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32  # autograd accumulates in fp32

@@ -7,12 +7,8 @@ GFLOP/s instead of 65 in fp32.
 from __future__ import annotations
 
 import os
-from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from megabert.common import environment
 from megabert.common.logs import log
@@ -20,11 +16,9 @@ from megabert.config import Config
 from megabert.distributed.ranks import World
 
 AUTO = "auto"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Compute capability of the first GPUs with bf16 products.
 AMPERE = (8, 0)
-# Compute capability of the first GPUs with float8 products.
-ADA = (8, 9)
 # Workspaces of cuBLAS that streams do not share: 8 of 4 MiB.
 CUBLAS_WORKSPACE = ":4096:8"
 
@@ -70,31 +64,3 @@ def repeat_bit_for_bit(fill: bool = False) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-
-
-def multiply_in_float8(model: nn.Module, device: torch.device) -> None:
-    """Use float8 products in training in the linears of all layers but the first and the last: torchao's, with a scale for each
-    tensor (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Parameters are unchanged.
-
-    Raises ValueError if the device or the installation does not support it.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < ADA:
-        raise ValueError("precision=fp8 needs a GPU of compute capability 8.9 or newer; use bf16")
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError as error:
-        raise ValueError(f"precision=fp8 needs torchao ({error}): pip install torchao, or use bf16") from error
-    layers: Any = model.layers
-    for linear in (module for layer in layers[1:-1] for module in layer.modules() if hasattr(module, "matmul")):
-        outputs, inputs = linear.weight.shape
-        shell = nn.Linear(inputs, outputs, bias=False, device="meta")
-        shell.weight = linear.weight
-        linear.matmul = partial(_float8_product, convert_to_float8_training(shell), linear)
-
-
-def _float8_product(float8: Any, linear: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias; evaluation computes in the model's type."""
-    if not linear.training:
-        return F.linear(x, float8.weight, bias)
-    y = float8(x)
-    return y if bias is None else y + bias

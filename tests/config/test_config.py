@@ -24,7 +24,6 @@ def phases(second: str, *overrides: str) -> list[str]:
 
 
 CAUSAL_LAST = 'data.masking.strategy="causal"'
-FP8 = ["precision=fp8"]
 CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
 MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
 
@@ -36,7 +35,7 @@ MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
         (["model.layer=3"], "unknown config key model.layer; did you mean model.layers?"),
         (["batch.lr=1"], "did you mean optimizer.lr?"),
         (["zero.offload=cpu"], "unknown config key zero.offload"),
-        (["precision=fp16"], "precision: Input should be 'auto', 'bf16', 'fp32' or 'fp8' (got 'fp16')"),
+        (["precision=fp16"], "precision: Input should be 'auto', 'bf16' or 'fp32' (got 'fp16')"),
         (["zero.stage=5"], "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
         (["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number (got inf)"),
@@ -63,9 +62,6 @@ MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
             ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5", "schedule.decay_share=0.6"],
             "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it",
         ),
-        ([*FP8, "model.layers=2"], "precision=fp8 keeps the first and the last layer in bf16: model.layers=2 leaves"),
-        ([*FP8, "model.hidden=776", "model.heads=8"], "precision=fp8 needs multiples of 16: model.hidden is 776"),
-        ([*FP8, "model.intermediate=3000"], "precision=fp8 needs multiples of 16: model.intermediate is 3000"),
         (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
@@ -172,8 +168,6 @@ def test_deepspeed_snapshot() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
-    bf16, fp8 = (c.to_deepspeed(c.load("", [f"precision={name}"]), 1) for name in ("bf16", "fp8"))
-    assert fp8 == bf16
 
 
 def test_a_users_deepspeed_file_adds_keys_and_contradicts_none() -> None:

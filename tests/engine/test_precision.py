@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
     for able, name, dtype in ((True, "bf16", torch.bfloat16), (False, "fp32", torch.float32)):
         multiplies(able)
         assert precision.usual(CPU) == name
-        found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")]
-        assert found == [dtype] * 3 + [torch.float32]
+        found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp32")]
+        assert found == [dtype] * 2 + [torch.float32]
     for capability, name in (((7, 5), "fp32"), ((8, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert precision.usual(torch.device("cuda")) == name
@@ -94,12 +93,3 @@ def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> N
     assert trainer.train() and trainer.engine.dtype == torch.float32
     trainer.close()
     assert evaluate_run(str(tmp_path / "run"), str(DATA))["step"] == 4
-
-
-def test_float8_needs_its_gpu_and_torchao(monkeypatch):
-    with pytest.raises(ValueError, match=r"precision=fp8 needs a GPU of compute capability 8\.9 or newer; use bf16"):
-        precision.multiply_in_float8(torch.nn.Module(), CPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ValueError, match=r"precision=fp8 needs torchao \(.*\): pip install torchao, or use bf16"):
-        precision.multiply_in_float8(torch.nn.Module(), torch.device("cuda"))

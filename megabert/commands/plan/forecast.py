@@ -97,7 +97,7 @@ def job_of(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob:
 
 def software_of(config: Config) -> Software:
     """This trainer under a configuration. Raises ValueError for settings that the model does not cover."""
-    if config.precision in ("fp32", "fp8"):
+    if config.precision == "fp32":
         raise ValueError(f"precision={config.precision}: --gpus forecasts 16-bit training alone; set precision=bf16")
     own_gradients = config.zero.stage == 1
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH

@@ -172,7 +172,6 @@ def test_the_nearest_published_runs() -> None:
         ([*COMMAND, "--over", "8", "20"], "--over 20 is not a whole number of nodes of 8"),
         ([*COMMAND, "--over", "16", "--network="], "16 GPUs in nodes of 8 need a network: give --network"),
         ([*COMMAND, "precision=fp32"], "precision=fp32: --gpus forecasts 16-bit training alone"),
-        ([*COMMAND, "precision=fp8"], "precision=fp8: --gpus forecasts 16-bit training alone"),
         ([*TINY, "--over", "8"], "--over belongs to a forecast"),
         ([*TINY, "--compare"], "--compare belongs to a forecast"),
         ([*TINY, "--nodes-of", "8"], "--nodes-of belongs to a forecast"),
