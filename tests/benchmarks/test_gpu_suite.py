@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import bench_ops, bench_step, gpu_suite
 from benchmarks.common import hardware, measure
@@ -189,6 +193,31 @@ def test_wheels_are_those_that_the_machine_lacks() -> None:
     }
     assert not lacking & {"torch", "numpy", "safetensors"}
     assert {need.name for need in pack.dependencies()} >= {"torch", "deepspeed", "webdataset", "pytest"}
+
+
+def imported(folders: Sequence[str]) -> set[str]:
+    """Top-level modules that the Python files of the folders import, also inside functions."""
+    found: set[str] = set()
+    for path in (path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).partition(".")[0])
+    return found
+
+
+def test_whatever_the_suite_imports_is_there_in_the_pack_or_an_extra() -> None:
+    """An import that is no dependency, or a dependency of one that was forgotten, is found before a GPU is at hand."""
+    modules = imported(["megabert", "benchmarks/gpu", "benchmarks/common", "tests/ops", "tests/helpers"])
+    owners = importlib.metadata.packages_distributions()
+    names = {canonicalize_name(name) for module in modules for name in owners.get(module, ())}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional = {canonicalize_name(Requirement(line).name) for lines in extras.values() for line in lines}
+    there = pack.of_the_machine()
+    needs = {canonicalize_name(need.name) for need in pack.requirements(there, pack.dependencies())}
+    assert {"torch", "deepspeed", "pydantic"} <= names
+    assert not names - needs - there.keys() - optional - {"megabert"}, "neither a dependency nor an extra"
 
 
 def test_what_pack_and_machine_lack_together_is_named(tmp_path: Path) -> None:
