@@ -9,9 +9,11 @@ import os
 import sys
 
 try:
+    import atexit
     import difflib
     import importlib
     import shlex
+    import signal
     from dataclasses import dataclass
 
     from megabert import __version__
@@ -74,6 +76,8 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
         from megabert.distributed.signals import leave_when_signalled
 
         leave_when_signalled()  # before the slow imports
+    # Ctrl-C while the interpreter exits does not change the exit code
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     environment.spin_briefly()  # torch reads it when it is imported
     arguments.call_as(prog or called())
 

@@ -71,6 +71,14 @@ def interrupted(command: list[str], seconds: float, number: int = signal.SIGINT)
     return last[0]
 
 
+def test_ctrl_c_while_the_interpreter_exits_does_not_change_the_code() -> None:
+    late = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+    code = late + "from megabert.__main__ import main; sys.exit(main(['prep', 'verify', 'nowhere']))"
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed)
+    assert done.returncode == 2 and "Interrupt" not in done.stderr and done.stderr.startswith("error: ")
+
+
 def test_ctrl_c_ends_a_build_with_one_line(tmp_path) -> None:
     # of two workers one computes and the other waits
     out = tmp_path / "out"
