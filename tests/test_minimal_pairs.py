@@ -16,6 +16,7 @@ from benchmarks.race.dataset import default_text
 from megabert import hf, minimal_pairs
 from megabert.commands import export, pairs
 from megabert.data.pairs import Pair, read_pairs
+from megabert.hf import tokenizer_files
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer, score_sentences, table_of
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
@@ -173,7 +174,8 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
     pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
     calls: list[None] = []
-    with mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
+    whole = mock.patch.object(tokenizer_files, "exported", lambda _: None)  # numbers have no tokenizer to export
+    with whole, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
         found = PairsWhileTraining(pairs, scorer, world).figures(lambda: calls.append(None))
     return found, len(calls)
 
