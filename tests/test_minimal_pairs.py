@@ -167,6 +167,12 @@ class Numbers:
     def encode_texts(self, texts):
         return [[int(word) for word in text.split()] for text in texts]
 
+    def count_unknown(self, encoded):
+        return 0
+
+    def warn_unknown(self, unknown, sentences):
+        assert not unknown
+
 
 def figures_of(world) -> tuple[dict[str, float], int]:
     config = tiny.config(zero__stage=3 if world.size > 1 else 0)
