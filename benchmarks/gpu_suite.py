@@ -199,9 +199,7 @@ def run_items(
         try:
             for number, key in enumerate(keys):
                 start, telemetry = time.monotonic(), Telemetry(folder)
-                reason, value = wait(
-                    child, target, number if len(keys) > 1 or key.startswith("steps/") else -1, min(limit, end - start)
-                )
+                reason, value = wait(child, target, number if key.startswith("steps/") else -1, min(limit, end - start))
                 result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
                 if reason:
                     output = log.read_text(errors="replace")[-3000:]

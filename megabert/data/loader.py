@@ -204,8 +204,9 @@ def _kill(workers: list[Any]) -> None:
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
-    `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They ignore the signals that
-    stop a run, which needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
+    `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They
+    ignore the signals that stop a run, which needs them until it has saved. Raises ValueError for a tokenizer that is not the
+    dataset's.
     `close` ends the workers. `origin`: the position of update 0, below 0 where an earlier phase took more rows an update.
     """
 

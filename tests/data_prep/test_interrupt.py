@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,12 @@ def build(corpus: Path, out: Path, *tokenizer: str) -> list[str]:
 
 def started(command: list[str]) -> subprocess.Popen[str]:
     """A command in its own process group, after the imports with which every command starts."""
-    # these tests may run in the background of a shell, which ignores SIGINT there
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-c", ENTRY, *command],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -74,8 +70,7 @@ def interrupted(command: list[str], seconds: float, number: int = signal.SIGINT)
 def test_ctrl_c_while_the_interpreter_exits_does_not_change_the_code() -> None:
     late = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
     code = late + "from megabert.__main__ import main; sys.exit(main(['prep', 'verify', 'nowhere']))"
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "Interrupt" not in done.stderr and done.stderr.startswith("error: ")
 
 

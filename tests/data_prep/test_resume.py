@@ -50,9 +50,8 @@ def whole(arguments, tmp_path_factory):
 
 def start(arguments, output, *extra):
     command = [*arguments, "--output", output, *extra]
-    # A shell's background jobs ignore SIGINT.
-    options = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
 
 
 def test_killed_builds_give_the_same_bytes(arguments, whole, tmp_path):

@@ -251,7 +251,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, *numbers: 
 def test_flash_attention_gets_sequences_windows_and_objective(
     causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One model trains masked and causal batches: the kernel is told by each batch."""
+    """A model gets masked and causal batches, and passes the objective of each to the kernel."""
     monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     shape = ModelConfig(
