@@ -43,9 +43,8 @@ class Head(nn.Module):
         self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std) if pooled else None
         # The published span head has no dropout.
         self.dropout = nn.Dropout(0.0 if kind == "span" and not cfg.modern else cfg.dropout)
-        # as ModernBERT's classes draw it (Warner et al. 2024); from 0.02 a narrow model learns rare tags many updates later
-        std = cfg.init_std if self.transform is None else cfg.hidden**-0.5
-        self.output = OutputLayer(width_of(layers, cfg), outputs, std)
+        # as ModernBERT's classes draw it (Warner et al. 2024); from BERT's 0.02 a narrow model learns rare tags many updates later
+        self.output = OutputLayer(width_of(layers, cfg), outputs, cfg.hidden**-0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:  # (P, D') -> (P, K)
         if self.transform is not None:
