@@ -319,6 +319,10 @@ class BertForPreTraining(nn.Module):
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")
         self.weights: tuple[float, ...] = (1.0, 1.0)
         self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads)
+        if self.backends.attention.name == "flash3" and cfg.attention_dropout:
+            raise ValueError(
+                "ops.attention=flash3 has no dropout: add model.attention_dropout=0, or choose another backend"
+            )
         self.ops = Ops(self.backends)
         self.embeddings = Embeddings(cfg, self.ops)
         self.layers = nn.ModuleList(self.ops.layer(Layer(cfg, self.ops, index)) for index in range(cfg.layers))

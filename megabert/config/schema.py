@@ -266,9 +266,10 @@ class ZeroConfig(Section):
 class OpsConfig(Section):
     """Backends of the operations; `megabert doctor` shows the choices of `auto` and why."""
 
-    attention: Literal["auto", "sdpa", "varlen", "native", "fused_softmax"] = Field(
+    attention: Literal["auto", "sdpa", "varlen", "flash3", "native", "fused_softmax"] = Field(
         "auto",
-        description="attention backend; auto: native if the library was built for the device, else varlen, else sdpa",
+        description="attention backend; auto: native if the library was built for the device, else varlen, else sdpa; "
+        "flash3: FlashAttention-3, with attention_dropout=0",
     )
     mlm_loss: Literal["auto", "torch", "native"] = Field(
         "auto", description="masked-LM loss backend; auto: native, else torch"

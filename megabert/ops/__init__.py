@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megabert.ops.attention import attend, attention_inputs, only_queries
+from megabert.ops.attention import attend, attention_inputs, only_queries, use_kernels
 from megabert.ops.backend import (
     BACKENDS,
     LIBRARY,
@@ -39,6 +39,7 @@ class Ops:
     def __init__(self, backends: Backends) -> None:
         self.backends = backends
         attention, mlm, layer = (backend.name for backend in backends)
+        use_kernels(attention)
         self.attention_inputs = partial(attention_inputs, attention)
         self.only_queries = partial(only_queries, attention)
         self.attention = partial(attend, backend=attention)

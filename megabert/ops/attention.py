@@ -1,4 +1,4 @@
-"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen: finite).
+"""Attention inside packed sequences: a pad attends to nothing and its context is zero (flash: finite).
 
 Sequences are packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask of the
 size of the attention matrix is needed.
@@ -11,10 +11,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
 from megabert.ops.backend import MISSING
 from megabert.ops.dropout_add_layer_norm import follows_rows, row_dropout
 from megabert.ops.softmax_mask import fused_softmax_mask
+
+# backends of torch's flash attention, and the kernels behind it: None is torch's own
+FLASH = {"varlen": None, "flash3": "FA3"}
+
+
+def use_kernels(backend: str) -> None:
+    """Put the kernels of `backend` behind torch's flash attention, for the whole process; other backends leave it alone."""
+    if backend in FLASH and current_flash_attention_impl() != FLASH[backend]:
+        if kernels := FLASH[backend]:
+            activate_flash_attention_impl(kernels)
+        else:
+            restore_flash_attention_impl()
 
 
 def attention_inputs(
@@ -23,12 +36,12 @@ def attention_inputs(
     """Inputs of `attend` from a batch, computed once for all layers with the same `window`.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
-    mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen: int32 offsets of the sequences and of each row's
+    mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and flash3: int32 offsets of the sequences and of each row's
     pads in the flattened batch, [N + 1] or, with empty slots (for which kernels start blocks too), [B * (S + 1) + 1], followed by
     an empty tensor if `causal`, since this backend does not read key ranges.
     """
     width = key_start.shape[1]
-    if window and backend != "varlen":
+    if window and backend not in FLASH:
         key_start, key_end = local_keys(key_start, key_end, window)
     if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
@@ -70,16 +83,16 @@ def attend(
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] or [2] and stream number the dropout mask of native and fused_softmax (the same mask), as in
-    `dropout_add_layer_norm`; varlen draws from torch's generator.
+    `dropout_add_layer_norm`; varlen draws from torch's generator, and flash3 has no dropout.
     bias [3 * D], only for native: the bias included in qkv, whose gradient backward sums while it writes qkv's, instead of a sum
     that reads it again.
-    window: that of `inputs`, for varlen, whose kernel needs it as a number.
+    window: that of `inputs`, for varlen and flash3, whose kernels need it as a number.
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
-    if backend == "varlen":
+    if backend in FLASH:
         # the kernel behind torch.nn.attention.varlen, which has no dropout
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
         lengths, scale, causal = (inputs[0], inputs[0], width, width), size**-0.5, len(inputs) > 1

@@ -20,11 +20,13 @@ NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 # role -> its backends, with the operation of the native library whose kernel they need, if any. A role is a field of `Backends`
 # and of OpsConfig (config/schema.py), in this order; its first backend runs everywhere.
 ROLES: dict[str, dict[str, str]] = {
-    "attention": {"sdpa": "", "varlen": "", "native": "attention", "fused_softmax": "softmax_mask"},
+    "attention": {"sdpa": "", "varlen": "", "flash3": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": ""},
 }
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
+# attention's kernels for a GPU alone (native: there)
+KERNELS = {"varlen": "variable-length flash attention", "flash3": "FlashAttention-3", "native": "native attention"}
 
 
 class Backend(NamedTuple):
@@ -98,14 +100,20 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return reason
         if dtype not in NATIVE_DTYPES:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES))}, not {_short(dtype)}"
-    if name == "varlen" and device != "cuda":
-        return "variable-length flash attention needs a CUDA device"
-    if name == "varlen" or (op == "attention" and name == "native" and device == "cuda"):
-        kind = "variable-length flash attention" if name == "varlen" else "native attention"
+    kind = KERNELS.get(name, "") if op == "attention" else ""
+    if kind and name != "native" and device != "cuda":
+        return f"{kind} needs a CUDA device"
+    if kind and device == "cuda":
         if dtype != torch.bfloat16:
             return f"{kind} takes bfloat16, not {_short(dtype)}"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if capability and capability[0] < 8:
             return f"{kind} needs compute capability 8.0 or newer"
+        if name == "flash3":
+            if capability and capability[0] != 9:
+                return f"{kind} is for compute capability 9, not {capability[0]}"
+            if not importlib.util.find_spec("flash_attn_interface"):
+                return f"{kind} needs flash_attn_interface, which its project's hopper/ folder builds"
         if name == "native" and (head_size > 64 or head_size % 8):
             return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
     return _compiler(device) if name == "compiled" else ""

@@ -17,7 +17,7 @@ from megabert.config import ModelConfig, OpsConfig
 from megabert.data.batch import compact_lengths
 from megabert.data.packing import pack
 from megabert.model import BertForPreTraining
-from megabert.ops import backend
+from megabert.ops import attention, backend
 from megabert.ops.attention import local_keys
 from tests.ops import reference
 from tests.ops.oracle import ON, Function, check, needs_library, normal
@@ -254,6 +254,10 @@ def test_flash_attention_gets_sequences_windows_and_objective(
     """A model gets masked and causal batches, and passes the objective of each to the kernel."""
     monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    kernels: list[str] = []  # that were put behind it
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", kernels.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: kernels.append("torch's"))
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3" if kernels[-1:] == ["FA3"] else None)
     shape = ModelConfig(
         layers=2,
         hidden=32,
@@ -264,12 +268,19 @@ def test_flash_attention_gets_sequences_windows_and_objective(
         norm="pre",
         nsp=False,
         window=window,
+        attention_dropout=0.0,
     )
     sequences = [np.arange(5, 5 + length) for length in (7, 6, 16, 3, 4, 5)]
     packed = pack(sequences, [len(ids) for ids in sequences], 16, causal)
     states = []
-    for name in ("varlen", "sdpa"):
+    for name in ("varlen", "flash3", "sdpa"):
         torch.manual_seed(0)
         model = BertForPreTraining(shape, OpsConfig(attention=name, layer="torch", mlm_loss="torch"), "cuda")
         states.append(model.float().eval().encode(**packed.inputs(), causal=causal)[packed.key_end > 0])
-    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+    assert kernels == ["FA3"]
+    for state in states[:2]:
+        torch.testing.assert_close(state, states[2], rtol=1e-5, atol=1e-5)
+    BertForPreTraining(shape, OpsConfig(attention="varlen", layer="torch", mlm_loss="torch"), "cuda")
+    assert kernels == ["FA3", "torch's"]
+    with pytest.raises(ValueError, match=r"ops\.attention=flash3 has no dropout: add model\.attention_dropout=0"):
+        BertForPreTraining(shape.model_copy(update={"attention_dropout": 0.1}), OpsConfig(attention="flash3"), "cuda")

@@ -60,7 +60,8 @@ def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPat
     ("op", "requested", "dtype", "message"),
     [
         ("attention", "varlen", torch.bfloat16, "=varlen cannot run on cpu in bfloat16: .*CUDA"),
-        ("attention", "flash", torch.bfloat16, "='flash': choose one of auto, sdpa, varlen, native"),
+        ("attention", "flash3", torch.bfloat16, "=flash3 cannot run on cpu in bfloat16: .*CUDA"),
+        ("attention", "flash", torch.bfloat16, "='flash': choose one of auto, sdpa, varlen, flash3, native"),
         ("layer", "native", torch.float64, "=native cannot run on cpu in float64"),
     ],
 )
@@ -89,6 +90,29 @@ def test_auto_on_a_gpu_is_a_rule(
     assert found == (chosen, reason)
     others = ("torch", "native is blocked") if blocked else ("native", reason)
     assert ops.choose("layer", "auto", "cuda") == ops.choose("mlm_loss", "auto", "cuda") == others
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "reason"),
+    [
+        (True, (9, 0), ""),
+        (False, (9, 0), "needs flash_attn_interface"),
+        (True, (8, 0), "is for compute capability 9, not 8"),
+        (True, (10, 0), "is for compute capability 9, not 10"),
+        (True, (7, 5), "needs compute capability 8.0 or newer"),
+    ],
+)
+def test_where_flash_attention_3_runs(
+    installed: bool, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(backend, "missing_kernels", lambda *_: "not built")
+    found = ops.obstacles("attention", "cuda", torch.bfloat16)["flash3"]
+    assert found.startswith(f"FlashAttention-3 {reason}") if reason else not found
+    assert ops.obstacles("attention", "cuda", torch.float32)["flash3"] == "FlashAttention-3 takes bfloat16, not float32"
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name != "flash3"
 
 
 def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
