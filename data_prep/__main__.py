@@ -15,7 +15,6 @@ from megabert.common.errors import code_of, command, interrupted, leaving_at_ctr
 
 with leaving_at_ctrl_c():
     from data_prep import commands
-    from megabert.common.files import refuse_url
 
 
 @command
@@ -23,13 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     args = commands.parser(__doc__).parse_args(argv)
     folder = args.output if args.command == "build" else args.folder
     try:
-        refuse_url(folder or "")
         return commands.run(args)
     except BrokenPipeError:
         raise
     except OSError as error:
-        # a failed write has no file name
-        error.filename = error.filename or folder
+        if error.errno is not None:  # a failed write has no file name
+            error.filename = error.filename or folder
         raise
     except KeyboardInterrupt:
         return interrupted("finished parts are kept, the same command resumes" if args.command == "build" else "")

@@ -18,7 +18,7 @@ from typing import Any
 from data_prep.common import errors
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Corpus, RangeList, source_names
-from data_prep.executor import output_folder, work_files
+from data_prep.executor import output_folder, remote_output, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
@@ -35,13 +35,15 @@ from megabert.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Inputs and output of a build. `given`: the tokenizer, None to train one; `on_error`: stop | skip."""
+    """Inputs and output of a build. `given`: the tokenizer, None to train one; `on_error`: stop | skip; `url`: where the content of
+    the folder goes."""
 
     corpora: Sequence[Corpus]
     folder: Path
     options: BuildOptions
     given: Tokenizer | None = None
     on_error: str = "stop"
+    url: str = ""
 
 
 def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True) -> dict[str, Any] | None:
@@ -55,9 +57,13 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     problems = Problems(plan.on_error)
     ranges = _listed(plan, problems)
     account = account_of(plan, ranges)
+    if plan.url and remote_output.is_done(plan.url, account, plan.options.seq_len, overwrite):
+        return None
     opened = output_folder.opened(plan.folder, account, plan.options.seq_len, overwrite, _sources(plan, ranges))
     with opened as work:
         if work is None:
+            if plan.url:  # killed while the last files were uploaded
+                remote_output.publish(plan.url, plan.folder, progress)
             return None
         with contextlib.closing(Journal(work, executor)) as journal:
             resumed = journal.holds_something()
@@ -80,6 +86,8 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
                 {str(dataset.seq_len): dataset.figures for dataset in output.datasets},
             )
             _commit(plan.folder, output, facts, account)
+    if plan.url:
+        remote_output.publish(plan.url, plan.folder, progress)
     training = (train_tokenizer.SAMPLE, train_tokenizer.TRAIN)
     tokenizer_seconds = sum(stages.figures[name]["seconds"] for name in training if name in stages.figures)
     seconds = finished - began - tokenizer_seconds
@@ -168,6 +176,7 @@ def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
         weights=tuple(corpus.weight for corpus in plan.corpora),
         sources=source_names(plan.corpora),
         folders=folders,
+        upload=(str(plan.folder), plan.url),
     )
 
 

@@ -15,6 +15,7 @@ from data_prep.common.records import PYDOC, Corpus
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from data_prep.readers import files
+from megabert.common import storage
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import cores, launched
 from megabert.common.errors import OK, leaving_at_ctrl_c
@@ -46,7 +47,12 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
         help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSON lines and arrays, CSV, WET "
         "(each also .gz .bz2 .xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
-    add("--output", required=True, metavar="DIR", help="folder of the dataset")
+    add(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder of the dataset, or a URL: built in ~/.cache/megabert/builds, shards uploaded as they are written",
+    )
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="repetitions of a corpus: 2 is every document twice, 0.5 half of them")  # fmt: skip
     add("--tokenizer", metavar="FILE", help="tokenizer.model, vocab.txt or tokenizer.json instead of a new one")
@@ -98,11 +104,15 @@ def _build(args: argparse.Namespace) -> int:
                 files.matches(path)
     with leaving_at_ctrl_c():  # slow imports, after the check of options
         from data_prep.build import BuildPlan, build, build_part
-        from data_prep.executor import output_folder, pool
+        from data_prep.executor import output_folder, pool, remote_output
         from data_prep.report.summary import summary_text
 
     pool.collect_seldom()
-    plan = BuildPlan(given, Path(args.output), options, _tokenizer(args), args.on_error)
+    url = args.output if storage.is_url(args.output) else ""
+    if url and part:
+        raise BadInput(f"--part: its jobs share a folder, and --output {url} is a URL; name a folder, and upload it")
+    folder = remote_output.local_folder(url) if url else Path(args.output)
+    plan = BuildPlan(given, folder, options, _tokenizer(args), args.on_error, url)
     with pool.opened(_workers(args)) as executor:
         if executor is None:
             return OK
@@ -114,7 +124,8 @@ def _build(args: argparse.Namespace) -> int:
         summary = build(plan, executor, args.overwrite, not args.quiet)
     if summary is None:
         log.info(f"{args.output}: complete already, from the same input with the same options; nothing to do")
-        summary = json.loads((Path(args.output) / output_folder.REPORT).read_bytes())
+        report = os.path.join(args.output, output_folder.REPORT)
+        summary = json.loads(storage.read(report) if url else Path(report).read_bytes())
     else:
         print(summary_text(summary, args.output))
     if args.json:

@@ -20,7 +20,7 @@ from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.masking import IGNORE, held_out_masking
 from megabert.data.mixture import names_of, token_counts
-from megabert.data.shards import Dataset, Manifest
+from megabert.data.shards import Dataset, Manifest, located
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
 from megabert.model import BertForPreTraining, evaluating
@@ -33,11 +33,12 @@ SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
 
 
 def held_out(data: str) -> Dataset:
-    """The held-out split of a dataset folder. Raises ValueError when it has none."""
-    part = Manifest.load(data).held_out
+    """The held-out split of a dataset. Raises ValueError when it has none."""
+    folder = located(data)
+    part = Manifest.load(folder).held_out
     if part is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(Path(data, part["path"]))
+    return Dataset(folder / part["path"])
 
 
 def fixed_batches(

@@ -20,6 +20,7 @@ from megabert.checkpoint import (
     NewestCopy,
     check_compatible,
     copies_of_keeper,
+    mirror,
     note_changes,
     refuse_other_tokenizer,
     refuse_other_vocabulary,
@@ -44,7 +45,7 @@ from megabert.data.mixture import (
     with_vocabulary_size,
 )
 from megabert.data.pairs import read_pairs
-from megabert.data.shards import Dataset
+from megabert.data.shards import Cache, Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import kept_rank, run_lock
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
@@ -57,6 +58,9 @@ from megabert.metrics import PretrainingMeter, Shown, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
+
+# seconds between lines about shards that are copied before training starts
+PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -147,10 +151,10 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     broadcasts the manifests to the other ranks. A collective. Raises RankRefused if a rank cannot open the dataset or finds another
     one."""
     dataset: AnyDataset | None = None
-    problem, code = "", errors.OK
+    problem, code, cache = "", errors.OK, Cache(data.cache_dir, data.cache_gib)
     if world.local_rank == 0:
         try:
-            dataset = mixture.open_mixture(data.path, data.mix)
+            dataset = mixture.open_mixture(data.path, data.mix, cache=cache)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
     refuse_together(world, problem, code)
@@ -158,7 +162,9 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
         assert dataset is not None
         return dataset
     content = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
-    rank_0_dataset = mixture.from_json(content, data.mix)
+    rank_0_dataset = mixture.from_json(content, data.mix, cache)
+    for part in members(rank_0_dataset):
+        part.fetches = False  # the first rank of the node does it
     if dataset is not None and dataset.manifest.fingerprint != rank_0_dataset.manifest.fingerprint:
         problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse_together(world, problem, code)
@@ -181,8 +187,11 @@ def complete_config(
             f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
         )
     kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
-    checkpoints = Checkpoints(run_dir, world, config.checkpoint)
+    copied = mirror.opened(config.checkpoint, run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint, copied)
     path = checkpoints.latest()
+    if copied is not None:
+        copied.changed()  # the last job may have ended before
     state = {} if path is None else checkpoints.state
     copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
     saved = world.broadcast(checkpoints.steps() if world.is_main else None)
@@ -393,6 +402,8 @@ class Pretraining:
         self.engine.enter_phase(config)
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
         place["origin"] = position - phase_starts[-1] * sizes[number]
+        at = place["origin"] + first * sizes[number]
+        self.datasets[number].fetch_ahead(config.seed, at, _shown_every(PROGRESS_SECONDS))
         return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
 
     def evaluation_due(self, step: int) -> bool:
@@ -409,11 +420,11 @@ class Pretraining:
         ValueError if rows cannot be read."""
         phases = zip(self.datasets, self.phases, strict=True)
         parts = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
-        names = names_of([part.folder for part, _ in parts.values()])
+        names = names_of([part.place for part, _ in parts.values()])
         splits: list[HeldOut] = []
         for name, (part, batch) in zip(names, parts.values(), strict=True):
             if part.held_out_path is None:
-                log.info(f"{part.folder} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
+                log.info(f"{part.place} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
                 if not splits:
                     break
                 continue
@@ -495,6 +506,19 @@ class Pretraining:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Nothing to restore: everything is a function of the update's number."""
+
+
+def _shown_every(seconds: float) -> Callable[[int, int], None]:
+    """Logs the number of shards that were copied, and of all that training waits for; nothing if that takes less than `seconds`."""
+    last = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > seconds:
+            last = time.monotonic()
+            log.info(f"{done} of {of} shards that the next updates need are copied here")
+
+    return show
 
 
 def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:

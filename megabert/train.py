@@ -208,6 +208,7 @@ def make_debuggable() -> None:
 def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, int]:
     """Check the arguments; returns the first and the last update to profile, or (0, 0). Raises ValueError naming an argument that is
     missing or invalid, or a folder without a dataset or checkpoint."""
+    from megabert.common import storage
     from megabert.common.run_files import holds_checkpoint
     from megabert.config import phases_of, read_deepspeed
     from megabert.data.shards import MANIFEST
@@ -218,11 +219,11 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
             raise ValueError(f"{name} is missing: name a folder")
     for phase in phases_of(config):
         path, build = phase.config.data.path, "megabert prep build" + " --nsp" * config.model.nsp
-        if not Path(path, MANIFEST).is_file():
+        if not storage.is_url(path) and not Path(path, MANIFEST).is_file():
             option = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{option} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
-    if Path(args.run).is_file():
-        raise ValueError(f"--run {args.run}: is a file; name a folder")
+    if Path(args.run).is_file() or storage.is_url(args.run):
+        raise ValueError(f"--run {args.run}: is a {'URL' if storage.is_url(args.run) else 'file'}; name a folder")
     source = config.init_from
     if source and not (holds_checkpoint(Path(source)) or holds_checkpoint(Path(args.run))):
         raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")

@@ -266,6 +266,7 @@ class Trainer:
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
+        self.checkpoints.finish_mirror()
         if not self.over or self.state.evaluation_owed:
             saved = f"saved at step {self.state.step:,}; the same command resumes"
             if self.stopping == UNREAD:

@@ -74,6 +74,7 @@ OWNERS = {
     "amp_C": ("megabert.optim",),
     "apex": ("megabert.optim", "megabert.ops"),
     "deepspeed": ("megabert.engine",),
+    "fsspec": ("megabert.common.storage",),
     "onnx": ("megabert.finetune.onnx",),
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from megabert.common.errors import FAILED
+from megabert.common.errors import FAILED, exit_code
 
 # files named for a reason
 NAMED_FILES = 5
@@ -83,7 +83,9 @@ class Problems:
         add_loss(self.lost, reason, size, [printable(path)])
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
-        """Report a file or folder that can't be read."""
+        """Report a file or folder that can't be read. Raises `error` if its disk or store failed, under both policies."""
+        if exit_code(error) == FAILED:
+            raise error
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
 
 

@@ -13,6 +13,7 @@ from itertools import islice, starmap
 from operator import attrgetter
 from pathlib import PurePath
 
+from megabert.common import storage
 from megabert.data.names import distinct_ends
 
 AUTO = "auto"
@@ -53,9 +54,14 @@ class ReadOptions:
         return self._kinds[folder] if folder is not None else ""
 
 
+def normalized(path: str) -> str:
+    """`os.path.normpath`, and a URL as it is."""
+    return path.rstrip("/") if storage.is_url(path) else os.path.normpath(path)
+
+
 def folder_of(path: str, known: Container[str]) -> str | None:
     """The innermost of the `known` folders above a file."""
-    folder = os.path.normpath(os.path.dirname(path))
+    folder = normalized(os.path.dirname(path))
     while folder not in known:
         above = os.path.dirname(folder) or "."
         if folder in (above, os.pardir) or folder.endswith(f"{os.sep}{os.pardir}"):

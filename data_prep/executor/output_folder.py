@@ -88,13 +88,13 @@ def _code() -> dict[str, str | None]:
     return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
     """Differences between two accounts, a string each."""
     for key in sorted(old.keys() | new.keys()):
         label = f"{name}{key.replace('_', ' ')}"
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{label}: ")
+            yield from differences(a, b, f"{label}: ")
         elif a != b:
             yield f"{label} was {a}, is {b}"
 
@@ -105,7 +105,7 @@ def _changes(path: Path, account: dict[str, Any], resumed: bool) -> str:
         old = json.loads(path.read_bytes())
     except ValueError:
         return f"{path} is not valid JSON"
-    return "; ".join(_differences(old | {FILES: account[FILES]} if resumed else old, account))
+    return "; ".join(differences(old | {FILES: account[FILES]} if resumed else old, account))
 
 
 def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:

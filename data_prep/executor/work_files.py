@@ -71,6 +71,8 @@ class BuildJob:
     sources: tuple[str, ...] = ()
     # as of `ReadOptions.folders`
     folders: tuple[tuple[str, str], ...] = ()
+    # the output folder, and the URL to which its files go as they are written; "" for none
+    upload: tuple[str, str] = field(default=("", ""), repr=False)
 
     @cached_property
     def read(self) -> ReadOptions:

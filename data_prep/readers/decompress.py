@@ -11,7 +11,6 @@ import bz2
 import contextlib
 import io
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import IO, Any
 import zstandard
 
 from data_prep.common.errors import BadInput, Damaged, Problems
-from data_prep.readers.files import open_regular
+from data_prep.readers.files import open_regular, status
 
 # zst may begin with a skippable frame, as files of pzstd do
 MAGIC = {
@@ -213,7 +212,7 @@ def _unpack(
         began = False
 
         def damaged(what: str, whole: bool = False) -> Damaged:
-            end = stop or (start + packed if stream else os.fstat(file.fileno()).st_size)
+            end = stop or (start + packed if stream else status(path)[0])
             lost = max(end - start - packed + len(data), 0)
             return Damaged(f"{path}: {what}", lost, whole)
 

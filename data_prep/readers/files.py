@@ -1,12 +1,13 @@
 """Input files: the files of an input, in an order that depends only on their names, and opening of files.
 
-An input is a file, a folder or a glob. Walks follow links, visit each folder once and skip hidden names.
+An input is a file, a folder or a glob, also by a URL of a store (`megabert.common.storage`). Walks follow links, visit each folder once and skip hidden names.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import posixpath
 import re
 import stat
 from collections import Counter
@@ -15,11 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
-from megabert.common.files import refuse_url
+from megabert.common import storage
 from megabert.common.logs import log
 
 MAGIC = re.compile(r"[*?\[]")
-# files beside the tables of a saved dataset of Hugging Face `datasets`
 # files of a folder that describe its data, read only where an input names them
 ABOUT_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation)(\.(md|txt|rst|html|cff|bib))?"
@@ -30,11 +30,17 @@ ABOUT_DATA = re.compile(
 EVALUATION_SPLIT = re.compile(
     r"(?:.*[._-])?(test|validation|valid|val|dev)(?:[._-]?\d+)*(?:-of-\d+)?(?:\.\w+)*", re.IGNORECASE
 )
+# a dataset of the hub by its name alone, and the branch in which the hub converts datasets to Parquet
+HUB_DATASET, CONVERTED = re.compile(r"hf://datasets/[^/@*?[]+/[^/@*?[]+/?"), "refs/convert/parquet"
+# files beside the tables of a saved dataset of Hugging Face `datasets`
 BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
 
 def status(path: str) -> tuple[int, int]:
-    """(bytes, modification time in ns) of a file. Raises BadInput if it is not a regular file, and OSError."""
+    """(bytes, modification time in ns) of a file, (bytes, a number for its version) of an object. Raises BadInput if it is not a
+    regular file, and OSError."""
+    if storage.is_url(path):
+        return storage.stat(path).stamp
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
         raise BadInput(f"{path}: not a regular file")
@@ -43,6 +49,8 @@ def status(path: str) -> tuple[int, int]:
 
 def open_regular(path: str) -> BinaryIO:
     """The file, open for reading. Raises BadInput for a pipe, device or socket, without blocking on it."""
+    if storage.is_url(path):
+        return storage.open_object(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,8 +60,9 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def matches(item: str) -> list[str]:
-    """The file or folder of that name, or the matches of a glob. Raises BadInput if there is none, ValueError for a URL."""
-    refuse_url(item)
+    """The file or folder of that name, or the matches of a glob; of a URL itself. Raises BadInput if there is none."""
+    if storage.is_url(item):
+        return [item]
     paths = [item] if os.path.lexists(item) else _match(item)
     if not paths:
         raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
@@ -62,6 +71,8 @@ def matches(item: str) -> list[str]:
 
 def folder_of_input(item: str) -> str:
     """The folder of an input: itself, or that of a file, or of a glob's first part."""
+    if storage.is_url(item):
+        return posixpath.dirname(MAGIC.split(item, maxsplit=1)[0] + "*") if MAGIC.search(item) else item
     if os.path.isdir(item):
         return item
     return os.path.dirname(item if os.path.lexists(item) else MAGIC.split(item, maxsplit=1)[0] + "*") or "."
@@ -117,6 +128,13 @@ def expand(item: str, problems: Problems, notices: Notices | None = None) -> Ite
 
     Raises BadInput if there is no such file; unreadable ones follow the policy of `problems`.
     """
+    if storage.is_url(item):
+        item = _training_split(item) if HUB_DATASET.fullmatch(item) else item
+        found = [found.url for found in storage.find(item) if not _is_hidden(found.url[len(item) :])]
+        if not found:
+            raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
+        yield from (url for url in found if notices is None or notices.is_read(url, item))
+        return
     for path in matches(item):
         for file in _walk(path, problems) if os.path.isdir(path) else (path,):
             if notices is None or notices.is_read(file, path):
@@ -133,10 +151,33 @@ def _match(pattern: str) -> list[str]:
     matches = []
     for root in sorted(glob.glob(base)) if MAGIC.search(base) else [base or "."]:
         for path in Path(root).glob(rest):
-            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-            if not hidden and not path.is_dir():
+            if not _is_hidden(str(path.relative_to(root))) and not path.is_dir():
                 matches.append(os.path.join(base and root, path.relative_to(root)))
     return sorted(matches)
+
+
+def _training_split(item: str) -> str:
+    """The training split of a dataset of the hub in the hub's own conversion to Parquet; `item` where there is no whole one. Raises
+    BadInput naming the configurations if there are several."""
+    base = f"{item.rstrip('/')}@{CONVERTED}"
+    # CONFIGURATION/SPLIT/NUMBER.parquet
+    places = {tuple(found.url.split("/")[-3:-1]) for found in storage.find(base)}
+    configurations = sorted(configuration for configuration, split in places if split == "train")
+    if len(configurations) > 1:
+        named = ", ".join(configurations)
+        raise BadInput(
+            f"--input {item}: has the configurations {named}; name one, as {base}/{configurations[0]}/train/*.parquet"
+        )
+    if not configurations:
+        return item
+    glob = f"{base}/{configurations[0]}/train/*.parquet"
+    log.info(f"{item}: its training split, {glob}; another glob decides otherwise")
+    return glob
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether a name in a path below a folder is hidden."""
+    return any(name.startswith(".") for name in path.split("/"))
 
 
 def _walk(top: str, problems: Problems) -> Iterator[str]:

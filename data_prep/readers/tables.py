@@ -147,14 +147,18 @@ def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Ite
 def _schema(part: FileRange) -> Any:
     import pyarrow.parquet as parquet
 
-    return parquet.read_schema(part.path) if part.format == "parquet" else tables.arrow_reader(part.path).schema
+    if part.format != "parquet":
+        return tables.arrow_reader(part.path).schema
+    with open_regular(part.path) as file:
+        return parquet.read_schema(file)
 
 
 def _refuse_bombs(part: FileRange, columns: list[list[str]]) -> None:
     """Raises BadTable for a row group of a Parquet file whose columns unpack to much more than their size."""
     import pyarrow.parquet as parquet
 
-    metadata = parquet.read_metadata(part.path)
+    with open_regular(part.path) as file:
+        metadata = parquet.read_metadata(file)
     for i in range(metadata.num_row_groups)[part.start : part.end]:
         group = metadata.row_group(i)
         for chunk in map(group.column, range(group.num_columns)):

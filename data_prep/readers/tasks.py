@@ -27,10 +27,12 @@ from data_prep.common.records import (
     ReadOptions,
     ReadTask,
     folder_of,
+    normalized,
     source_names,
 )
 from data_prep.readers import archives, boundaries, decompress, documents, files, formats, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES
+from megabert.common import storage
 
 # smallest and largest bytes of text in a task, estimated by the size on disk
 TASK_BYTES = (4 << 20, 64 << 20)
@@ -92,7 +94,7 @@ def text_documents(
     if options.text_documents != AUTO:
         return ()
     paths = chain.from_iterable(corpus.paths for corpus in corpora)
-    sampled: dict[str, list[FileRange]] = {os.path.normpath(files.folder_of_input(path)): [] for path in paths}
+    sampled: dict[str, list[FileRange]] = {normalized(files.folder_of_input(path)): [] for path in paths}
     seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
     for part in chain.from_iterable(ranges):
         folder = folder_of(part.path, sampled)
@@ -135,6 +137,8 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile | Ba
 
 
 def _real(path: str) -> str:
+    if storage.is_url(path):
+        return path
     if os.path.islink(path):
         return os.path.realpath(path)
     folder, name = os.path.split(path)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import posixpath
+import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -20,6 +22,7 @@ from tqdm import tqdm
 
 from data_prep.common.errors import BadInput
 from data_prep.executor.pool import interrupts_blocked
+from megabert.common import storage
 from megabert.data import shards
 from megabert.data.masking import Masked, MaskingConfig, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
@@ -33,8 +36,15 @@ LABELS = {0: "next", 1: "random next", -1: "no pair"}
 SEED = 0
 
 
-def datasets(folder: str | os.PathLike[str]) -> list[Path]:
-    """`folder` if it has a manifest or a shard, else its sub-folders with one, by name. Raises BadInput without any."""
+def datasets(folder: str | os.PathLike[str]) -> Sequence[str | Path]:
+    """`folder` if it has a manifest or a shard, else its sub-folders with one, by name; URLs of a URL. Raises BadInput without any."""
+    if storage.is_url(folder):
+        url = os.fspath(folder).rstrip("/")
+        here = re.compile(rf"{re.escape(url)}(/[^/]+)?/({re.escape(shards.MANIFEST)}|[^/]*\.tar)")
+        found = sorted({posixpath.dirname(each.url) for each in storage.find(url) if here.fullmatch(each.url)})
+        if not found:
+            raise BadInput(f"{url}: no dataset ({shards.MANIFEST}) there; `megabert prep build …` makes one")
+        return [url] if url in found else found
     folder = Path(folder)
     if _is_dataset(folder):
         return [folder]
@@ -95,7 +105,7 @@ def inspect(folder: str | os.PathLike[str], rows: int = 3, strategy: Literal["to
     return "\n\n".join("\n".join(_dataset(path, rows, MaskingConfig(strategy=strategy))) for path in datasets(folder))
 
 
-def _dataset(folder: Path, samples: int, masking: MaskingConfig) -> list[str]:
+def _dataset(folder: str | Path, samples: int, masking: MaskingConfig) -> list[str]:
     dataset = shards.Dataset(folder)
     m = dataset.manifest
     tokenizer = Tokenizer.load(dataset.tokenizer_path)

@@ -16,6 +16,7 @@ from data_prep.executor.journal import Stage, Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
 from data_prep.stages.shuffle import RowSplit
+from megabert.common import storage
 from megabert.common.files import write_whole
 from megabert.data import shards
 from megabert.data.shards.manifest import SHARD, SOURCES
@@ -74,7 +75,7 @@ def plan_shards(split: RowSplit, bucket_rows: list[int], rows_per_shard: int) ->
 
 
 def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
-    """Write one shard; the fact "shard" is its entry of the manifest."""
+    """Write one shard, and upload it if the output is a URL; the fact "shard" is its entry of the manifest."""
     result = ItemResult()
     split = plan.split
     arrays = []
@@ -92,6 +93,8 @@ def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
     path = Path(split.folder, SHARD.format(plan.index))
     ids, bounds, labels = arrays
     entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
+    if job.upload[1]:
+        storage.put(path, storage.join(job.upload[1], os.path.relpath(path, job.upload[0])))
     result.facts["shard"] = entry
     result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
     return result

@@ -121,18 +121,21 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
 
     Raises DamagedCheckpoint unless its bytes are those that were written, OSError if reading fails repeatedly.
     """
-    try:
-        data = tried_again(lambda: _read_bytes(path / MANIFEST))
-        manifest = json.loads(data)
-        problem = _problem(manifest, data)
-    except DamagedCheckpoint:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path.name}/{MANIFEST} cannot be read") from error
-    if problem:
-        raise DamagedCheckpoint(f"{path.name}/{MANIFEST}: {problem}")
+    manifest = parse_manifest(tried_again(lambda: _read_bytes(path / MANIFEST)), path.name)
     if weights_only:
         manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
+    return manifest
+
+
+def parse_manifest(data: bytes, checkpoint: str) -> dict[str, Any]:
+    """The manifest whose bytes are `data`. Raises DamagedCheckpoint naming the checkpoint."""
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        problem = _problem(manifest, data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{checkpoint}/{MANIFEST} cannot be read") from error
+    if problem:
+        raise DamagedCheckpoint(f"{checkpoint}/{MANIFEST}: {problem}")
     return manifest
 
 

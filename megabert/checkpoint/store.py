@@ -10,7 +10,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,10 @@ from megabert.common.logs import log
 from megabert.common.run_files import BEST
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
-from megabert.distributed.ranks import World, refuse_together
+from megabert.distributed.ranks import World, on_main, refuse_together
 
 if TYPE_CHECKING:
+    from megabert.checkpoint.mirror import Mirror
     from megabert.engine import Engine, Snapshot
 
 STEP = re.compile(r"step-(\d{8,})")
@@ -102,12 +103,14 @@ class SaveInFlight:
 class Checkpoints:
     """The checkpoints of one run folder. All ranks must call the same methods, except `pending` and `status`."""
 
-    def __init__(self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None) -> None:
+    def __init__(
+        self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None, mirror: Mirror | None = None
+    ) -> None:
         """`settings` None opens the folder for reading only. Otherwise the run lock must be held (`run_lock.take`), since leftovers
-        of interrupted saves are removed."""
+        of interrupted saves are removed. `mirror`: of rank 0."""
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "checkpoints"
-        self.world, self.settings = world, settings
+        self.world, self.settings, self.mirror = world, settings, mirror
         self._in_flight: SaveInFlight | None = None
         # steps of damaged checkpoints, as far as known on rank 0
         self._damaged: set[int] = set()
@@ -211,6 +214,19 @@ class Checkpoints:
             BackgroundTask(f"remove-before-{step}", partial(_remove, obsolete))
         else:
             _remove(obsolete)
+        if self.mirror is not None:
+            self.mirror.changed()
+
+    def finish_mirror(self) -> None:
+        """Wait until the run's mirror, if it has one, is as the run folder. A collective. Raises Failed if that fails."""
+        assert self.settings is not None
+
+        def close() -> None:
+            assert self.mirror is not None
+            self.mirror.close()
+
+        if self.settings.mirror:
+            on_main(self.world, close)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
@@ -226,15 +242,13 @@ class Checkpoints:
         sync(self.folder)
         sync(self.run_dir)  # `checkpoints` is a new entry at the first save
         write_whole(self.folder / POINTER, canonical({"step": step}))
-        steps, every, best = self.steps(), self.settings.keep_every, tree["state"].get("best_step")
+        steps, best = self.steps(), tree["state"].get("best_step")
         if best in steps:
             self._link(best)
-        later = [other for other in steps if other > step]  # damaged, or saved before a rollback
-        older = [other for other in steps if other <= step][self.settings.keep :]
         linked = self._linked()
-        if linked in later:
+        if linked is not None and linked > step:
             (self.run_dir / BEST).unlink()
-        for old in later + [other for other in older if other not in (best, linked) and (not every or other % every)]:
+        for old in obsolete_steps(steps, step, self.settings, {best, linked}):
             obsolete += self._free(old, f"{SAVING}old-{old:08d}-{time.time_ns()}")
         return obsolete
 
@@ -424,6 +438,17 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         return sorted((int(match[1]) for match in map(STEP.fullmatch, names) if match), reverse=True)
+
+
+def obsolete_steps(
+    steps: Sequence[int], step: int, settings: CheckpointConfig, needed: Collection[int | None]
+) -> list[int]:
+    """Those of `steps`, newest first, that the checkpoint of `step` makes obsolete: later ones, which are damaged or were saved before
+    a rollback, and earlier ones that are neither `needed` nor kept by the settings."""
+    later = [other for other in steps if other > step]
+    older = [other for other in steps if other <= step][settings.keep :]
+    every = settings.keep_every
+    return later + [other for other in older if other not in needed and (not every or other % every)]
 
 
 def _note(rank: int) -> str:

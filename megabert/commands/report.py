@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megabert import __version__
+from megabert.common import storage
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import write_whole
+from megabert.common.hub import copied
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE, json_lines
 
@@ -314,10 +316,13 @@ def render(run: ReportedRun) -> bytes:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder written by megabert train")
+    parser.add_argument("run", metavar="RUN", help="run folder written by megabert train, or the URL of its mirror")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the file to write (default: RUN/{OUTPUT})")
     args = parser.parse_args(argv)
-    run, output = read_run(args.run), args.output or args.run / OUTPUT
+    if storage.is_url(args.run) and args.output is None:
+        raise ValueError(f"--output is missing: name the file for the report of {args.run}")
+    folder = copied(args.run, weights=False) if storage.is_url(args.run) else Path(args.run)
+    run, output = read_run(folder), args.output or folder / OUTPUT
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):

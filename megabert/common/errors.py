@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,12 +71,12 @@ def describe(error: Exception) -> str:
     return f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason
 
 
-def tried_again(action: Callable[[], T]) -> T:
-    """The result of `action`, retried after growing waits while it raises a transient OSError (EIO, ESTALE, a time-out).
+def tried_again(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
+    """The result of `action`, retried after `waits` seconds (WAITS) while it raises a transient OSError (EIO, ESTALE, a time-out).
 
     Raises the error of the last try, and at once one that the user has to fix (no such file, no permission).
     """
-    for wait in WAITS:
+    for wait in waits or WAITS:
         try:
             return action()
         except OSError as error:

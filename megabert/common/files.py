@@ -39,12 +39,6 @@ CHUNK = 16 << 20
 SYNCED = 256 << 20
 
 
-def refuse_url(path: str) -> None:
-    """Raises ValueError for a URL given as a path."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
-        raise ValueError(f"{path}: is a URL; mount it or copy it to a folder, and name that")
-
-
 @contextmanager
 def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder to write into, renamed to `target` when the block ends without an error.
@@ -162,7 +156,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
-    """Raises ValueError where `appearing` would."""
+    """Raises ValueError where `appearing` would, and for a URL."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(target)):  # a path has lost its second slash
+        raise ValueError(f"{target}: is a URL; name a folder, and copy it there")
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megabert.common import storage
 from megabert.common.errors import Failed
+from megabert.common.files import appearing
+from megabert.common.logs import log
 from megabert.common.run_files import holds_checkpoint
 
 # OWNER/NAME
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# a file of a run's checkpoint
+MIRRORED = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 # of a Hugging Face folder: safetensors, and the older form
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # ending of the file that names the files of weights, where they are several
@@ -21,12 +29,12 @@ FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "m
 
 def located(source: str | Path) -> Path:
     """The folder of a model: `source`, or the hub's repository of that name (google-bert/bert-base-uncased) in the hub's cache,
-    downloaded if it is missing there.
+    downloaded if it is missing there, or of a URL its copy (`copied`).
 
     Its files are not opened. A name whose first part is a local folder is a wrong path and not looked up. Raises ValueError for
     anything else, Failed if the hub cannot be reached.
     """
-    path = Path(source)
+    path = copied(os.fspath(source)) if storage.is_url(source) else Path(source)
     if path.is_dir():
         # `best` of a fine-tuning run is a model too
         if not (is_model_folder(path) or holds_checkpoint(path) or is_model_folder(path / "best")):
@@ -41,6 +49,37 @@ def located(source: str | Path) -> Path:
             "hub as OWNER/NAME"
         )
     return download(str(source))
+
+
+def copied(url: str, weights: bool = True) -> Path:
+    """A copy of a model's folder in a store, or of a run's newest whole checkpoint and files beside it (without `weights` these alone),
+    in $XDG_CACHE_HOME/megabert or ~/.cache/megabert. Raises ValueError where there is neither."""
+    start = storage.join(url, "").rstrip("/") + "/"
+    found = {each.url.removeprefix(start): each for each in storage.find(url)}
+    steps = [match[1] for match in map(MIRRORED.fullmatch, found) if match and match[2] == "manifest.json"]
+    newest = max(steps, default="") if weights else ""
+    files = {
+        name: each
+        for name, each in found.items()
+        if not name.startswith("lock/") and ((match := MIRRORED.fullmatch(name)) is None or match[1] == newest)
+    }
+    if weights and not newest and not any(name in files for name in WEIGHTS):
+        raise ValueError(f"{url}: no run with a whole checkpoint, and no {' or '.join(WEIGHTS)}, so no model is there")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megabert", "models")
+    of_url = home / hashlib.sha256(f"{start} {weights}".encode()).hexdigest()[:16]
+    folder = of_url / hashlib.sha256(repr(sorted(files.values())).encode()).hexdigest()[:16]
+    if not folder.is_dir():
+        log.info(
+            f"{url}: {newest or 'model'} of {sum(each.size for each in files.values()) / 1e6:,.0f} MB is copied to {folder}"
+        )
+        with appearing(folder, "") as temporary:
+            for name, each in files.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                storage.fetch(each.url, temporary / name)
+        for older in of_url.iterdir():
+            if older != folder:
+                shutil.rmtree(older, ignore_errors=True)
+    return folder
 
 
 def is_model_folder(folder: Path) -> bool:

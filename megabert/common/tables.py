@@ -19,6 +19,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from megabert.common import storage
+from megabert.common.errors import Failed
+
 ENDINGS = (".tsv", ".csv", ".jsonl")
 ARROW_ENDINGS = (".parquet", ".arrow", ".feather")
 # first bytes of a file; an Arrow stream begins with four bytes 255
@@ -222,7 +225,7 @@ def arrow_errors(path: str) -> Iterator[None]:
 
     try:
         yield
-    except BadTable:
+    except (BadTable, Failed):
         raise
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -232,11 +235,11 @@ def arrow_errors(path: str) -> Iterator[None]:
 
 
 def arrow_reader(path: str, columns: Sequence[str] | None = None) -> Any:
-    """A memory-mapped reader of the outermost `columns` of an Arrow file or stream. Raises pyarrow's errors."""
+    """A reader of the outermost `columns` of an Arrow file or stream, memory-mapped if it is local. Raises pyarrow's errors."""
     import pyarrow
     from pyarrow import ipc
 
-    file = pyarrow.memory_map(path)
+    file = pyarrow.PythonFile(storage.open_object(path)) if storage.is_url(path) else pyarrow.memory_map(path)
     reader: Any = ipc.open_file if file.read(6) == b"ARROW1" else ipc.open_stream
     file.seek(0)
     if columns is None:
@@ -257,7 +260,8 @@ def batches(
 
     row = 0
     if kind == "parquet":
-        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as table:
+        source = storage.open_object(path) if storage.is_url(path) else path
+        with parquet.ParquetFile(source, memory_map=False, pre_buffer=False) as table:
             groups = range(table.num_row_groups)
             row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
             options = {"row_groups": list(groups[start:end]), "columns": columns, "use_threads": False}

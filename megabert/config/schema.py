@@ -178,7 +178,13 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """Source of the rows."""
 
-    path: str = Field("", description="dataset folder written by data_prep (also --data)")
+    path: str = Field("", description="dataset written by data_prep, a folder or a URL (also --data)")
+    cache_dir: str = Field(
+        "", description="folder for copies of datasets that are URLs; '': ~/.cache/megabert/datasets"
+    )
+    cache_gib: float = Field(
+        100.0, gt=0, description="most GiB of shards there; the order has up to 64 in use at a time"
+    )
     mix: dict[str, float] = Field({}, description='other datasets and their shares of all rows: {"data/books" = 0.3}')
     seq_len: int = Field(
         0, ge=0, description="tokens of a row, for a plan without data; datasets with other rows are refused; 0: any"
@@ -293,6 +299,10 @@ class CheckpointConfig(Section):
     keep: int = Field(2, gt=0, description="number of newest committed checkpoints to keep")
     keep_every: int = Field(0, ge=0, description="also keep checkpoints at multiples of this step; 0: none")
     asynchronous: bool = Field(True, description="save in the background from host copies of 12 bytes a parameter")
+    mirror: str = Field(
+        "",
+        description="URL to which checkpoints and logs are copied; a start with an empty run folder copies them back",
+    )
     copy_every: int = Field(
         1, gt=0, description="updates between copies of the training state in memory, where ranks restart --in-place"
     )

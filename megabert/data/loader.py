@@ -318,6 +318,7 @@ class Loader:
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         source = self.source.of_update(self.step)
+        self.source.dataset.fetch_ahead(self.source.seed, self._updates.first(self.step))
         layout = source.layout(self.rows)
         batches = layout.micro_batches(narrow, wide, source.micro_batch)
         epoch = source.dataset.epoch(self._updates.first(self.step))

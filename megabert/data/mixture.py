@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from megabert.config import Config, from_dict
 from megabert.data.names import distinct_ends
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
+from megabert.data.shards.remote import DEFAULT, Cache
 
 # shards that a mixture keeps open: 64 of each dataset are in use at a time
 OPEN_SHARDS = 512
@@ -74,7 +75,7 @@ class Mixture:
     @property
     def identity(self) -> dict[str, Any]:
         """Its entries in a checkpoint: the fingerprint of all of it, and each dataset's."""
-        parts = [{"folder": str(part.folder), "fingerprint": part.manifest.fingerprint} for part in self.parts]
+        parts = [{"folder": part.place, "fingerprint": part.manifest.fingerprint} for part in self.parts]
         return {"dataset": self.manifest.fingerprint, "datasets": parts}
 
     def epoch(self, position: int) -> int:
@@ -113,6 +114,11 @@ class Mixture:
         """As `Dataset.read_ahead`."""
         for number, places in self._by_part(row_ids):
             self.parts[number].read_ahead(row_ids[places] - self.offsets[number])
+
+    def fetch_ahead(self, seed: int, position: int, progress: Callable[[int, int], object] | None = None) -> None:
+        """As `Dataset.fetch_ahead`."""
+        for part, count in zip(self.parts, self.counts, strict=True):
+            part.fetch_ahead(seed, position // WINDOW * count, progress)
 
     def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """The parts of the rows, each with the indices of its rows."""
@@ -187,16 +193,16 @@ def with_vocabulary_size(config: Config, size: int) -> Config:
     return from_dict(tree)
 
 
-def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True) -> AnyDataset:
+def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True, cache: Cache = DEFAULT) -> AnyDataset:
     """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
 
-    `shards`: false reads only the manifests. Raises ValueError as `Dataset` does, and if the shares leave nothing for `folder`.
+    `shards`: false reads only the manifests. `cache`: for URLs. Raises ValueError as `Dataset` does, and if the shares leave nothing for `folder`.
     """
     if mix and (sum(mix.values()) >= 1 or min(mix.values()) <= 0):
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; its share is what the others leave")
-    return _mixture([Dataset(path, None if shards else Manifest.load(path)) for path in (folder, *mix)], mix)
+    return _mixture([Dataset(path, None if shards else Manifest.load(path), cache) for path in (folder, *mix)], mix)
 
 
 def _mixture(parts: Sequence[Dataset], mix: Mapping[str, float]) -> AnyDataset:
@@ -215,12 +221,12 @@ def names_of(folders: Sequence[str | Path]) -> list[str]:
 
 def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:
     """Folder and manifest of each dataset of a mixture, as JSON values from which `from_json` opens it."""
-    return [(str(part.folder), part.manifest.model_dump(by_alias=True)) for part in members(dataset)]
+    return [(part.place, part.manifest.model_dump(by_alias=True)) for part in members(dataset)]
 
 
-def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float]) -> AnyDataset:
+def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float], cache: Cache = DEFAULT) -> AnyDataset:
     """The dataset or mixture of another process, which has compared its files; nothing is read."""
-    return _mixture([Dataset(folder, Manifest.model_validate(manifest)) for folder, manifest in tree], mix)
+    return _mixture([Dataset(folder, Manifest.model_validate(manifest), cache) for folder, manifest in tree], mix)
 
 
 def continue_data(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: Sequence[int]) -> int:

@@ -8,6 +8,8 @@ rows within windows of 16 permuted blocks. Shards of few blocks are grouped and 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -62,6 +64,25 @@ class RowOrder:
                 rows = _window(self, seed, epoch, slot, window)
                 row_ids[in_slot[in_window]] = rows[at[in_window] - edges[window]]
         return row_ids
+
+    @property
+    def shards_in_use(self) -> int:
+        """Most shards that a slot's rows come from."""
+        return min(len(self.blocks), self.active * self.group)
+
+    def shards_from(self, seed: int, position: int) -> Iterator[int]:
+        """Shards in the order in which the rows need them from `position` on, counted from the beginning of epoch 0, epoch after
+        epoch without end."""
+        start, within = divmod(position, self.rows)
+        first = int(np.searchsorted(_slot_starts(self, seed, start), within, side="right")) - 1
+        for epoch in itertools.count(start):
+            shards = _shards(self, seed, epoch).tolist()
+            for slot in range(first, self.groups):
+                # those of earlier slots that the first one still uses, then its own
+                for part in reversed(range(self.active if slot == first else 1)):
+                    group = (slot - part) % self.groups
+                    yield from shards[group * self.group : (group + 1) * self.group]
+            first = 0
 
     def by_epoch(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch 0."""

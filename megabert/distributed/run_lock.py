@@ -78,7 +78,7 @@ class Ownership:
         """
         newest = _newest(self.path.parent) or self.path.name
         try:
-            owner = _parse(self.path.with_name(newest).read_bytes())
+            owner = parse(self.path.with_name(newest).read_bytes())
         except FileNotFoundError:
             owner, newest = None, ""
         if newest != self.path.name or (owner is not None and owner.token != self.owner.token):
@@ -105,7 +105,7 @@ class Ownership:
     def _write(self, owner: Owner) -> None:
         self.check()
         with open(self.path, "r+b") as file:  # does not create the file
-            file.write(_text(owner))
+            file.write(text_of(owner))
 
 
 # Run folders that this process owns.
@@ -151,16 +151,8 @@ def release() -> None:
 
 
 def _take(run_dir: Path, predecessor: str) -> None:
-    folder, key, pid = run_dir / "lock", str(run_dir.resolve()), os.getpid()
+    folder, key, owner = run_dir / "lock", str(run_dir.resolve()), this_process()
     folder.mkdir(parents=True, exist_ok=True)
-    owner = Owner(
-        token=secrets.token_hex(8),
-        host=socket.gethostname(),
-        namespace=pid_namespace(),
-        pid=pid,
-        started=start_of(pid),
-        job=os.environ.get("SLURM_JOB_ID", ""),
-    )
     while key not in _owned:
         newest = _newest(folder)
         if newest:
@@ -178,7 +170,7 @@ def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
             text = path.read_bytes()
         except FileNotFoundError:  # removed by the next owner
             return
-        owner = _parse(text)
+        owner = parse(text)
         if owner is not None and (owner.has_ended or owner.token == predecessor):
             return
         if last is None:
@@ -200,7 +192,7 @@ def _create(path: Path, owner: Owner) -> bool:
     """Create the file of `owner`, and remove those of earlier owners; whether this job became the owner."""
     try:
         with open(path, "xb") as file:
-            file.write(_text(owner))
+            file.write(text_of(owner))
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
@@ -221,14 +213,28 @@ def _newest(folder: Path) -> str:
     return max(_numbers(folder), default="")
 
 
-def _parse(text: bytes) -> Owner | None:
+def this_process() -> Owner:
+    """This process as an owner, with a new token."""
+    pid = os.getpid()
+    return Owner(
+        token=secrets.token_hex(8),
+        host=socket.gethostname(),
+        namespace=pid_namespace(),
+        pid=pid,
+        started=start_of(pid),
+        job=os.environ.get("SLURM_JOB_ID", ""),
+    )
+
+
+def parse(text: bytes) -> Owner | None:
+    """The owner in a file; None for anything else."""
     try:
         return Owner(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
 
-def _text(owner: Owner) -> bytes:
+def text_of(owner: Owner) -> bytes:
     """Content of an owner's file; of constant size, since it is overwritten in place."""
     return json.dumps(asdict(owner)).ljust(511).encode() + b"\n"
 

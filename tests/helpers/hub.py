@@ -1,14 +1,17 @@
-"""A Hugging Face hub on this machine: the three requests by which its library finds and downloads a model's files."""
+"""A Hugging Face hub on this machine, a stand-in: the requests by which its library finds, lists and downloads the files of a model or
+a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -50,10 +53,42 @@ def oid(file: Path) -> str:
     return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
+class _DatasetRequests(_Requests):
+    """A dataset: `folder` has a folder for each branch, slashes of its name as in a URL's part."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        match = re.fullmatch(rf"(?:/api)?/datasets/{self.name}/(revision|tree|resolve)/([^/]+)/?(.*)", path)
+        branch = self.folder / match[2] if match else Path()
+        file = branch / unquote(match[3]) if match else Path()
+        if match is None or not branch.is_dir():
+            self.answer(b"{}", {"X-Error-Code": "RevisionNotFound" if match else "RepoNotFound"}, 404)
+        elif not file.exists():
+            self.answer(b"{}", {"X-Error-Code": "EntryNotFound"}, 404)
+        elif match[1] == "revision":
+            self.answer(json.dumps({"id": self.name, "sha": COMMIT, "siblings": []}).encode())
+        elif match[1] == "tree":
+            below = sorted(file.rglob("*") if "recursive=true" in self.path else file.iterdir())
+            self.answer(json.dumps([self.listed(each, branch) for each in below]).encode())
+        else:
+            data = file.read_bytes()
+            if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+                data = data[int(asked[1]) : int(asked[2]) + 1]
+            self.answer(data, {"ETag": f'"{oid(file)}"', "X-Repo-Commit": COMMIT}, 206 if asked else 200)
+
+    @staticmethod
+    def listed(path: Path, branch: Path) -> dict[str, object]:
+        entry: dict[str, object] = {"path": path.relative_to(branch).as_posix()}
+        if path.is_dir():
+            return entry | {"type": "directory", "oid": COMMIT}
+        return entry | {"type": "file", "size": path.stat().st_size, "oid": oid(path)}
+
+
 @contextmanager
-def serving(name: str, folder: Path) -> Iterator[str]:
-    """The address of a hub whose one model is `name`, the files of `folder`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Requests", (_Requests,), {"name": name, "folder": folder}))
+def serving(name: str, folder: Path, dataset: bool = False) -> Iterator[str]:
+    """The address of a hub whose one model is `name`, the files of `folder`, or whose one dataset, a folder a branch."""
+    requests = _DatasetRequests if dataset else _Requests
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Requests", (requests,), {"name": name, "folder": folder}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

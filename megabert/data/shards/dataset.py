@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common import storage
 from megabert.common.errors import Failed, tried_again
 from megabert.data.order import RowOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
+from megabert.data.shards.remote import DEFAULT, Cache, RemoteShards, located
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 # maps kept open at once: each holds a file descriptor
@@ -89,17 +91,23 @@ def read_sources(folder: Path, m: Manifest) -> np.ndarray:
 
 
 class Dataset:
-    """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
+    """Verified random access to the rows of a dataset, a folder or a URL. Safe to fork and to pickle; maps open on first use.
 
     Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. With a
-    `manifest` that another process has checked against the shards nothing is read or compared.
+    `manifest` that another process has checked against the shards nothing is read or compared. Of a URL `folder` has copies
+    (`shards.remote`), in the `cache`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        self.folder = Path(folder)
-        self.manifest = m = manifest or Manifest.load(folder)
+    def __init__(
+        self, folder: str | os.PathLike[str], manifest: Manifest | None = None, cache: Cache = DEFAULT
+    ) -> None:
+        # as it was named
+        self.place = os.fspath(folder)
+        remote = storage.is_url(folder)
+        self.folder = cache.of(manifest) if remote and manifest else located(folder, cache)
+        self.manifest = m = manifest or Manifest.load(self.folder)
         self.rows = m.rows
-        for shard in () if manifest else m.shards:
+        for shard in () if manifest or remote else m.shards:
             try:
                 tried_again(partial(self._check_size, shard))
             except (FileNotFoundError, NotADirectoryError):
@@ -110,6 +118,15 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self.most_open = OPEN_SHARDS
+        # whether `fetch_ahead` of this process does something
+        self.fetches = True
+        self._remote: RemoteShards | None = None
+        if remote:
+            in_use = self._order.shards_in_use
+            self._remote = RemoteShards(self.place, m, cache, in_use)
+            self.most_open = in_use + 1  # a removed shard takes room as long as it is open
+            if manifest is None:
+                self._remote.check()
         # rows of its order used by earlier phases of a run; positions count from there
         self.taken = 0
         # blocks of the last call of `read_ahead`
@@ -168,6 +185,14 @@ class Dataset:
         """The epoch at a global position."""
         return (position + self.taken) // self.rows
 
+    def fetch_ahead(self, seed: int, position: int, progress: Callable[[int, int], object] | None = None) -> None:
+        """Of a URL: copy the shards that its order uses from a global position on, in the background; with `progress` wait for those
+        in use there (`RemoteShards.wait`). Raises as `read`."""
+        if self._remote is not None and self.fetches:
+            self._remote.fetch_ahead(self._order.shards_from(seed, position + self.taken))
+            if progress is not None:
+                self._remote.wait(progress)
+
     def _check_size(self, shard: Shard) -> None:
         """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be accessed."""
         path = self.folder / shard.name
@@ -178,12 +203,14 @@ class Dataset:
 
     def _map(self, shard: Shard) -> mmap.mmap:
         """The mapped file of a shard. It existed when the dataset was opened, so if it is missing its file system is."""
-        path = self.folder / shard.name
+        path = self.folder / shard.name if self._remote is None else self._remote.path(shard)
         try:
             self._check_size(shard)
             with open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if self._remote is not None:  # another process needed its room
+                return self._map(shard)
             raise Failed(f"{path}: is gone; is its file system still mounted?") from error
 
     def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
-from megabert.common.files import compact, digest, refuse_url, sealed, write_whole
+from megabert.common import storage
+from megabert.common.files import compact, digest, sealed, write_whole
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
@@ -138,18 +139,26 @@ class Manifest(BaseModel):
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
-        """Read and check `folder/manifest.json`. ValueError names the file and the field."""
-        refuse_url(os.fspath(folder))
-        path = Path(folder) / MANIFEST
+        """Read and check `folder/manifest.json`, also of a URL. ValueError names the file and the field."""
+        return Manifest.parse_text(Manifest.read(folder), os.path.join(folder, MANIFEST))
+
+    @staticmethod
+    def read(folder: str | os.PathLike[str]) -> bytes:
+        """The text of `folder/manifest.json`. Raises ValueError where there is none."""
+        path = os.path.join(folder, MANIFEST)
         try:
-            text = path.read_bytes()
+            return storage.read(path) if storage.is_url(path) else Path(path).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: not found; a dataset is made by `python -m data_prep build`") from None
+
+    @staticmethod
+    def parse_text(text: bytes, where: str) -> Manifest:
+        """Check the text of a manifest; `where` is the file name at the beginning of errors."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not valid JSON ({error}); rebuild the dataset") from None
-        return Manifest.parse(raw, str(path))
+            raise ValueError(f"{where}: not valid JSON ({error}); rebuild the dataset") from None
+        return Manifest.parse(raw, where)
 
     @staticmethod
     def parse(raw: Any, where: str = MANIFEST) -> Manifest:

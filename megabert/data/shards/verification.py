@@ -6,20 +6,24 @@ independently, so a caller may distribute them over processes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megabert.common import storage
 from megabert.common.errors import describe
 from megabert.common.files import canonical
 from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, read_sources, unpack
 from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
+from megabert.data.shards.remote import copy_beside_shards
 from megabert.data.tokenizer import CONFIG, Tokenizer
 
 # bytes read at once: they stay in a core's cache for hash, checksums and comparisons
@@ -49,50 +53,72 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
 
     Everything is checked after any problem, unless the manifest is unusable.
     """
-    folder = Path(folder)
-    path = folder / MANIFEST
+    path = os.path.join(folder, MANIFEST)
     try:
-        m = Manifest.load(folder)
+        text = Manifest.read(folder)
+        m = Manifest.parse_text(text, path)
     except ValueError as error:
         return [str(error)]
     parts: list[str | ShardCheck] = []
-    text = path.read_bytes()
+    names = _names(folder)
     if text != canonical(json.loads(text)):
         parts.append(f"{path}: is not as it was written: the same fields in other bytes")
-    tokenizer = folder / m.tokenizer["file"]
-    if not tokenizer.is_file():
-        parts.append(f"{tokenizer}: is missing")
-    elif not _is_tokenizer(tokenizer, m.tokenizer["sha256"]):
-        parts.append(f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)")
+    parts += _problems_beside_shards(folder, m)
     listed = {shard.name for shard in m.shards}
-    parts += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
+    others = sorted(name for name in names if name.endswith(".tar") and name not in listed)
+    parts += [f"{os.path.join(folder, name)}: is not in the manifest" for name in others]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
     # without the lists, since a check is sent to a process
     small = m.model_copy(update={"shards": (), "statistics": {}, "options": {}})
     for i, shard in enumerate(m.shards):
-        if (folder / shard.name).is_file():
-            parts.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
-        else:
-            parts.append(f"{folder / shard.name}: is missing")
-    if m.sources:
-        try:
-            read_sources(folder, m)
-        except (ValueError, OSError) as error:
-            parts.append(describe(error))
+        place = os.path.join(folder, shard.name)
+        parts.append(ShardCheck(place, shard, i * blocks, small) if shard.name in names else f"{place}: is missing")
     if m.held_out:
-        held_out = folder / m.held_out["path"]
+        held_out = os.path.join(folder, m.held_out["path"])
         parts += plan(held_out)
-        inner = held_out / MANIFEST
-        if inner.is_file() and hashlib.sha256(inner.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]:
-            parts.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
+        with contextlib.suppress(ValueError):  # missing, as `plan` says
+            if hashlib.sha256(Manifest.read(held_out)).hexdigest() != m.held_out["manifest_sha256"]:
+                inner = os.path.join(held_out, MANIFEST)
+                parts.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
     return parts
+
+
+def _names(folder: str | os.PathLike[str]) -> set[str]:
+    """Names of the files of a folder, or of the objects in it."""
+    if storage.is_url(folder):
+        start = storage.join(os.fspath(folder), "")
+        names = {found.url.removeprefix(start) for found in storage.find(os.fspath(folder))}
+        return {name for name in names if "/" not in name}
+    return {entry.name for entry in os.scandir(folder) if entry.is_file()}
+
+
+def _problems_beside_shards(folder: str | os.PathLike[str], m: Manifest) -> list[str]:
+    """Problems of the tokenizer and of the sources; those of a store are copied first."""
+    problems = []
+    with tempfile.TemporaryDirectory() as copies:
+        place = Path(folder)
+        if storage.is_url(folder):
+            place = Path(copies, "data")
+            copy_beside_shards(os.fspath(folder), m, place)
+        name = storage.join(os.fspath(folder), m.tokenizer["file"])
+        tokenizer = place / m.tokenizer["file"]
+        if not tokenizer.is_file():
+            problems.append(f"{name}: is missing")
+        elif not _is_tokenizer(tokenizer, m.tokenizer["sha256"]):
+            problems.append(f"{name}: is not the tokenizer the manifest names (SHA-256 differs)")
+        if m.sources:
+            try:
+                read_sources(place, m)
+            except (ValueError, OSError) as error:
+                problems.append(describe(error).replace(str(place), os.fspath(folder)))
+    return problems
 
 
 @dataclass(frozen=True)
 class ShardCheck:
     """One shard to be read: its first block's number in the dataset, and the dataset's manifest without its lists."""
 
-    path: Path
+    path: str
     shard: Shard
     first_block: int
     manifest: Manifest
@@ -113,7 +139,7 @@ class ShardCheck:
         if rest:
             spans.append((BlockLayout(rest, m.seq_len, m.max_sequences, m.dtype), full, 1))
         buffer = memoryview(bytearray(max(size.bytes * blocks for size, _, blocks in spans)))
-        with open(self.path, "rb") as file:
+        with storage.open_object(self.path) if storage.is_url(self.path) else open(self.path, "rb") as file:
             for layout, first, blocks in spans:
                 got = file.readinto(buffer[: blocks * layout.bytes])
                 digest.update(buffer[:got])

@@ -1,0 +1,298 @@
+"""The copy of a run in a store (`checkpoint.mirror`), from which the same command goes on where the disk is empty.
+
+    URL/lock/00000001                       the job that writes there, as in `distributed.run_lock`
+    URL/checkpoints/step-00001000/…         its manifest is written last, and removed first: without it there is no checkpoint
+    URL/checkpoints/chain.jsonl, URL/config.json, …   the run's other files as of the newest checkpoint, or later
+
+Rank 0 uploads in a thread after every commit. What the run removes by its rules is removed there too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megabert.checkpoint import chain
+from megabert.checkpoint.manifest import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
+from megabert.checkpoint.store import obsolete_steps
+from megabert.common import storage
+from megabert.common.errors import Failed, describe
+from megabert.common.files import put_folder, sync, write_whole
+from megabert.common.logs import log
+from megabert.common.run_files import BEST
+from megabert.config import CheckpointConfig
+from megabert.distributed.ranks import World, on_main
+from megabert.distributed.run_lock import parse, text_of, this_process
+
+STEP = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
+# files of the run folder that are no part of the run
+BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")
+# as in `run_lock`, for a store that answers slowly
+BEAT, LIMIT, POLL, RENEWALS = 10.0, 90.0, 1.0, 2
+
+
+def opened(settings: CheckpointConfig, run_dir: Path, world: World) -> Mirror | None:
+    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks; on rank 0. A collective. Raises
+    ValueError if another job writes there or another run is there, Failed if the store fails."""
+    mirrors: list[Mirror] = []
+
+    def open_it() -> None:
+        mirrors.append(Mirror(settings, run_dir))
+        mirrors[0].lock.take()
+        mirrors[0].restore()
+
+    if settings.mirror:
+        on_main(world, open_it)
+    return mirrors[0] if mirrors else None
+
+
+class Mirror:
+    """A run's copy, of rank 0, which holds the run's lock."""
+
+    def __init__(self, settings: CheckpointConfig, run_dir: Path) -> None:
+        self.url, self.settings, self.run_dir = settings.mirror.rstrip("/"), settings, run_dir
+        self.lock = MirrorLock(self.url)
+        # steps that are there whole, with their manifests
+        self._there: dict[str, bytes] = {}
+        self._changed, self._ending = threading.Event(), False
+        self._problem: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- downloading -------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Copy the newest whole checkpoint, the best one, and the run's other files here, unless the run folder has one as new. Raises
+        Failed if the store fails, ValueError if there are checkpoints but none is whole."""
+        files = self._files()
+        self._refuse_other_run(files)
+        steps = sorted({match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST})
+        here = sorted(path.name for path in self.run_dir.glob("checkpoints/step-*"))
+        if not steps or (here and here[-1] >= steps[-1]):
+            return
+        reasons = []
+        for step in reversed(steps):
+            if reason := self._fetch_step(step):
+                reasons.append(reason)
+                continue
+            for name in files:
+                if not STEP.fullmatch(name) and not name.startswith("lock/"):
+                    (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+                    storage.fetch(storage.join(self.url, name), self.run_dir / name)
+            best = name_of(read_manifest(self.run_dir / "checkpoints" / step)["state"].get("best_step", -1))
+            if best in steps and not self._fetch_step(best):
+                (self.run_dir / BEST).unlink(missing_ok=True)
+                (self.run_dir / BEST).symlink_to(Path("checkpoints", best))
+            if reasons:
+                log.warning(f"{'; '.join(reasons)}: going back to {step}")
+            log.info(f"{self.url}: {step} is copied to {self.run_dir}")
+            return
+        raise ValueError(f"{self.url}: no checkpoint is whole ({'; '.join(reasons)}); name another place")
+
+    def _refuse_other_run(self, files: list[str]) -> None:
+        """Raises ValueError if the first checkpoint of the run there is not that of the run here."""
+        here, there = self.run_dir / "checkpoints" / chain.FILE, f"checkpoints/{chain.FILE}"
+        if here.is_file() and there in files:
+            first = [
+                text.partition(b"\n")[0] for text in (here.read_bytes(), storage.read(storage.join(self.url, there)))
+            ]
+            if all(first) and first[0] != first[1]:
+                raise ValueError(
+                    f"checkpoint.mirror={self.url}: holds another run than {self.run_dir}; name another place"
+                )
+
+    def _fetch_step(self, step: str) -> str:
+        """Copy a checkpoint to the run folder; returns its damage, or ""."""
+        final = self.run_dir / "checkpoints" / step
+        temporary = final.with_name(f".saving-mirrored-{step}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        place = storage.join(self.url, "checkpoints", step)
+        data = storage.read(storage.join(place, MANIFEST))
+        try:
+            for name, file in parse_manifest(data, place)["files"].items():
+                if storage.fetch(storage.join(place, name), temporary / name) != file["sha256"]:
+                    return f"{place}/{name} is damaged"
+        except FileNotFoundError as error:
+            return f"{error.filename} is missing"
+        except DamagedCheckpoint as error:
+            return str(error)
+        write_whole(temporary / MANIFEST, data)
+        put_folder(temporary, final, final.with_name(f".replaced-{step}"))
+        sync(final.parent)
+        return ""
+
+    # -- uploading ---------------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Upload what is new in the run folder, in the background."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._thread.start()
+        self._changed.set()
+
+    def close(self) -> None:
+        """Wait until the newest checkpoint and the run's other files are there, and release the lock. Raises Failed if they are not."""
+        self._ending = True
+        self.changed()
+        assert self._thread is not None
+        self._thread.join()
+        if self._problem is not None:
+            raise Failed(f"{describe(self._problem)}; the run folder is whole, the same command uploads the rest")
+        self.lock.release()
+
+    def _run(self) -> None:
+        os.nice(10)  # on Linux only this thread
+        while True:
+            self._changed.wait()
+            ending = self._ending
+            self._changed.clear()
+            self._problem = None
+            try:
+                self.upload()
+            except (OSError, ValueError) as error:
+                self._problem = error
+                log.warning(f"{describe(error)}: the next checkpoint is uploaded with this one's rest")
+            if ending:
+                return
+
+    def upload(self) -> None:
+        """Make the store as the run folder, the newest checkpoint first; older ones are removed last."""
+        files = self._files()
+        folder = self.run_dir / "checkpoints"
+        here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
+        for step in here:
+            try:
+                manifest = (folder / step / MANIFEST).read_bytes()
+                if self._known(step, files) != manifest:
+                    self._upload_step(folder / step, manifest, files)
+            except FileNotFoundError:
+                if (folder / step).exists():
+                    raise
+                continue  # removed meanwhile
+            self._there[step] = manifest
+        self._upload_others()
+        if not any(step in self._there for step in here):
+            return
+        newest = json.loads(next(self._there[step] for step in here if step in self._there))["state"]
+        names = {match[1] for match in map(STEP.fullmatch, files) if match} | (self._there.keys() & set(here))
+        steps = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
+        for number in obsolete_steps(steps, newest["step"], self.settings, {newest.get("best_step")}):
+            if name_of(number) not in here:
+                self._remove_step(name_of(number), files)
+
+    def _known(self, step: str, files: list[str]) -> bytes:
+        """The manifest of a checkpoint that is there; b"" if it is not."""
+        name = f"checkpoints/{step}/{MANIFEST}"
+        if step not in self._there and name in files:
+            self._there[step] = storage.read(storage.join(self.url, name))
+        return self._there.get(step, b"")
+
+    def _upload_step(self, folder: Path, manifest: bytes, files: list[str]) -> None:
+        self._remove_step(folder.name, [name for name in files if name.endswith(MANIFEST)])  # another of this step
+        for path in sorted(folder.iterdir()):
+            if path.name != MANIFEST:
+                storage.put(path, storage.join(self.url, "checkpoints", folder.name, path.name))
+        self._upload_others()
+        self.lock.check()
+        storage.write(storage.join(self.url, "checkpoints", folder.name, MANIFEST), manifest)
+
+    def _upload_others(self) -> None:
+        for path in [*self.run_dir.iterdir(), *(self.run_dir / "checkpoints").glob("*.json*")]:
+            if path.is_file() and not path.is_symlink() and not BESIDE.fullmatch(path.name):
+                storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()))
+
+    def _remove_step(self, step: str, files: list[str]) -> None:
+        self._there.pop(step, None)
+        self.lock.check()
+        inside = [name for name in files if name.startswith(f"checkpoints/{step}/")]
+        for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
+            storage.remove(storage.join(self.url, name))
+
+    def _files(self) -> list[str]:
+        start = storage.join(self.url, "")
+        return [found.url.removeprefix(start) for found in storage.find(self.url)]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class MirrorLock:
+    """One job at a time writes to a URL: the one that created the lock object of the greatest number, which it renews."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._place = ""
+        self._owner = this_process()
+        self._ending = threading.Event()
+
+    def take(self) -> None:
+        """Raises ValueError naming the owner if another job is running, Failed if the store fails."""
+        while not self._place:
+            newest = max(self._numbers(), default=0)
+            if newest:
+                self._wait_for_end(self._path(newest))
+            if storage.create(self._path(newest + 1), text_of(self._owner)):
+                self._place = self._path(newest + 1)
+                for number in self._numbers():
+                    if number <= newest:
+                        storage.remove(self._path(number))
+        self.check()
+        threading.Thread(target=self._renew, name="mirror's lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises Failed if another job took the place over."""
+        newest = self._path(max(self._numbers(), default=0))
+        if self._place and newest != self._place:
+            raise Failed(f"{self.url}: another job took it over while this one did not answer")
+
+    def release(self) -> None:
+        self._ending.set()
+        if self._place:
+            storage.write(self._place, text_of(replace(self._owner, released=True)))
+
+    def _renew(self) -> None:
+        while not self._ending.wait(BEAT):
+            self._owner = replace(self._owner, beat=self._owner.beat + 1)
+            try:
+                self.check()
+                storage.write(self._place, text_of(self._owner))
+            except (OSError, ValueError) as error:
+                log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
+
+    def _wait_for_end(self, place: str) -> None:
+        last, renewals, unchanged = b"", 0, 0.0
+        while unchanged < LIMIT:
+            try:
+                text = storage.read(place)
+            except FileNotFoundError:  # removed by the next owner
+                return
+            owner = parse(text)
+            if owner is not None and owner.has_ended:
+                return
+            if not last:
+                log.info(
+                    f"{self.url} is written by {owner or 'another job'}: waiting up to {LIMIT:g} s to see whether it runs"
+                )
+            elif text != last:
+                renewals, unchanged = renewals + 1, 0.0
+            if renewals == RENEWALS:
+                raise ValueError(
+                    f"{self.url} is in use by {owner or 'another job'}; wait for it, stop it, or name another mirror"
+                )
+            last = text
+            time.sleep(POLL)
+            unchanged += POLL
+
+    def _numbers(self) -> list[int]:
+        names = (found.url.rpartition("/")[2] for found in storage.find(storage.join(self.url, "lock")))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _path(self, number: int) -> str:
+        return storage.join(self.url, "lock", f"{number:08d}")

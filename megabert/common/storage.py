@@ -1,0 +1,258 @@
+"""Files that are not on a local disk, by their URLs (s3://, gs://, https://, hf://): the only module that knows fsspec.
+
+Callers ask `is_url` first, so that a local path never comes here. Credentials are those that the libraries find by themselves.
+Errors are FileNotFoundError, a ValueError that says what the user has to do, or Failed, after retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import posixpath
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megabert.common.errors import Failed, tried_again
+from megabert.common.files import appearing_file
+
+T = TypeVar("T")
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# package with fsspec's class for a scheme, where fsspec has it not itself
+PACKAGES = {
+    "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub",
+    "az": "adlfs", "abfs": "adlfs",
+}  # fmt: skip
+GLOB = re.compile(r"[*?\[]")
+# of fsspec that reach a local disk, or do something else than read a file
+REFUSED = ("file", "local", "memory", "pipe")
+# packages whose exceptions are failures of a store or of the way there
+CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "huggingface_hub")
+# fields of fsspec's description of a file that name its version, the surest first
+VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_commit", "mtime")
+# seconds before each retry, beside those of the libraries
+WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)
+# bytes of a read from an open object, at least, and of a request for a whole one
+BLOCK, PIECE = 4 << 20, 16 << 20
+
+
+class Object(NamedTuple):
+    """An object of a store: its URL, bytes, and what changes with its content (an etag, a time), "" where the store has none."""
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Bytes and a number for the version, as a file's size and time."""
+        return self.size, zlib.crc32(self.version.encode())
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    return bool(SCHEME.match(os.fspath(path)))
+
+
+def join(url: str, *names: str) -> str:
+    """The URL, or path, of something below a folder, or beside it (`../name`)."""
+    joined = posixpath.join(url, *names)
+    scheme, colon, rest = joined.rpartition("://")
+    return scheme + colon + posixpath.normpath(rest) + "/" * joined.endswith("/")
+
+
+def find(url: str) -> list[Object]:
+    """The objects below a folder, or matching a glob, or the one of that name, sorted by URL; empty if there is none. A web server's
+    folder ends in a slash, and is a page of links."""
+    system, path = _system(url)
+    try:
+        if url.startswith("http") and not url.endswith("/") and not GLOB.search(path):
+            return [stat(url)]
+        found = _asked(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
+    except FileNotFoundError:  # no such bucket
+        return []
+    scheme = url[: url.index("://") + 3]
+    files = [(name, info) for name, info in found.items() if info["type"] == "file" and not name.endswith("/")]
+    urls = [name if is_url(name) else scheme + name for name, _ in files]
+    return sorted(
+        stat(each) if info["size"] is None else _object(each, info) for each, (_, info) in zip(urls, files, strict=True)
+    )
+
+
+def stat(url: str) -> Object:
+    """An object as it is now. Raises FileNotFoundError for one that does not exist, and for a folder."""
+    system, path = _system(url)
+
+    def ask() -> Object:
+        system.invalidate_cache(path)
+        info = system.info(path)
+        if info["type"] != "file":
+            raise FileNotFoundError
+        return _object(url, info)
+
+    return _asked(url, ask)
+
+
+def read(url: str, most: int = 1 << 30) -> bytes:
+    """An object's content. Raises as `stat`, and ValueError above `most` bytes."""
+    size = stat(url).size
+    if size > most:
+        raise ValueError(f"{url}: has {size} bytes, more than {most}")
+    return _range(url, 0, size)
+
+
+def open_object(url: str) -> io.BufferedReader:
+    """An object for reading, from any position, in ranges that are each tried again. Raises as `stat`."""
+    return io.BufferedReader(_Ranges(url, stat(url).size), BLOCK)
+
+
+class _Ranges(io.RawIOBase):
+    """An object's bytes from any position, each read one range of it."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._at = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = _range(self._url, self._at, min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:  # that of RawIOBase asks for some KB at a time
+        parts = []
+        while part := _range(self._url, self._at, min(self._at + PIECE, self._size)):
+            parts.append(part)
+            self._at += len(part)
+        return b"".join(parts)
+
+
+def _range(url: str, start: int, end: int) -> bytes:
+    """Bytes [start, end) of an object; shorter answers are tried again."""
+    if start >= end:
+        return b""
+    system, path = _system(url)
+
+    def ask() -> bytes:
+        data: bytes = system.cat_file(path, start=start, end=end)
+        if len(data) != end - start:
+            if stat(url).size < end:
+                raise ValueError(f"{url}: changed while it was read")
+            raise Failed(f"{url}: the store sent {len(data)} bytes for {end - start}")
+        return data
+
+    return _asked(url, ask)
+
+
+def fetch(url: str, target: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+    """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. Raises as `stat`."""
+    size, sha256 = stat(url).size, hashlib.sha256()
+    with appearing_file(target) as file:
+        for start in range(0, size, PIECE):
+            data = _range(url, start, min(start + PIECE, size))
+            sha256.update(data)
+            file.write(data)
+            progress(len(data))
+    return sha256.hexdigest()
+
+
+def put(source: Path, url: str) -> None:
+    """Copy a file to an object, which appears when it is complete."""
+    system, path = _system(url)
+    _asked(url, lambda: system.put_file(str(source), path))
+
+
+def write(url: str, data: bytes) -> None:
+    """Write an object, or replace it."""
+    system, path = _system(url)
+    _asked(url, lambda: system.pipe_file(path, data))
+
+
+def create(url: str, data: bytes) -> bool:
+    """Write an object that must not exist, by a condition that the store checks; whether it did not exist."""
+    system, path = _system(url)
+    try:
+        _asked(url, lambda: system.pipe_file(path, data, mode="create"))
+    except FileExistsError:
+        # perhaps of this process, whose first try was answered by an error
+        return read(url) == data
+    return True
+
+
+def remove(url: str) -> None:
+    """Remove an object, if it exists."""
+    system, path = _system(url)
+    with contextlib.suppress(FileNotFoundError):
+        _asked(url, lambda: system.rm_file(path))
+
+
+def _system(url: str) -> tuple[Any, str]:
+    """fsspec's class for a URL, and its path there. Raises ValueError for an unknown scheme, naming the package to install."""
+    import fsspec
+
+    match = SCHEME.match(url)
+    assert match, url
+    scheme = match[1].lower()
+    if scheme in REFUSED or (scheme not in PACKAGES and scheme not in fsspec.available_protocols()):
+        raise ValueError(f"{url}: a path, or a URL with {', '.join(sorted(PACKAGES))}")
+    try:
+        # of this process: fsspec keeps it, but no listings
+        system = fsspec.filesystem(scheme, use_listings_cache=False)
+        return system, system._strip_protocol(url)
+    except ImportError:
+        package = PACKAGES.get(scheme, scheme)
+        raise ValueError(f"{url}: {scheme}:// needs the package {package}: pip install {package}") from None
+
+
+def _object(url: str, info: dict[str, Any]) -> Object:
+    version = next((str(info[field]) for field in VERSIONS if info.get(field)), "")
+    if info.get("size") is None:
+        raise ValueError(f"{url}: its server tells no size; download it, and name the file")
+    return Object(url, int(info["size"]), version)
+
+
+def _asked(url: str, question: Callable[[], T]) -> T:
+    """The answer of a store, asked again after transient failures."""
+
+    def ask() -> T:
+        try:
+            return question()
+        except (FileExistsError, Failed):
+            raise
+        except Exception as error:
+            # fsspec says of every failure of a web server that there is no such file
+            if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith("aiohttp"):
+                error = error.__cause__  # type: ignore[assignment]
+            # of the hub's library, of aiohttp
+            status = getattr(getattr(error, "response", None), "status_code", getattr(error, "status", None))
+            if status == 404 or isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, "no such object", url) from None
+            if isinstance(error, PermissionError) or status in (401, 403):
+                raise ValueError(
+                    f"{url}: access denied; check the credentials, and what the store allows them"
+                ) from None
+            if not (isinstance(error, OSError) or type(error).__module__.partition(".")[0] in CLIENTS):
+                raise
+            # the first line, since later ones may hold the request
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            if "Credentials" in type(error).__name__:
+                raise ValueError(f"{url}: no credentials ({reason:.200})") from None
+            raise Failed(f"{url}: {reason:.200}") from error
+
+    return tried_again(ask, WAITS)

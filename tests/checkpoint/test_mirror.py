@@ -1,0 +1,228 @@
+"""A run's copy in a bucket: what is uploaded, kept, removed and copied back; one job at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert.checkpoint import mirror
+from megabert.checkpoint.manifest import file_name, seal
+from megabert.checkpoint.mirror import Mirror
+from megabert.common import storage
+from megabert.common.errors import Failed
+from megabert.common.files import sha256_of
+from megabert.config import CheckpointConfig
+from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy, environment, s3_server
+
+pytest.importorskip("s3fs")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    import s3fs
+
+    proxy = Proxy(server)
+    for name, value in environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "WAITS", (0.01,))
+    for name, value in (("BEAT", 0.2), ("LIMIT", 1.5), ("POLL", 0.05)):
+        monkeypatch.setattr(mirror, name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem(use_listings_cache=False).makedirs("runs", exist_ok=True)
+    yield proxy
+    proxy.close()
+
+
+def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
+    """A committed checkpoint without weights, and a log line for it."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = file_name("weights", 0, 1)
+    (folder / name).write_bytes(text or b"weights of %d" % step)
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}}
+    parameters = {"w": {"shape": [1], "pieces": [[0, 1, 1]]}}
+    fields = {"ranks": 1, "files": files, "parameters": parameters, "first_moment_only": []}
+    (folder / "manifest.json").write_bytes(seal(fields, {"step": step, "best_step": best}, {"optimizer_steps": 0}))
+    (run / "checkpoints" / "chain.jsonl").write_text('{"step": 0}\n')
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+    return folder
+
+
+def opened(url: str, run: Path, **settings: Any) -> Mirror:
+    made = Mirror(CheckpointConfig(mirror=url, **settings), run)
+    made.lock.take()
+    made.restore()
+    return made
+
+
+def steps(url: str) -> list[int]:
+    """Whole checkpoints there."""
+    places = [found.url.split("/") for found in storage.find(f"{url}/checkpoints")]
+    return sorted(int(place[-2].removeprefix("step-")) for place in places if place[-1] == "manifest.json")
+
+
+def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path: Path) -> None:
+    url, settings = "s3://runs/kept", {"keep": 2, "keep_every": 10}
+    first = opened(url, tmp_path / "first", **settings)
+    for step in (10, 13, 17, 20, 25):
+        checkpoint(tmp_path / "first", step, best=13)
+    first.upload()
+    assert steps(url) == [10, 13, 17, 20, 25]
+    shutil.rmtree(tmp_path / "first/checkpoints/step-00000017")  # as the run does by its rules
+    first.close()
+    # by the rules of the run: two newest, the tenth ones, the best
+    assert steps(url) == [10, 13, 20, 25]
+    second = opened(url, tmp_path / "second", **settings)
+    here = tmp_path / "second"
+    assert sorted(path.name for path in here.glob("checkpoints/step-*")) == ["step-00000013", "step-00000025"]
+    assert (here / "best").resolve().name == "step-00000013"
+    for name in ("metrics.jsonl", "checkpoints/chain.jsonl", "checkpoints/step-00000025/manifest.json"):
+        assert (here / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    checkpoint(here, 30, best=30)
+    shutil.rmtree(here / "checkpoints/step-00000013")
+    second.close()
+    assert steps(url) == [10, 20, 25, 30]
+    assert not list(here.glob("checkpoints/.*"))
+
+
+def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> None:
+    """The upload fails at each request in turn; what is readable is the newest whole checkpoint."""
+    url, run = "s3://runs/whole", tmp_path / "run"
+    made = opened(url, run, keep=1)
+    checkpoint(run, 1)
+    made.upload()
+    checkpoint(run, 2)
+    finished = False
+    for fails_at in range(1, 60):
+        puts = 0
+
+        def fault(method: str, path: str, number: int, at: int = fails_at) -> str:
+            nonlocal puts
+            puts += method in ("PUT", "DELETE", "POST") and "/lock/" not in path
+            return UNAVAILABLE if puts >= at and method in ("PUT", "DELETE", "POST") and "/lock/" not in path else PASS
+
+        proxy.fault = fault
+        try:
+            Mirror.upload(made)
+            finished = True
+        except Failed:
+            pass
+        proxy.fault = lambda *_: PASS
+        assert steps(url), fails_at
+        again = tmp_path / f"again{fails_at}"
+        Mirror(made.settings, again).restore()
+        for step in steps(url)[-1:]:
+            folder = again / "checkpoints" / f"step-{step:08d}"
+            assert (folder / file_name("weights", 0, 1)).read_bytes() == b"weights of %d" % step
+        if finished:
+            break
+    assert finished and steps(url)[-1] == 2
+
+
+def test_a_step_that_was_saved_again_replaces_the_other(proxy: Proxy, tmp_path: Path) -> None:
+    url, run = "s3://runs/again", tmp_path / "run"
+    made = opened(url, run)
+    for step in (5, 8):
+        checkpoint(run, step)
+    made.upload()
+    checkpoint(run, 5, text=b"other weights")
+    for name in ("manifest.json", file_name("weights", 0, 1)):
+        (run / "checkpoints/step-00000008" / name).unlink()
+    (run / "checkpoints/step-00000008").rmdir()
+    made.close()
+    assert steps(url) == [5]
+    opened(url, tmp_path / "other")
+    restored = tmp_path / "other/checkpoints/step-00000005" / file_name("weights", 0, 1)
+    assert restored.read_bytes() == b"other weights"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path: Path, capsys: Any) -> None:
+    url, run = "s3://runs/damaged", tmp_path / "run"
+    made = opened(url, run)
+    for step in (5, 8):
+        checkpoint(run, step)
+    made.close()
+    place = f"{url}/checkpoints/step-00000008/{file_name('weights', 0, 1)}"
+    storage.write(place, b"weights of 9")
+    opened(url, tmp_path / "other").lock.release()
+    assert [path.name for path in (tmp_path / "other").glob("checkpoints/step-*")] == ["step-00000005"]
+    assert f"{place} is damaged: going back to step-00000005" in capsys.readouterr().err
+    storage.remove(place)
+    storage.remove(place.replace("8/", "5/"))
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        opened(url, tmp_path / "third")
+
+
+def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "s3://runs/one"
+    first = opened(url, tmp_path / "first")
+    checkpoint(tmp_path / "first", 5)
+    first.upload()
+    # as of another machine, whose processes cannot be seen here
+    monkeypatch.setattr("megabert.distributed.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    with pytest.raises(ValueError, match=r"^s3://runs/one is in use by pid \d+ on host .*; wait for it"):
+        opened(url, tmp_path / "second")
+    # it is cut off from the store: the next job takes over, and the first one may not write any more
+    first.lock._ending.set()
+    second = opened(url, tmp_path / "second")
+    checkpoint(tmp_path / "first", 8)
+    with pytest.raises(Failed, match="another job took it over"):
+        first.upload()
+    assert steps(url) == [5]
+    second.lock.release()
+    opened(url, tmp_path / "third")
+
+
+def test_of_several_jobs_that_start_together_one_has_the_mirror(proxy: Proxy, tmp_path: Path) -> None:
+    made: list[object] = []
+
+    def start(number: int) -> None:
+        try:
+            lock = mirror.MirrorLock("s3://runs/together")
+            lock.take()
+            made.append(lock)
+        except (ValueError, Failed) as error:
+            made.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(each, mirror.MirrorLock) for each in made) == 1, made
+
+
+def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
+    url = "s3://runs/other"
+    made = opened(url, tmp_path / "run")
+    checkpoint(tmp_path / "run", 5)
+    made.close()
+    checkpoint(tmp_path / "other", 9)
+    (tmp_path / "other/checkpoints/chain.jsonl").write_text('{"step": 9}\n')
+    with pytest.raises(ValueError, match=r"^checkpoint.mirror=s3://runs/other: holds another run than"):
+        opened(url, tmp_path / "other")
+
+
+def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> None:
+    made = opened("s3://runs/failed", tmp_path / "run")
+    checkpoint(tmp_path / "run", 5)
+    proxy.fault = lambda method, path, number: UNAVAILABLE if "step-" in path and method == "PUT" else PASS
+    with pytest.raises(Failed, match=r"^s3://runs/failed/checkpoints/step-00000005/.*; the run folder is whole"):
+        made.close()
+    gone = Mirror(CheckpointConfig(mirror="s3://no-such-bucket/run"), tmp_path / "run")
+    proxy.fault = lambda *_: PASS
+    with pytest.raises((Failed, FileNotFoundError)):
+        gone.upload()

@@ -1,0 +1,193 @@
+"""A dataset in a bucket gives the rows of the same one in a folder; its shards are copied once, checked, and removed when used up."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabert.common import storage
+from megabert.common.errors import Failed
+from megabert.data.order import RowOrder
+from megabert.data.shards import Cache, Dataset, Manifest, verify
+from tests.helpers import rows as sample
+from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy, environment, s3_server
+
+pytest.importorskip("s3fs")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    import s3fs
+
+    proxy = Proxy(server)
+    for name, value in environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(storage, "WAITS", (0.01, 0.02, 0.03))
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem(use_listings_cache=False).makedirs("data", exist_ok=True)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 shards of 64 rows, of which 64 are in use at a time."""
+    return sample.make_dataset(tmp_path_factory.mktemp("local") / "data", 6_400 - 3)
+
+
+def upload(folder: Path, url: str) -> str:
+    for path in sorted(folder.iterdir()):
+        storage.put(path, storage.join(url, path.name))
+    return url
+
+
+def copies(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*/data/shard-*.tar"))
+
+
+def test_rows_are_those_of_the_folder_and_each_shard_is_fetched_once(
+    folder: Path, proxy: Proxy, tmp_path: Path
+) -> None:
+    url = upload(folder, "s3://data/rows")
+    local, remote = Dataset(folder), Dataset(url)
+    assert (
+        remote.manifest == local.manifest and remote.place == url and copies(tmp_path / "cache/megabert/datasets") == []
+    )
+    row_ids, _ = local.order(3, np.arange(500))
+    again = pickle.loads(pickle.dumps(remote))
+    before = proxy.requests["GET"]
+    for dataset in (remote, again, Dataset(url)):
+        for mine, theirs in zip(vars(dataset.read(row_ids)).values(), vars(local.read(row_ids)).values(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    used = len(np.unique(row_ids // 64))
+    assert len(copies(tmp_path / "cache/megabert/datasets")) == used
+    assert proxy.requests["GET"] - before <= used + 3  # and lists and manifests
+    assert list(verify(url)) == []
+
+
+def test_processes_of_a_node_share_a_copy(folder: Path, proxy: Proxy) -> None:
+    url = upload(folder, "s3://data/shared")
+    datasets = [Dataset(url) for _ in range(6)]
+    before, failed = proxy.requests["GET"], []
+
+    def read(dataset: Dataset) -> None:
+        try:
+            dataset.read(np.arange(64 * 5))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read, args=(dataset,)) for dataset in datasets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and proxy.requests["GET"] - before == 5
+
+
+def test_beyond_the_limit_the_oldest_shards_go_and_rows_stay_right(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
+    url, local = upload(folder, "s3://data/limit"), Dataset(folder)
+    size = local.manifest.shards[0].bytes
+    with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
+        Dataset(url, cache=Cache(str(tmp_path / "small"), 60 * size / 2**30))
+    cache = Cache(str(tmp_path / "copies"), 70.5 * size / 2**30)
+    remote = Dataset(url, cache=cache)
+    order = np.arange(2 * local.rows)
+    most = 0
+    for first in range(0, len(order), 320):
+        remote.fetch_ahead(11, first)
+        row_ids, _ = local.order(11, order[first : first + 320])
+        np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
+        most = max(most, sum(path.stat().st_size for path in copies(cache.path)))
+    assert 60 * size < most <= 70.5 * size
+    # in order, so that hardly a shard is copied twice an epoch
+    assert proxy.requests["GET"] < 2 * 100 * 1.4
+
+
+def test_shards_are_fetched_before_they_are_needed(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
+    url = upload(folder, "s3://data/ahead")
+    remote = Dataset(url)
+    shown: list[tuple[int, int]] = []
+    remote.fetch_ahead(5, 0, lambda done, of: shown.append((done, of)))
+    assert shown[-1] == (64, 64)
+    first = {path.name for path in copies(tmp_path / "cache/megabert/datasets")}
+    row_ids, _ = remote.order(5, np.arange(64))
+    assert {f"shard-{shard:06d}.tar" for shard in (row_ids // 64).tolist()} <= first
+    deadline = time.monotonic() + 60
+    while len(copies(tmp_path / "cache/megabert/datasets")) < 100 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(copies(tmp_path / "cache/megabert/datasets")) == 100
+
+
+def test_what_the_store_lost_or_changed_is_named(folder: Path, proxy: Proxy) -> None:
+    url = upload(folder, "s3://data/changed")
+    data = bytearray(storage.read(f"{url}/shard-000007.tar"))
+    data[5000] ^= 1
+    storage.write(f"{url}/shard-000007.tar", bytes(data))
+    remote = Dataset(url)
+    remote.read(np.arange(64))
+    with pytest.raises(
+        ValueError, match=r"^s3://data/changed/shard-000007.tar: SHA-256 is not the one in the manifest"
+    ):
+        remote.read(np.array([7 * 64]))
+    assert [line for line in verify(url) if "shard-000007" in line][-1].endswith(
+        "SHA-256 is not the one in the manifest"
+    )
+    storage.write(f"{url}/shard-000008.tar", b"short")
+    with pytest.raises(ValueError, match=r"^s3://data/changed/shard-000008.tar: has 5 bytes, the manifest says"):
+        Dataset(url)
+    storage.remove(f"{url}/shard-000008.tar")
+    with pytest.raises(ValueError, match=r"^s3://data/changed/shard-000008.tar: is missing"):
+        Dataset(url)
+    assert f"{url}/shard-000008.tar: is missing" in list(verify(url))
+    with pytest.raises(ValueError, match=r"^s3://data/nothing/manifest.json: not found"):
+        Dataset("s3://data/nothing")
+
+
+def test_a_failing_store_is_no_damage(folder: Path, proxy: Proxy) -> None:
+    remote = Dataset(upload(folder, "s3://data/failing"))
+    proxy.fault = lambda method, path, number: UNAVAILABLE
+    with pytest.raises(Failed, match=r"^s3://data/failing/shard-000002.tar: "):
+        remote.read(np.array([2 * 64]))
+    proxy.fault = lambda *_: PASS
+    assert len(remote.read(np.array([2 * 64])).ids) == 1
+
+
+@pytest.mark.parametrize(("shards", "blocks"), [(100, 8), (5, 100), (70, 64), (3, 2), (1, 1)])
+def test_the_order_tells_the_shards_that_it_needs_next(shards: int, blocks: int) -> None:
+    rows_of = np.full(shards, blocks * 4)
+    rows_of[-1] -= 3
+    order, seed = RowOrder(rows_of, 4), 9
+    in_use, of_shard = order.shards_in_use, np.repeat(np.arange(shards), rows_of)
+    for place in (0, order.rows // 3, order.rows - 5, order.rows, 2 * order.rows - 1):
+        told: dict[int, None] = {}
+        for shard in order.shards_from(seed, place):
+            told[shard] = None
+            if len(told) == shards:
+                break
+        # with every slot a group of shards more, in the rest of the epoch
+        left = (place // order.rows + 1) * order.rows - place
+        for slots in range(4):
+            rows = min(left, slots * order.rows // order.groups)
+            used = of_shard[order.by_epoch(seed, np.arange(place, place + rows))[0]]
+            assert set(used.tolist()) <= set(list(told)[: in_use + (slots + 1) * order.group])
+
+
+def test_a_manifest_of_a_bucket_is_checked_like_a_file(folder: Path, proxy: Proxy) -> None:
+    url = upload(folder, "s3://data/manifest")
+    assert Manifest.load(url) == Manifest.load(folder)
+    storage.write(f"{url}/manifest.json", b"{")
+    with pytest.raises(ValueError, match=r"^s3://data/manifest/manifest.json: not valid JSON"):
+        Manifest.load(url)

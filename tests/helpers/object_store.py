@@ -1,0 +1,148 @@
+"""moto's S3 server as a process of its own, and a proxy before it that fails as networks do."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "not-to-be-logged",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+}
+# what the proxy does with a request
+PASS, DROP, UNAVAILABLE, TRUNCATE = "pass", "drop", "503", "truncate"
+Fault = Callable[[str, str, int], str]
+
+
+@contextmanager
+def s3_server(log: Path) -> Iterator[int]:
+    """A server without objects; its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def environment(port: int) -> dict[str, str]:
+    """Variables with which S3's libraries find a server or proxy."""
+    return KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+
+
+class Proxy:
+    """Before a server: `fault(method, path, number of this request)` says what becomes of a request, `delay` seconds before each and
+    `rate` bytes a second of answers and uploads. `requests` counts methods, `bytes` what was sent."""
+
+    def __init__(self, server: int) -> None:
+        self.fault: Fault = lambda method, path, number: PASS
+        self.delay, self.rate = 0.0, 0.0
+        self.requests: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.bytes = 0
+        self.lock = threading.Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_request(self) -> None:
+                proxy._handle(self, server)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_request
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, request: Any, server: int) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        if "chunked" in (request.headers.get("Transfer-Encoding") or ""):
+            while size := int(request.rfile.readline().split(b";")[0], 16):
+                body += request.rfile.read(size)
+                request.rfile.readline()
+            request.rfile.readline()
+        with self.lock:
+            self.requests[request.command] += 1
+            number = sum(self.requests.values())
+        time.sleep(self.delay + (len(body) / self.rate if self.rate else 0))
+        what = self.fault(request.command, request.path, number)
+        if what != PASS:
+            self.failed[what] += 1
+        if what == DROP:
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
+            return
+        if what == UNAVAILABLE:
+            request.send_response(503)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        inner = http.client.HTTPConnection("127.0.0.1", server, timeout=60)
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
+        inner.request(request.command, request.path, body, headers)
+        answer = inner.getresponse()
+        data = answer.read()
+        inner.close()
+        request.send_response(answer.status)
+        sizes = {"transfer-encoding", "content-length", "connection"}
+        for name, value in answer.getheaders():
+            if name.lower() not in sizes:
+                request.send_header(name, value)
+        length = answer.getheader("Content-Length") if request.command == "HEAD" else str(len(data))
+        request.send_header("Content-Length", length or "0")
+        request.end_headers()
+        if request.command == "HEAD":
+            return
+        if what == TRUNCATE:
+            request.wfile.write(data[: len(data) // 2])
+            request.wfile.flush()
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
+            return
+        for start in range(0, len(data), 1 << 20):
+            piece = data[start : start + (1 << 20)]
+            if self.rate:
+                time.sleep(len(piece) / self.rate)
+            request.wfile.write(piece)
+        with self.lock:
+            self.bytes += len(data)
+
+
+def listing(path: str) -> bool:
+    """Whether a request lists a bucket."""
+    return bool(re.search(r"[?&]list-type=2", path))

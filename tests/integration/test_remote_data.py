@@ -1,0 +1,124 @@
+"""Two ranks train from a bucket: rows and losses of a local dataset, also where the store fails now and then, and after a stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert.common import storage
+from tests.helpers.job import Job
+from tests.helpers.object_store import DROP, KEYS, PASS, UNAVAILABLE, Proxy, environment, s3_server
+from tests.integration.conftest import command
+
+pytest.importorskip("s3fs")
+# a lock that is given up soon, and updates that are slower than uploads
+SLOW = """
+import time
+from megabert.checkpoint import mirror
+from megabert.trainer import Trainer
+mirror.BEAT, mirror.LIMIT, mirror.POLL = 0.5, 4.0, 0.2
+train_update = Trainer.train_update
+def slowly(self):
+    time.sleep(0.2)
+    return train_update(self)
+Trainer.train_update = slowly
+"""
+STEPS = ("schedule.total_steps=12", "eval.interval=6")
+
+
+def figures(run: Path) -> list[tuple[object, ...]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    names = ("step", "train/loss", "data/row_digest", "eval/mlm_loss")
+    return [
+        tuple(line.get(name) for name in names) for line in lines if "train/loss" in line or "eval/mlm_loss" in line
+    ]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before a server with the empty bucket `data`."""
+    import s3fs
+
+    with s3_server(tmp_path / "log") as server:
+        proxy = Proxy(server)
+        for name, value in (environment(proxy.port) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem(use_listings_cache=False).makedirs("data", exist_ok=True)
+        yield proxy
+        proxy.close()
+
+
+@pytest.mark.dist
+def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, bucket: Proxy) -> None:
+    for path in dataset.rglob("*"):
+        if path.is_file():
+            storage.put(path, f"s3://data/set/{path.relative_to(dataset).as_posix()}")
+    bucket.fault = lambda method, path, number: (
+        PASS if zlib.crc32(b"%d" % number) % 4 else (DROP, UNAVAILABLE)[number % 2]
+    )
+    local = Job(dataset, tmp_path / "local", *STEPS)
+    assert local.codes() == [0, 0], local.output
+    url: Any = "s3://data/set"
+    for more in (("--stop-after", 7), ()):
+        remote = Job(url, tmp_path / "remote", *STEPS, *more)
+        assert remote.codes() == [0, 0], remote.output
+        assert KEYS["AWS_SECRET_ACCESS_KEY"] not in remote.output
+    assert figures(tmp_path / "remote") == figures(tmp_path / "local")
+    bucket.fault = lambda *_: UNAVAILABLE
+    impatient = "from megabert.common import storage\nstorage.WAITS = (0.01,)\n"
+    lost = Job(url, tmp_path / "lost", *STEPS, driver=impatient, XDG_CACHE_HOME=str(tmp_path / "empty"))
+    assert lost.codes() == [4, 4] and "s3://data/set/manifest.json: " in lost.output
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, bucket: Proxy) -> None:
+    """Killed at some requests of its uploads, on a new disk each time: the same losses as undisturbed, and no checkpoint in parts."""
+    steps = ("schedule.total_steps=20", "checkpoint.interval=2", "checkpoint.keep=2", "eval.interval=10")
+    whole = Job(dataset, tmp_path / "whole", *steps)
+    assert whole.codes() == [0, 0], whole.output
+    url = "s3://data/run"
+    mirrored = (*steps, f"checkpoint.mirror={url}")
+    killed, manifests, starts = list[Job](), 0, []
+
+    def kill(method: str, path: str, request: int) -> str:
+        """The first job before the first manifest is there, the others at the next upload after one."""
+        nonlocal manifests
+        if method == "PUT" and "/lock/" not in path and (manifests or (len(killed) == 1 and "manifest" in path)):
+            killed[-1].signal(signal.SIGKILL)
+            return DROP
+        manifests += method == "PUT" and path.startswith("/data/run/checkpoints/step-") and "manifest" in path
+        return UNAVAILABLE if zlib.crc32(b"%d" % request) % 7 == 0 else PASS
+
+    bucket.fault = kill
+    for number in range(4):
+        manifests, run = 0, tmp_path / f"disk{number}" / "run"
+        killed.append(job := Job(dataset, run, *mirrored, driver=SLOW))
+        assert job.codes() == [-signal.SIGKILL] * 2, job.output
+        starts.append(next((line for line in job.output.splitlines() if "resuming from" in line), ""))
+        shutil.rmtree(run.parent)
+    bucket.fault = lambda *_: PASS
+    last = Job(dataset, tmp_path / "last" / "run", *mirrored, driver=SLOW)
+    assert last.codes() == [0, 0], last.output
+    assert figures(tmp_path / "last" / "run") == figures(tmp_path / "whole")
+    assert len(set(filter(None, starts))) >= 2 and starts[:2] == ["", ""], starts
+    names = {found.url.removeprefix(f"{url}/") for found in storage.find(url)}
+    assert {name.split("/")[1] for name in names if "step-" in name} == {"step-00000018", "step-00000020"}
+    for name in ("config.json", "metrics.jsonl", "starts.jsonl", "checkpoints/chain.jsonl", "checkpoints/pointer.json"):
+        assert storage.read(f"{url}/{name}") == (tmp_path / "last" / "run" / name).read_bytes()
+    assert command("-m", "megabert", "verify", tmp_path / "last" / "run").returncode == 0
+    # its users need no run folder
+    asked = ("-m", "megabert", "evaluate", "--data", dataset, "--model")
+    there, here = (command(*asked, model) for model in (url, tmp_path / "last" / "run"))
+    assert (there.returncode, there.stdout.splitlines()[-1]) == (0, here.stdout.splitlines()[-1]), there.stderr
+    assert command("-m", "megabert", "report", url, "--output", tmp_path / "page.html").returncode == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    nothing = command(*asked, "s3://data/nothing")
+    assert nothing.returncode == 2 and "s3://data/nothing: no run with a whole checkpoint" in nothing.stderr
