@@ -83,7 +83,7 @@ def same(a, b) -> bool:
 
 def shard_problems(folder: Path, name: str) -> list[str]:
     """What `verify` says about one shard; the other shards are not read, to save time."""
-    (check,) = (part for part in plan(folder) if isinstance(part, ShardCheck) and part.path.name == name)
+    (check,) = (part for part in plan(folder) if isinstance(part, ShardCheck) and Path(part.path).name == name)
     return check.problems()
 
 
