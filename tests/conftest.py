@@ -68,6 +68,35 @@ def world() -> Iterator[Any]:
     ranks.shutdown()
 
 
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """moto's S3 server, a process of its own."""
+    from tests.helpers.object_store import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A proxy before that server, which S3's libraries of this process and its children ask; copies go to an empty folder, and failing
+    requests are soon repeated. A bucket for each file of tests."""
+    import s3fs
+
+    from megabert.common import storage
+    from tests.helpers.object_store import Proxy, environment
+
+    proxy = Proxy(s3_port)
+    for name, value in (environment(proxy.port) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "WAITS", (0.01, 0.02, 0.03, 0.04, 0.05))
+    s3fs.S3FileSystem.clear_instance_cache()  # of another proxy's port
+    for bucket in ("shelf", "texts", "data", "runs", "trained"):
+        s3fs.S3FileSystem(use_listings_cache=False).makedirs(bucket, exist_ok=True)
+    yield proxy
+    proxy.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,16 @@ from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import sha256_of
 from megabert.config import CheckpointConfig
-from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy, environment, s3_server
+from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    import s3fs
-
-    proxy = Proxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage, "WAITS", (0.01,))
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is renewed often, and given up soon."""
     for name, value in (("BEAT", 0.2), ("LIMIT", 1.5), ("POLL", 0.05)):
         monkeypatch.setattr(mirror, name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem(use_listings_cache=False).makedirs("runs", exist_ok=True)
-    yield proxy
-    proxy.close()
 
 
 def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,32 +15,10 @@ import pytest
 
 from megabert.common import errors, storage
 from megabert.common.errors import Failed
-from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy, environment, s3_server
+from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
 DATA = bytes(range(256)) * 8_000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    import fsspec
-
-    proxy = Proxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage, "WAITS", (0.01, 0.02, 0.03, 0.04, 0.05))
-    fsspec.filesystem("s3").clear_instance_cache()  # of another proxy's port
-    import s3fs
-
-    s3fs.S3FileSystem(use_listings_cache=False).makedirs("shelf", exist_ok=True)
-    yield proxy
-    proxy.close()
 
 
 def test_objects_are_written_listed_read_and_removed(proxy: Proxy, tmp_path: Path) -> None:
@@ -133,10 +110,10 @@ def test_what_no_store_is_meant_by_is_refused(url: str, message: str) -> None:
         storage.stat(url)
 
 
-def test_missing_credentials_are_one_line(server: int, tmp_path: Path) -> None:
+def test_missing_credentials_are_one_line(s3_port: int, tmp_path: Path) -> None:
     script = "from megabert.common import storage, errors; errors.command(lambda _: storage.stat('s3://shelf/x'))()"
     variables = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")} | {
-        "HOME": str(tmp_path), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server}", "AWS_EC2_METADATA_DISABLED": "true",
+        "HOME": str(tmp_path), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_port}", "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
     assert len(done.stderr.splitlines()) == 1

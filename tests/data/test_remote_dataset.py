@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,30 +15,9 @@ from megabert.common.errors import Failed
 from megabert.data.order import RowOrder
 from megabert.data.shards import Cache, Dataset, Manifest, verify
 from tests.helpers import rows as sample
-from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy, environment, s3_server
+from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    import s3fs
-
-    proxy = Proxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(storage, "WAITS", (0.01, 0.02, 0.03))
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem(use_listings_cache=False).makedirs("data", exist_ok=True)
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,11 @@ import pytest
 from megabert.common import storage
 from megabert.data.shards import verify
 from tests.helpers import hub, prep_reading
-from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy, environment, s3_server
+from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE
 
 pytest.importorskip("s3fs")
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--seq-len", 64, "--rows-per-shard", 1024, "--seed", 5, "--held-out", 0.02, "--quiet", "--workers", 2)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    import s3fs
-
-    proxy = Proxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem(use_listings_cache=False).makedirs("texts", exist_ok=True)
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from megabert.common import storage
 from tests.helpers.job import Job
-from tests.helpers.object_store import DROP, KEYS, PASS, UNAVAILABLE, Proxy, environment, s3_server
+from tests.helpers.object_store import DROP, KEYS, PASS, UNAVAILABLE, Proxy
 from tests.integration.conftest import command
 
 pytest.importorskip("s3fs")
@@ -41,50 +40,36 @@ def figures(run: Path) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy before a server with the empty bucket `data`."""
-    import s3fs
-
-    with s3_server(tmp_path / "log") as server:
-        proxy = Proxy(server)
-        for name, value in (environment(proxy.port) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
-            monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem(use_listings_cache=False).makedirs("data", exist_ok=True)
-        yield proxy
-        proxy.close()
-
-
 @pytest.mark.dist
-def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, bucket: Proxy) -> None:
+def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     for path in dataset.rglob("*"):
         if path.is_file():
-            storage.put(path, f"s3://data/set/{path.relative_to(dataset).as_posix()}")
-    bucket.fault = lambda method, path, number: (
+            storage.put(path, f"s3://trained/set/{path.relative_to(dataset).as_posix()}")
+    proxy.fault = lambda method, path, number: (
         PASS if zlib.crc32(b"%d" % number) % 4 else (DROP, UNAVAILABLE)[number % 2]
     )
     local = Job(dataset, tmp_path / "local", *STEPS)
     assert local.codes() == [0, 0], local.output
-    url: Any = "s3://data/set"
+    url: Any = "s3://trained/set"
     for more in (("--stop-after", 7), ()):
         remote = Job(url, tmp_path / "remote", *STEPS, *more)
         assert remote.codes() == [0, 0], remote.output
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in remote.output
     assert figures(tmp_path / "remote") == figures(tmp_path / "local")
-    bucket.fault = lambda *_: UNAVAILABLE
+    proxy.fault = lambda *_: UNAVAILABLE
     impatient = "from megabert.common import storage\nstorage.WAITS = (0.01,)\n"
     lost = Job(url, tmp_path / "lost", *STEPS, driver=impatient, XDG_CACHE_HOME=str(tmp_path / "empty"))
-    assert lost.codes() == [4, 4] and "s3://data/set/manifest.json: " in lost.output
+    assert lost.codes() == [4, 4] and "s3://trained/set/manifest.json: " in lost.output
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, bucket: Proxy) -> None:
+def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     """Killed at some requests of its uploads, on a new disk each time: the same losses as undisturbed, and no checkpoint in parts."""
     steps = ("schedule.total_steps=20", "checkpoint.interval=2", "checkpoint.keep=2", "eval.interval=10")
     whole = Job(dataset, tmp_path / "whole", *steps)
     assert whole.codes() == [0, 0], whole.output
-    url = "s3://data/run"
+    url = "s3://trained/run"
     mirrored = (*steps, f"checkpoint.mirror={url}")
     killed, manifests, starts = list[Job](), 0, []
 
@@ -94,17 +79,17 @@ def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, bu
         if method == "PUT" and "/lock/" not in path and (manifests or (len(killed) == 1 and "manifest" in path)):
             killed[-1].signal(signal.SIGKILL)
             return DROP
-        manifests += method == "PUT" and path.startswith("/data/run/checkpoints/step-") and "manifest" in path
+        manifests += method == "PUT" and path.startswith("/trained/run/checkpoints/step-") and "manifest" in path
         return UNAVAILABLE if zlib.crc32(b"%d" % request) % 7 == 0 else PASS
 
-    bucket.fault = kill
+    proxy.fault = kill
     for number in range(4):
         manifests, run = 0, tmp_path / f"disk{number}" / "run"
         killed.append(job := Job(dataset, run, *mirrored, driver=SLOW))
         assert job.codes() == [-signal.SIGKILL] * 2, job.output
         starts.append(next((line for line in job.output.splitlines() if "resuming from" in line), ""))
         shutil.rmtree(run.parent)
-    bucket.fault = lambda *_: PASS
+    proxy.fault = lambda *_: PASS
     last = Job(dataset, tmp_path / "last" / "run", *mirrored, driver=SLOW)
     assert last.codes() == [0, 0], last.output
     assert figures(tmp_path / "last" / "run") == figures(tmp_path / "whole")
@@ -120,5 +105,5 @@ def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, bu
     assert (there.returncode, there.stdout.splitlines()[-1]) == (0, here.stdout.splitlines()[-1]), there.stderr
     assert command("-m", "megabert", "report", url, "--output", tmp_path / "page.html").returncode == 0
     assert (tmp_path / "page.html").stat().st_size > 10_000
-    nothing = command(*asked, "s3://data/nothing")
-    assert nothing.returncode == 2 and "s3://data/nothing: no run with a whole checkpoint" in nothing.stderr
+    nothing = command(*asked, "s3://trained/nothing")
+    assert nothing.returncode == 2 and "s3://trained/nothing: no run with a whole checkpoint" in nothing.stderr
