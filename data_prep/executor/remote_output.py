@@ -17,20 +17,20 @@ from tqdm import tqdm
 from data_prep.common.errors import BadInput
 from data_prep.executor import output_folder
 from megabert.common import storage
+from megabert.common.files import cache_folder
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
 
 def local_folder(url: str) -> Path:
     """The folder in which the dataset at `url` is built: in $XDG_CACHE_HOME/megabert/builds or ~/.cache/…"""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home, "megabert", "builds", hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
+    return cache_folder("builds") / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
 
 
 def is_done(url: str, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool) -> bool:
     """Whether the datasets of `account` are complete there. Of others, with `overwrite`, the manifests are removed, so that a dataset
     is never mixed; else raises BadInput."""
-    found = {each.url.removeprefix(storage.join(url, "")): each for each in storage.find(url)}
+    found = storage.below(url)
     manifests = [name for name in found if os.path.basename(name) == MANIFEST]
     if not manifests:
         foreign = [name for name in found if not output_folder.OURS.fullmatch(name.partition("/")[0])]
@@ -54,7 +54,7 @@ def is_done(url: str, account: dict[str, Any], seq_lens: tuple[int, ...], overwr
 def publish(url: str, folder: Path, progress: bool) -> None:
     """Upload what is not there yet, manifests last, and remove what is of no file; then remove the local folder."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    there = {each.url.removeprefix(storage.join(url, "")): each.size for each in storage.find(url)}
+    there = {name: each.size for name, each in storage.below(url).items()}
     last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
     missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]
     size = sum(files[name].stat().st_size for name in missing)

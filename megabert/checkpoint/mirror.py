@@ -26,11 +26,11 @@ from megabert.common.errors import Failed, describe
 from megabert.common.files import put_folder, sync, write_whole
 from megabert.common.logs import log
 from megabert.common.run_files import BEST
+from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main
 from megabert.distributed.run_lock import parse, text_of, this_process
 
-STEP = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 # files of the run folder that are no part of the run
 BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")
 # as in `run_lock`, for a store that answers slowly
@@ -69,7 +69,7 @@ class Mirror:
     def restore(self) -> None:
         """Copy the newest whole checkpoint, the best one, and the run's other files here, unless the run folder has one as new. Raises
         Failed if the store fails, ValueError if there are checkpoints but none is whole."""
-        files = self._files()
+        files = list(storage.below(self.url))
         self._refuse_other_run(files)
         steps = sorted({match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST})
         here = sorted(path.name for path in self.run_dir.glob("checkpoints/step-*"))
@@ -163,20 +163,22 @@ class Mirror:
 
     def upload(self) -> None:
         """Make the store as the run folder, the newest checkpoint first; older ones are removed last."""
-        files = self._files()
-        folder = self.run_dir / "checkpoints"
+        files = list(storage.below(self.url))
+        folder, uploaded = self.run_dir / "checkpoints", False
         here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
         for step in here:
             try:
                 manifest = (folder / step / MANIFEST).read_bytes()
                 if self._known(step, files) != manifest:
                     self._upload_step(folder / step, manifest, files)
+                    uploaded = True
             except FileNotFoundError:
                 if (folder / step).exists():
                     raise
                 continue  # removed meanwhile
             self._there[step] = manifest
-        self._upload_others()
+        if not uploaded:  # else they were with the checkpoint
+            self._upload_others()
         if not any(step in self._there for step in here):
             return
         newest = json.loads(next(self._there[step] for step in here if step in self._there))["state"]
@@ -213,10 +215,6 @@ class Mirror:
         inside = [name for name in files if name.startswith(f"checkpoints/{step}/")]
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             storage.remove(storage.join(self.url, name))
-
-    def _files(self) -> list[str]:
-        start = storage.join(self.url, "")
-        return [found.url.removeprefix(start) for found in storage.find(self.url)]
 
 
 def name_of(step: int) -> str:

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,15 @@ SAFETENSORS_TYPES = {
 CHUNK = 16 << 20
 # bytes of a file of tensors after which it is synced, so that its size shows the progress
 SYNCED = 256 << 20
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of that name for what can be made again, in $XDG_CACHE_HOME/megabert or ~/.cache/megabert; a user without a home has it
+    in the folder of temporary files."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        home = os.path.join(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    return Path(home, "megabert", name)
 
 
 @contextmanager

@@ -11,14 +11,12 @@ from pathlib import Path
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.files import appearing
+from megabert.common.files import appearing, cache_folder
 from megabert.common.logs import log
-from megabert.common.run_files import holds_checkpoint
+from megabert.common.run_files import IN_CHECKPOINT, holds_checkpoint
 
 # OWNER/NAME
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# a file of a run's checkpoint
-MIRRORED = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 # of a Hugging Face folder: safetensors, and the older form
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # ending of the file that names the files of weights, where they are several
@@ -54,19 +52,17 @@ def located(source: str | Path) -> Path:
 def copied(url: str, weights: bool = True) -> Path:
     """A copy of a model's folder in a store, or of a run's newest whole checkpoint and files beside it (without `weights` these alone),
     in $XDG_CACHE_HOME/megabert or ~/.cache/megabert. Raises ValueError where there is neither."""
-    start = storage.join(url, "").rstrip("/") + "/"
-    found = {each.url.removeprefix(start): each for each in storage.find(url)}
-    steps = [match[1] for match in map(MIRRORED.fullmatch, found) if match and match[2] == "manifest.json"]
+    found = storage.below(url)
+    steps = [match[1] for match in map(IN_CHECKPOINT.fullmatch, found) if match and match[2] == "manifest.json"]
     newest = max(steps, default="") if weights else ""
     files = {
         name: each
         for name, each in found.items()
-        if not name.startswith("lock/") and ((match := MIRRORED.fullmatch(name)) is None or match[1] == newest)
+        if not name.startswith("lock/") and ((match := IN_CHECKPOINT.fullmatch(name)) is None or match[1] == newest)
     }
     if weights and not newest and not any(name in files for name in WEIGHTS):
         raise ValueError(f"{url}: no run with a whole checkpoint, and no {' or '.join(WEIGHTS)}, so no model is there")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megabert", "models")
-    of_url = home / hashlib.sha256(f"{start} {weights}".encode()).hexdigest()[:16]
+    of_url = cache_folder("models") / hashlib.sha256(f"{url.rstrip('/')} {weights}".encode()).hexdigest()[:16]
     folder = of_url / hashlib.sha256(repr(sorted(files.values())).encode()).hexdigest()[:16]
     if not folder.is_dir():
         log.info(

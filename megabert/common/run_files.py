@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.js
 SLOW_RANKS = "slow-ranks.json"
 # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 BEST = "best"
+# a file of a checkpoint, relative to the run: the checkpoint's name and its own
+IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 # the run's id at Weights & Biases
 SINK_IDS = "sinks.json"
 

@@ -83,6 +83,12 @@ def find(url: str) -> list[Object]:
     )
 
 
+def below(url: str) -> dict[str, Object]:
+    """The objects below a folder, by their names relative to it."""
+    start = join(url, "")
+    return {found.url.removeprefix(start): found for found in find(url)}
+
+
 def stat(url: str) -> Object:
     """An object as it is now. Raises FileNotFoundError for one that does not exist, and for a folder."""
     system, path = _system(url)
@@ -160,7 +166,7 @@ def _range(url: str, start: int, end: int) -> bytes:
     return _asked(url, ask)
 
 
-def fetch(url: str, target: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+def fetch(url: str, target: Path) -> str:
     """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. Raises as `stat`."""
     size, sha256 = stat(url).size, hashlib.sha256()
     with appearing_file(target) as file:
@@ -168,7 +174,6 @@ def fetch(url: str, target: Path, progress: Callable[[int], object] = lambda siz
             data = _range(url, start, min(start + PIECE, size))
             sha256.update(data)
             file.write(data)
-            progress(len(data))
     return sha256.hexdigest()
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 
 from megabert.common import environment, errors
 from megabert.common.datasheets import datasheet_tflops
-from megabert.common.files import canonical, compact, write_whole
+from megabert.common.files import cache_folder, canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.distributed.ranks import World
 
@@ -78,11 +76,8 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
 
 
 def cache_file(place: Mapping[str, Any]) -> Path:
-    """The file of a measurement at `place`; a user without a home has it in the folder of temporary files."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if home.startswith("~"):
-        home = os.path.join(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    return Path(home, "megabert", "ceilings", f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json")
+    """The file of a measurement at `place`."""
+    return cache_folder("ceilings") / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
 
 
 def read(path: Path) -> dict[str, Any]:

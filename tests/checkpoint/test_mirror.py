@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -99,11 +100,9 @@ def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> Non
             return UNAVAILABLE if puts >= at and method in ("PUT", "DELETE", "POST") and "/lock/" not in path else PASS
 
         proxy.fault = fault
-        try:
-            Mirror.upload(made)
+        with contextlib.suppress(Failed):  # which leaves what is read below
+            made.upload()
             finished = True
-        except Failed:
-            pass
         proxy.fault = lambda *_: PASS
         assert steps(url), fails_at
         again = tmp_path / f"again{fails_at}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from megabert.common import storage
-from megabert.common.files import write_whole
+from megabert.common.files import cache_folder, write_whole
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 
 # copied too where it exists, beside the tokenizer
@@ -43,8 +43,7 @@ class Cache:
 
     @property
     def path(self) -> Path:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(self.folder or os.path.join(home, "megabert", "datasets"))
+        return Path(self.folder) if self.folder else cache_folder("datasets")
 
     def of(self, manifest: Manifest) -> Path:
         """The folder of a dataset's copies. A tokenizer in the parent of a dataset's folder is in that of this one."""

@@ -86,9 +86,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
 def _names(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the files of a folder, or of the objects in it."""
     if storage.is_url(folder):
-        start = storage.join(os.fspath(folder), "")
-        names = {found.url.removeprefix(start) for found in storage.find(os.fspath(folder))}
-        return {name for name in names if "/" not in name}
+        return {name for name in storage.below(os.fspath(folder)) if "/" not in name}
     return {entry.name for entry in os.scandir(folder) if entry.is_file()}
 
 
