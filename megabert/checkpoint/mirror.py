@@ -14,27 +14,28 @@ import os
 import re
 import shutil
 import threading
-import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megabert.checkpoint import chain
 from megabert.checkpoint.manifest import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
-from megabert.checkpoint.store import obsolete_steps
+from megabert.checkpoint.store import POINTER, obsolete_steps
 from megabert.common import storage
 from megabert.common.errors import Failed, describe
 from megabert.common.files import put_folder, sync, write_whole
 from megabert.common.logs import log
-from megabert.common.run_files import BEST
+from megabert.common.run_files import BEST, checkpoint_name
 from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main
-from megabert.distributed.run_lock import parse, text_of, this_process
+from megabert.distributed.run_lock import text_of, this_process, wait_for_end
 
 # files of the run folder that are no part of the run
 BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")
 # as in `run_lock`, for a store that answers slowly
-BEAT, LIMIT, POLL, RENEWALS = 10.0, 90.0, 1.0, 2
+BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 
 
 def opened(settings: CheckpointConfig, run_dir: Path, world: World) -> Mirror | None:
@@ -71,7 +72,7 @@ class Mirror:
         Failed if the store fails, ValueError if there are checkpoints but none is whole."""
         files = list(storage.below(self.url))
         self._refuse_other_run(files)
-        steps = sorted({match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST})
+        steps = self._whole_steps(files)
         here = sorted(path.name for path in self.run_dir.glob("checkpoints/step-*"))
         if not steps or (here and here[-1] >= steps[-1]):
             return
@@ -84,7 +85,7 @@ class Mirror:
                 if not STEP.fullmatch(name) and not name.startswith("lock/"):
                     (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
                     storage.fetch(storage.join(self.url, name), self.run_dir / name)
-            best = name_of(read_manifest(self.run_dir / "checkpoints" / step)["state"].get("best_step", -1))
+            best = checkpoint_name(read_manifest(self.run_dir / "checkpoints" / step)["state"].get("best_step", -1))
             if best in steps and not self._fetch_step(best):
                 (self.run_dir / BEST).unlink(missing_ok=True)
                 (self.run_dir / BEST).symlink_to(Path("checkpoints", best))
@@ -93,6 +94,16 @@ class Mirror:
             log.info(f"{self.url}: {step} is copied to {self.run_dir}")
             return
         raise ValueError(f"{self.url}: no checkpoint is whole ({'; '.join(reasons)}); name another place")
+
+    def _whole_steps(self, files: list[str]) -> list[str]:
+        """The checkpoints that have a manifest there, oldest first: those that the store lists, and the newest, which a list may lack."""
+        steps = {match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST}
+        with suppress(FileNotFoundError):
+            pointer = storage.read(storage.join(self.url, "checkpoints", POINTER))
+            newest = checkpoint_name(json.loads(pointer)["step"])
+            if storage.exists(storage.join(self.url, "checkpoints", newest, MANIFEST)):
+                steps.add(newest)
+        return sorted(steps)
 
     def _refuse_other_run(self, files: list[str]) -> None:
         """Raises ValueError if the first checkpoint of the run there is not that of the run here."""
@@ -113,8 +124,8 @@ class Mirror:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         place = storage.join(self.url, "checkpoints", step)
-        data = storage.read(storage.join(place, MANIFEST))
         try:
+            data = storage.read(storage.join(place, MANIFEST))
             for name, file in parse_manifest(data, place)["files"].items():
                 if storage.fetch(storage.join(place, name), temporary / name) != file["sha256"]:
                     return f"{place}/{name} is damaged"
@@ -185,14 +196,15 @@ class Mirror:
         names = {match[1] for match in map(STEP.fullmatch, files) if match} | (self._there.keys() & set(here))
         steps = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
         for number in obsolete_steps(steps, newest["step"], self.settings, {newest.get("best_step")}):
-            if name_of(number) not in here:
-                self._remove_step(name_of(number), files)
+            if checkpoint_name(number) not in here:
+                self._remove_step(checkpoint_name(number), files)
 
     def _known(self, step: str, files: list[str]) -> bytes:
         """The manifest of a checkpoint that is there; b"" if it is not."""
         name = f"checkpoints/{step}/{MANIFEST}"
         if step not in self._there and name in files:
-            self._there[step] = storage.read(storage.join(self.url, name))
+            with suppress(FileNotFoundError):  # removed since it was listed
+                self._there[step] = storage.read(storage.join(self.url, name))
         return self._there.get(step, b"")
 
     def _upload_step(self, folder: Path, manifest: bytes, files: list[str]) -> None:
@@ -205,7 +217,11 @@ class Mirror:
         storage.write(storage.join(self.url, "checkpoints", folder.name, MANIFEST), manifest)
 
     def _upload_others(self) -> None:
-        for path in [*self.run_dir.iterdir(), *(self.run_dir / "checkpoints").glob("*.json*")]:
+        for path in [
+            *self.run_dir.iterdir(),
+            *self.run_dir.glob("checkpoints/*.json*"),
+            *self.run_dir.glob("tensorboard/*"),
+        ]:
             if path.is_file() and not path.is_symlink() and not BESIDE.fullmatch(path.name):
                 storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()))
 
@@ -217,80 +233,57 @@ class Mirror:
             storage.remove(storage.join(self.url, name))
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 class MirrorLock:
-    """One job at a time writes to a URL: the one that created the lock object of the greatest number, which it renews."""
+    """One job at a time writes to a URL: the one that created the lock object of the greatest number, which it renews.
+
+    A list of objects may be older than the objects, so it only helps to find the greatest number.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._place = ""
+        # 0: not taken
+        self._number = 0
         self._owner = this_process()
         self._ending = threading.Event()
 
     def take(self) -> None:
         """Raises ValueError naming the owner if another job is running, Failed if the store fails."""
-        while not self._place:
-            newest = max(self._numbers(), default=0)
+        newest = 0
+        while not self._number:
+            newest = max(newest, *self._numbers())
             if newest:
-                self._wait_for_end(self._path(newest))
+                read = partial(storage.read, self._path(newest))
+                wait_for_end(self.url, "mirror", read, LIMIT, POLL)
             if storage.create(self._path(newest + 1), text_of(self._owner)):
-                self._place = self._path(newest + 1)
-                for number in self._numbers():
-                    if number <= newest:
-                        storage.remove(self._path(number))
+                self._number = newest + 1
+            newest += 1
+        for number in self._numbers():
+            if 0 < number < self._number:
+                storage.remove(self._path(number))
         self.check()
         threading.Thread(target=self._renew, name="mirror's lock", daemon=True).start()
 
     def check(self) -> None:
         """Raises Failed if another job took the place over."""
-        newest = self._path(max(self._numbers(), default=0))
-        if self._place and newest != self._place:
+        if not storage.exists(self._path(self._number)) or storage.exists(self._path(self._number + 1)):
             raise Failed(f"{self.url}: another job took it over while this one did not answer")
 
     def release(self) -> None:
         self._ending.set()
-        if self._place:
-            storage.write(self._place, text_of(replace(self._owner, released=True)))
+        storage.write(self._path(self._number), text_of(replace(self._owner, released=True)))
 
     def _renew(self) -> None:
         while not self._ending.wait(BEAT):
             self._owner = replace(self._owner, beat=self._owner.beat + 1)
             try:
                 self.check()
-                storage.write(self._place, text_of(self._owner))
+                storage.write(self._path(self._number), text_of(self._owner))
             except (OSError, ValueError) as error:
                 log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
 
-    def _wait_for_end(self, place: str) -> None:
-        last, renewals, unchanged = b"", 0, 0.0
-        while unchanged < LIMIT:
-            try:
-                text = storage.read(place)
-            except FileNotFoundError:  # removed by the next owner
-                return
-            owner = parse(text)
-            if owner is not None and owner.has_ended:
-                return
-            if not last:
-                log.info(
-                    f"{self.url} is written by {owner or 'another job'}: waiting up to {LIMIT:g} s to see whether it runs"
-                )
-            elif text != last:
-                renewals, unchanged = renewals + 1, 0.0
-            if renewals == RENEWALS:
-                raise ValueError(
-                    f"{self.url} is in use by {owner or 'another job'}; wait for it, stop it, or name another mirror"
-                )
-            last = text
-            time.sleep(POLL)
-            unchanged += POLL
-
     def _numbers(self) -> list[int]:
         names = (found.url.rpartition("/")[2] for found in storage.find(storage.join(self.url, "lock")))
-        return [int(name) for name in names if name.isdecimal()]
+        return [0, *(int(name) for name in names if name.isdecimal())]
 
     def _path(self, number: int) -> str:
         return storage.join(self.url, "lock", f"{number:08d}")

@@ -14,7 +14,7 @@ from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
 from megabert.common import errors
 from megabert.common.logs import log
-from megabert.common.run_files import TOKENIZER_FILES
+from megabert.common.run_files import TOKENIZER_FILES, checkpoint_name
 from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat, phase_at, phases_of
 from megabert.data.shards import Manifest as DataManifest
 from megabert.distributed.ranks import RankRefused, World, discover
@@ -196,7 +196,7 @@ def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     changed."""
     checkpoints = Checkpoints(run_dir, _lone_rank())
     for step in checkpoints.steps():
-        if problem := checkpoints.problem(checkpoints.folder / f"step-{step:08d}"):
+        if problem := checkpoints.problem(checkpoints.folder / checkpoint_name(step)):
             raise ValueError(f"{checkpoints.folder}: {problem}")
         yield checkpoints.manifest
 
@@ -225,7 +225,7 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
     }
     state = dict(state) | {"step": 0, "world_size": 1}
     checkpoints.commit(folder, 0, seal(fields, state, START))
-    return checkpoints.folder / f"step-{0:08d}"
+    return checkpoints.folder / checkpoint_name(0)
 
 
 def _lone_rank() -> World:

@@ -33,7 +33,7 @@ from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, put_folder, sync, write_whole
 from megabert.common.logs import log
-from megabert.common.run_files import BEST
+from megabert.common.run_files import BEST, checkpoint_name
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, on_main, refuse_together
@@ -178,7 +178,7 @@ class Checkpoints:
                 self._give_up(save)
         elif status == COMMITTED:
             self._in_flight = None
-            return self.folder / f"step-{int(save.state['step']):08d}"
+            return self.folder / checkpoint_name(int(save.state["step"]))
         elif status == NOT_COMMITTED:
             self._give_up(save)
         return None
@@ -232,7 +232,7 @@ class Checkpoints:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # also syncs the folder with the other files' entries
-        final, tree = self.folder / f"step-{step:08d}", json.loads(manifest)
+        final, tree = self.folder / checkpoint_name(step), json.loads(manifest)
         run_lock.check(self.run_dir)
         chain.append(self.folder, tree)
         there = final.exists()  # damaged, or saved before a rollback or a restart
@@ -256,7 +256,7 @@ class Checkpoints:
         """Atomically make the link `best` in the run folder point to the checkpoint of `step`."""
         new = self.run_dir / f".{BEST}"
         new.unlink(missing_ok=True)
-        new.symlink_to(Path(self.folder.name, f"step-{step:08d}"))
+        new.symlink_to(Path(self.folder.name, checkpoint_name(step)))
         os.replace(new, self.run_dir / BEST)
 
     def _linked(self) -> int | None:
@@ -269,7 +269,7 @@ class Checkpoints:
         """Rename a checkpoint to `name`, to be removed; returns its folder, as `_aside`."""
         run_lock.check(self.run_dir)
         renamed, removable = self._aside(step, name)
-        os.rename(self.folder / f"step-{step:08d}", renamed)
+        os.rename(self.folder / checkpoint_name(step), renamed)
         return removable
 
     def _aside(self, step: int, name: str) -> tuple[Path, list[Path]]:
@@ -362,7 +362,7 @@ class Checkpoints:
         if pointer is not None and pointer not in steps and (limit is None or pointer <= limit):
             reasons.append(f"step {pointer}, the last one committed, is missing")
         for step in steps:
-            path = self.folder / f"step-{step:08d}"
+            path = self.folder / checkpoint_name(step)
             problem = self.problem(path, weights_only)
             if not problem:
                 if reasons and self.world.is_main:
@@ -390,7 +390,7 @@ class Checkpoints:
         """Restore `engine` from a checkpoint that `latest` returned, of any number of ranks and any ZeRO stage; returns its state. A
         collective."""
         assert not self.pending, "finish the save in flight first"
-        assert path.name == f"step-{self.state['step']:08d}", "not the checkpoint that was verified last"
+        assert path.name == checkpoint_name(self.state["step"]), "not the checkpoint that was verified last"
         engine.restore(StoredTensors.of_checkpoint(path, self.manifest, self.world), self.manifest["engine"])
         if self.settings is not None and self.world.is_main:
             chain.cut(self.folder, self.state["step"])

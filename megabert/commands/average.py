@@ -17,7 +17,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import appearing, canonical, refuse_existing
 from megabert.common.logs import log
-from megabert.common.run_files import CONFIG, checkpoints_of
+from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_of
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -42,7 +42,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
     refuse_existing(Path(output), CONFIG)
     from megabert import checkpoint, hf
 
-    paths = [folder / f"step-{step:08d}" for step in chosen]
+    paths = [folder / checkpoint_name(step) for step in chosen]
     newest = hf.load(paths[-1])
     sums = {name: weight.double() for name, weight in newest.weights.items()}
     for path in paths[:-1]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
-from megabert.common.run_files import CONFIG, METRICS, checkpoints_of, json_lines
+from megabert.common.run_files import CONFIG, METRICS, checkpoint_name, checkpoints_of, json_lines
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -129,7 +129,7 @@ def copy_start(of: Interval, folder: Path) -> None:
     """Copy the files that the updates start from: the checkpoint, learning rates by the clock."""
     from megabert.checkpoint import rate_record
 
-    start = Path("checkpoints", f"step-{of.begin:08d}")
+    start = Path("checkpoints", checkpoint_name(of.begin))
     if (of.run / start).exists():
         shutil.copytree(of.run / start, folder / start)
     if (of.run / rate_record.FILE).exists():
@@ -213,7 +213,7 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float | None:
     from megabert.checkpoint import load_weights
 
     of_runs = (folder, step), (of.run, step), (of.run, of.begin)
-    places = [run / "checkpoints" / f"step-{at:08d}" for run, at in of_runs]
+    places = [run / "checkpoints" / checkpoint_name(at) for run, at in of_runs]
     if not all(place.exists() for place in places):
         return None
     now, was, before = (load_weights(place)[0] for place in places)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from megabert.common.errors import FULL_ERRNO
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
@@ -80,11 +81,22 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
 
 
 @contextmanager
+def naming_when_full(path: Path) -> Iterator[None]:
+    """Context of writes into a file, whose errors do not name it: where the disk is full they do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL_ERRNO:
+            error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def appearing_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which replaces `path` when the block ends without an error."""
     temporary = _beside(path, "tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb") as file, naming_when_full(path):
             yield file
             file.flush()
             os.fsync(file.fileno())

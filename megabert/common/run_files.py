@@ -31,6 +31,11 @@ def checkpoints_of(run: str | Path) -> Path:
     return folder
 
 
+def checkpoint_name(step: int) -> str:
+    """Name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder is a run with a checkpoint, or a checkpoint."""
     alone = folder.resolve().name.startswith("step-") and (folder / "manifest.json").is_file()

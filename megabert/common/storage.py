@@ -103,6 +103,15 @@ def stat(url: str) -> Object:
     return _asked(url, ask)
 
 
+def exists(url: str) -> bool:
+    """Whether there is an object of this name, which a list may not show yet."""
+    try:
+        stat(url)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def read(url: str, most: int = 1 << 30) -> bytes:
     """An object's content. Raises as `stat`, and ValueError above `most` bytes."""
     size = stat(url).size

@@ -51,7 +51,8 @@ class Mixture:
         for part in self.parts[1:]:
             _check_alike(first, part)
         for part in self.parts:
-            part.most_open = max(1, OPEN_SHARDS // len(self.parts))
+            part.most_open = max(1, min(part.most_open, OPEN_SHARDS // len(self.parts)))
+            part.share_cache(len(self.parts))
         self.offsets = [0, *np.cumsum([part.rows for part in self.parts]).tolist()]
         self.rows: int = self.offsets[-1]
         self.folder, self.tokenizer_path = first.folder, first.tokenizer_path

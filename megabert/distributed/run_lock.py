@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -156,18 +156,21 @@ def _take(run_dir: Path, predecessor: str) -> None:
     while key not in _owned:
         newest = _newest(folder)
         if newest:
-            _wait_for_end(run_dir, folder / newest, predecessor)
+            wait_for_end(str(run_dir), "run folder", (folder / newest).read_bytes, LIMIT, POLL, predecessor)
         path = folder / f"{int(newest or 0) + 1:08d}"
         if _create(path, owner):
             _owned[key] = Ownership(run_dir, path, owner)
 
 
-def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
-    """Return once the owner of `path` has ended. Raises ValueError if it renews its file."""
+def wait_for_end(
+    place: str, kind: str, read: Callable[[], bytes], limit: float, poll: float, predecessor: str = ""
+) -> None:
+    """Return once the owner of `place`, a run folder or another `kind` of place, has ended: its file, which `read` returns every
+    `poll` seconds, says so, is gone, or did not change for `limit` seconds. Raises ValueError if the owner renews it."""
     last, renewals, unchanged = None, 0, 0.0
-    while unchanged < LIMIT:
+    while unchanged < limit:
         try:
-            text = path.read_bytes()
+            text = read()
         except FileNotFoundError:  # removed by the next owner
             return
         owner = parse(text)
@@ -175,17 +178,17 @@ def _wait_for_end(run_dir: Path, path: Path, predecessor: str) -> None:
             return
         if last is None:
             log.info(
-                f"{run_dir} is locked by {owner or 'another job'}: waiting up to {LIMIT:g} s to see whether that is running"
+                f"{place} is locked by {owner or 'another job'}: waiting up to {limit:g} s to see whether that is running"
             )
         elif text != last:
             renewals, unchanged = renewals + 1, 0.0
         if renewals == RENEWALS:
             raise ValueError(
-                f"{run_dir} is in use by {owner or 'another job'}; wait for it, stop it, or name another run folder"
+                f"{place} is in use by {owner or 'another job'}; wait for it, stop it, or name another {kind}"
             )
         last = text
-        time.sleep(POLL)
-        unchanged += POLL  # no clock: the owner may have been suspended together with this process
+        time.sleep(poll)
+        unchanged += poll  # no clock: the owner may have been suspended together with this process
 
 
 def _create(path: Path, owner: Owner) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import sha256_of
 from megabert.config import CheckpointConfig
-from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy
+from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
 
 pytest.importorskip("s3fs")
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock is renewed often, and given up soon."""
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A lock is renewed often, and given up soon; none is renewed after a test."""
     for name, value in (("BEAT", 0.2), ("LIMIT", 1.5), ("POLL", 0.05)):
         monkeypatch.setattr(mirror, name, value)
+    locks, take = list[mirror.MirrorLock](), mirror.MirrorLock.take
+    monkeypatch.setattr(mirror.MirrorLock, "take", lambda lock: (locks.append(lock), take(lock))[1])
+    yield
+    for lock in locks:
+        lock._ending.set()
 
 
 def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
@@ -41,6 +47,7 @@ def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
     fields = {"ranks": 1, "files": files, "parameters": parameters, "first_moment_only": []}
     (folder / "manifest.json").write_bytes(seal(fields, {"step": step, "best_step": best}, {"optimizer_steps": 0}))
     (run / "checkpoints" / "chain.jsonl").write_text('{"step": 0}\n')
+    (run / "checkpoints" / "pointer.json").write_text(json.dumps({"step": step}))
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\n")
     return folder
@@ -209,3 +216,30 @@ def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> No
     proxy.fault = lambda *_: PASS
     with pytest.raises((Failed, FileNotFoundError)):
         gone.upload()
+
+
+def test_stale_lists_hide_no_checkpoint_and_no_job(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every list is that of the time before the newest checkpoint, and before the job that wrote it."""
+    url, run = "s3://runs/stale", tmp_path / "run"
+    made = opened(url, run, keep=1)
+    checkpoint(run, 5)
+    made.close()
+    proxy.fault = lambda method, path, number: STALE if listing(path) else PASS
+    made = opened(url, run, keep=1)
+    checkpoint(run, 8)
+    shutil.rmtree(run / "checkpoints/step-00000005")
+    made.upload()
+    other = tmp_path / "other"
+    monkeypatch.setattr("megabert.distributed.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    with pytest.raises(ValueError, match=r"^s3://runs/stale is in use by pid"):
+        opened(url, other)
+    made.close()
+    opened(url, other).lock.release()
+    assert (other / "checkpoints/step-00000008" / file_name("weights", 0, 1)).read_bytes() == b"weights of 8"
+    assert proxy.failed[STALE] > 4
+    proxy.fault = lambda *_: PASS
+    last = opened(url, other, keep=1)
+    last.close()
+    assert steps(url) == [8] and len(storage.find(f"{url}/lock")) == 1

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pickle
+import re
+import resource
 import threading
 import time
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megabert.common import storage
-from megabert.common.errors import Failed
+from megabert.common.errors import FAILED, Failed, describe, exit_code
+from megabert.data.mixture import open_mixture
 from megabert.data.order import RowOrder
 from megabert.data.shards import Cache, Dataset, Manifest, verify
+from megabert.data.shards.remote import unique
 from tests.helpers import rows as sample
-from tests.helpers.object_store import PASS, UNAVAILABLE, Proxy
+from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
 
 pytest.importorskip("s3fs")
 
@@ -32,14 +38,29 @@ def upload(folder: Path, url: str) -> str:
     return url
 
 
+def uploaded(folder: Path) -> str:
+    """The folder's URL, for tests that leave it as it is."""
+    url = "s3://data/rows"
+    return url if storage.exists(f"{url}/shard-000099.tar") else upload(folder, url)
+
+
 def copies(cache: Path) -> list[Path]:
     return sorted(cache.glob("*/data/shard-*.tar"))
+
+
+def size_of(paths: list[Path]) -> int:
+    """Bytes of the files, of which threads remove some meanwhile."""
+    total = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def test_rows_are_those_of_the_folder_and_each_shard_is_fetched_once(
     folder: Path, proxy: Proxy, tmp_path: Path
 ) -> None:
-    url = upload(folder, "s3://data/rows")
+    url = uploaded(folder)
     local, remote = Dataset(folder), Dataset(url)
     assert (
         remote.manifest == local.manifest and remote.place == url and copies(tmp_path / "cache/megabert/datasets") == []
@@ -57,7 +78,7 @@ def test_rows_are_those_of_the_folder_and_each_shard_is_fetched_once(
 
 
 def test_processes_of_a_node_share_a_copy(folder: Path, proxy: Proxy) -> None:
-    url = upload(folder, "s3://data/shared")
+    url = uploaded(folder)
     datasets = [Dataset(url) for _ in range(6)]
     before, failed = proxy.requests["GET"], []
 
@@ -76,7 +97,7 @@ def test_processes_of_a_node_share_a_copy(folder: Path, proxy: Proxy) -> None:
 
 
 def test_beyond_the_limit_the_oldest_shards_go_and_rows_stay_right(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
-    url, local = upload(folder, "s3://data/limit"), Dataset(folder)
+    url, local = uploaded(folder), Dataset(folder)
     size = local.manifest.shards[0].bytes
     with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
         Dataset(url, cache=Cache(str(tmp_path / "small"), 60 * size / 2**30))
@@ -88,14 +109,14 @@ def test_beyond_the_limit_the_oldest_shards_go_and_rows_stay_right(folder: Path,
         remote.fetch_ahead(11, first)
         row_ids, _ = local.order(11, order[first : first + 320])
         np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
-        most = max(most, sum(path.stat().st_size for path in copies(cache.path)))
+        most = max(most, size_of(copies(cache.path)))
     assert 60 * size < most <= 70.5 * size
     # in order, so that hardly a shard is copied twice an epoch
     assert proxy.requests["GET"] < 2 * 100 * 1.4
 
 
 def test_shards_are_fetched_before_they_are_needed(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
-    url = upload(folder, "s3://data/ahead")
+    url = uploaded(folder)
     remote = Dataset(url)
     shown: list[tuple[int, int]] = []
     remote.fetch_ahead(5, 0, lambda done, of: shown.append((done, of)))
@@ -107,6 +128,62 @@ def test_shards_are_fetched_before_they_are_needed(folder: Path, proxy: Proxy, t
     while len(copies(tmp_path / "cache/megabert/datasets")) < 100 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(copies(tmp_path / "cache/megabert/datasets")) == 100
+
+
+def test_shards_of_the_next_epoch_are_fetched_again(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
+    """Those in use at a position are there when it is reached, also those that were removed since their first copy."""
+    url, local = uploaded(folder), Dataset(folder)
+    cache = Cache(str(tmp_path / "copies"), 70.5 * local.manifest.shards[0].bytes / 2**30)
+    remote, order = Dataset(url, cache=cache), local._order
+    for first in range(0, 2 * local.rows, 960):
+        remote.fetch_ahead(11, first, lambda *_: None)
+        in_use = set(islice(unique(order.shards_from(11, first)), order.shards_in_use))
+        assert {local.manifest.shards[number].name for number in in_use} <= {path.name for path in copies(cache.path)}
+        row_ids, _ = local.order(11, np.arange(first, first + 64))
+        np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
+    assert proxy.requests["GET"] > 140
+
+
+def test_datasets_of_a_mixture_share_the_cache(folder: Path, proxy: Proxy, tmp_path: Path) -> None:
+    urls = [uploaded(folder), upload(sample.make_dataset(tmp_path / "other", 6_400 - 3, seed=2), "s3://data/other")]
+    size = Manifest.load(folder).shards[0].bytes
+    with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
+        open_mixture(urls[0], {urls[1]: 0.5}, cache=Cache(str(tmp_path / "small"), 100 * size / 2**30))
+    cache = Cache(str(tmp_path / "copies"), 150 * size / 2**30)
+    mixed = open_mixture(urls[0], {urls[1]: 0.5}, cache=cache)
+    for first in range(0, 2 * mixed.rows, 4096):
+        mixed.fetch_ahead(3, first, lambda *_: None)
+        mixed.read(mixed.order(3, np.arange(first, first + 256))[0])
+        assert size_of(copies(cache.path)) <= 150 * size
+
+
+def test_a_list_older_than_the_shards_is_no_damage(folder: Path, proxy: Proxy) -> None:
+    url = "s3://data/listed"
+    storage.put(folder / "manifest.json", f"{url}/manifest.json")
+    assert len(storage.find(url)) == 1
+    proxy.fault = lambda method, path, number: STALE if listing(path) else PASS
+    upload(folder, url)
+    assert len(storage.find(url)) == 1
+    assert len(Dataset(url).read(np.arange(3)).ids) == 3
+
+
+def test_a_full_disk_of_the_cache_is_named(
+    folder: Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to write more of a file than RLIMIT_FSIZE."""
+    monkeypatch.setattr("megabert.common.errors.WAITS", (0.01,))
+    remote = Dataset(uploaded(folder), cache=Cache(str(tmp_path / "copies")))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as failed:
+            remote.read(np.arange(64))
+        assert exit_code(failed.value) == FAILED
+        assert re.search(r"copies/.*/\.shard-000000.tar.part: the disk is full", describe(failed.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert copies(tmp_path / "copies") == [] and not list((tmp_path / "copies").rglob("*.part"))
+    assert len(remote.read(np.arange(64)).ids) == 64
 
 
 def test_what_the_store_lost_or_changed_is_named(folder: Path, proxy: Proxy) -> None:
@@ -135,9 +212,9 @@ def test_what_the_store_lost_or_changed_is_named(folder: Path, proxy: Proxy) -> 
 
 
 def test_a_failing_store_is_no_damage(folder: Path, proxy: Proxy) -> None:
-    remote = Dataset(upload(folder, "s3://data/failing"))
+    remote = Dataset(uploaded(folder))
     proxy.fault = lambda method, path, number: UNAVAILABLE
-    with pytest.raises(Failed, match=r"^s3://data/failing/shard-000002.tar: "):
+    with pytest.raises(Failed, match=r"^s3://data/rows/shard-000002.tar: "):
         remote.read(np.array([2 * 64]))
     proxy.fault = lambda *_: PASS
     assert len(remote.read(np.array([2 * 64])).ids) == 1

@@ -24,7 +24,9 @@ KEYS = {
     "AWS_MAX_ATTEMPTS": "1",
 }
 # what the proxy does with a request
-PASS, DROP, UNAVAILABLE, TRUNCATE = "pass", "drop", "503", "truncate"
+PASS, DROP, UNAVAILABLE, TRUNCATE, STALE = "pass", "drop", "503", "truncate", "stale"
+# headers of a connection, not of an answer
+HOP = ("transfer-encoding", "content-length", "connection")
 Fault = Callable[[str, str, int], str]
 
 
@@ -58,7 +60,8 @@ def environment(port: int) -> dict[str, str]:
 
 class Proxy:
     """Before a server: `fault(method, path, number of this request)` says what becomes of a request, `delay` seconds before each and
-    `rate` bytes a second of answers and uploads. `requests` counts methods, `bytes` what was sent."""
+    `rate` bytes a second of answers and uploads. STALE repeats the last answer to the same request that was passed on, if any.
+    `requests` counts methods, `bytes` what was sent."""
 
     def __init__(self, server: int) -> None:
         self.fault: Fault = lambda method, path, number: PASS
@@ -66,6 +69,7 @@ class Proxy:
         self.requests: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.bytes = 0
+        self.answers: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
         self.lock = threading.Lock()
         proxy = self
 
@@ -112,18 +116,22 @@ class Proxy:
             request.send_header("Content-Length", "0")
             request.end_headers()
             return
-        inner = http.client.HTTPConnection("127.0.0.1", server, timeout=60)
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
-        inner.request(request.command, request.path, body, headers)
-        answer = inner.getresponse()
-        data = answer.read()
-        inner.close()
-        request.send_response(answer.status)
-        sizes = {"transfer-encoding", "content-length", "connection"}
-        for name, value in answer.getheaders():
-            if name.lower() not in sizes:
+        if what == STALE and request.path in self.answers:
+            status, given, data = self.answers[request.path]
+        else:
+            inner = http.client.HTTPConnection("127.0.0.1", server, timeout=60)
+            headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP}
+            inner.request(request.command, request.path, body, headers)
+            answer = inner.getresponse()
+            status, given, data = answer.status, answer.getheaders(), answer.read()
+            inner.close()
+            if listing(request.path):
+                self.answers[request.path] = status, given, data
+        request.send_response(status)
+        for name, value in given:
+            if name.lower() not in HOP:
                 request.send_header(name, value)
-        length = answer.getheader("Content-Length") if request.command == "HEAD" else str(len(data))
+        length = dict(given).get("Content-Length") if request.command == "HEAD" else str(len(data))
         request.send_header("Content-Length", length or "0")
         request.end_headers()
         if request.command == "HEAD":

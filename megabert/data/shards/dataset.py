@@ -193,6 +193,11 @@ class Dataset:
             if progress is not None:
                 self._remote.wait(progress)
 
+    def share_cache(self, datasets: int) -> None:
+        """As `RemoteShards.share_cache`."""
+        if self._remote is not None:
+            self._remote.share_cache(datasets)
+
     def _check_size(self, shard: Shard) -> None:
         """Raises ValueError for a shard of another size than the manifest's, OSError for one that cannot be accessed."""
         path = self.folder / shard.name

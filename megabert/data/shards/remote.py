@@ -2,7 +2,8 @@
 
 A dataset's folder there has its fingerprint as name, so that a changed dataset gets another one. All but the shards is copied when it
 is opened. A shard is copied when it is needed, or ahead, once a node; it is compared with its SHA-256 and appears when it is complete.
-Beyond a limit the shards that were opened first are removed; a process that has one mapped may still read it.
+Beyond a limit the oldest shards are removed, where a shard is the newer the sooner the order uses it again; a process that has one
+mapped may still read it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 
 from megabert.common import storage
-from megabert.common.files import cache_folder, write_whole
+from megabert.common.files import cache_folder, naming_when_full, write_whole
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 
 # copied too where it exists, beside the tokenizer
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # shards that a process copies at the same time, and most of them before they are needed (as an epoch's beginning needs)
 CONNECTIONS, AHEAD = 4, 64
-# seconds after which the file that a killed process was copying is removed
+# seconds after which a file that a process was copying is that of a killed one
 STALE = 3600.0
 # the shards of all datasets below the folder of copies, and those that are being copied, of which the room is taken at once
 SHARDS, PARTS, TEMPORARY = "*/data/shard-*.tar", "*/data/.shard-*.tar.part", "*/data/.*.tmp"
@@ -94,6 +96,15 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
+def unique(numbers: Iterable[int]) -> Iterator[int]:
+    """Each number once, at its first place."""
+    seen: set[int] = set()
+    for number in numbers:
+        if number not in seen:
+            seen.add(number)
+            yield number
+
+
 class RemoteShards:
     """The shards of the dataset at `url`, of which `in_use` are read from at a time. Safe to fork and to pickle."""
 
@@ -101,30 +112,39 @@ class RemoteShards:
         """Raises ValueError if the cache's limit is below the shards in use."""
         self.url, self.manifest, self.cache, self.in_use = url, manifest, cache, in_use
         self.limit = int(cache.gib * (1 << 30))
-        sizes = [shard.bytes for shard in manifest.shards]
-        needed = min(sum(sizes), (in_use + CONNECTIONS) * max(sizes))
-        if needed > self.limit:
-            raise ValueError(
-                f"data.cache_gib={cache.gib:g}: of {url} {in_use} shards of {max(sizes) / 2**20:.0f} MiB are in use at a time; give at "
-                f"least {needed / 2**30:.2g}"
-            )
-        # shards that are copied before they are needed
-        self.ahead = min(AHEAD, min(len(sizes), self.limit // max(sizes)) - in_use)
+        self.share_cache(1)
+        # shards in the order of their use, those in use and those ahead
+        self._wanted: list[int] = []
         self._waiting: SimpleQueue[tuple[Future[Path], Shard]] | None = None
         self._copying: dict[int, Future[Path]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_waiting": None, "_copying": {}}
+        return {**self.__dict__, "_waiting": None, "_copying": {}, "_wanted": []}
+
+    def share_cache(self, datasets: int) -> None:
+        """Use an equal share of the cache, beside other datasets of the run. Raises ValueError if the shards in use need more."""
+        sizes, share = [shard.bytes for shard in self.manifest.shards], self.limit // datasets
+        needed = min(sum(sizes), (self.in_use + CONNECTIONS) * max(sizes))
+        if needed > share:
+            raise ValueError(
+                f"data.cache_gib={self.cache.gib:g}: of {self.url} {self.in_use} shards of {max(sizes) / 2**20:.0f} MiB are in use at a "
+                f"time; give at least {datasets * needed / 2**30:.2g}"
+            )
+        # shards that are copied before they are needed, beside those that are being copied
+        self.ahead = min(AHEAD, min(len(sizes), share // max(sizes) - CONNECTIONS) - self.in_use)
 
     def check(self) -> None:
-        """Raises ValueError naming a shard that the store does not list with its size. Some stores have no lists."""
+        """Raises ValueError naming a shard that is not in the store with its size. Some stores have no lists, and a list may be older
+        than the shards."""
         listed = {found.url: found.size for found in storage.find(self.url)}
         for shard in self.manifest.shards if listed else ():
             url = storage.join(self.url, shard.name)
-            if url not in listed:
+            if listed.get(url) == shard.bytes:
+                continue
+            if not storage.exists(url):
                 raise ValueError(f"{url}: is missing; build the dataset again, or copy it there whole")
-            if listed[url] != shard.bytes:
-                raise ValueError(f"{url}: has {listed[url]} bytes, the manifest says {shard.bytes}")
+            if (size := storage.stat(url).size) != shard.bytes:
+                raise ValueError(f"{url}: has {size} bytes, the manifest says {shard.bytes}")
 
     def path(self, shard: Shard) -> Path:
         """The shard's copy, made first if there is none. Raises ValueError for a shard that is not as the manifest says, Failed if the
@@ -137,8 +157,8 @@ class RemoteShards:
             if path.is_file():
                 return path
             url, part = storage.join(self.url, shard.name), path.with_name(f".{path.name}.part")
-            self._make_room(part, shard.bytes)
             try:
+                self._make_room(part, shard.bytes)
                 found = storage.fetch(url, part)
                 if found != shard.sha256:
                     raise ValueError(
@@ -152,13 +172,15 @@ class RemoteShards:
         return path
 
     def _make_room(self, part: Path, size: int) -> None:
-        """Make the empty file `part` of `size` bytes, and remove the shards that were opened first until the limit holds. Of a killed
-        process the parts go so too; one that is being copied would appear again."""
+        """Make the empty file `part` of `size` bytes, and remove the oldest shards until the limit holds. The parts of a killed process
+        go so too, but after STALE: one that is being copied would appear again."""
         with _alone(self.cache.path / "shards"):
-            with open(part, "wb") as file:
+            with open(part, "wb") as file, naming_when_full(part):
                 file.truncate(size)
+            os.utime(part, (time.time(), time.time() + STALE))
             copies = []
-            for path in (*self.cache.path.glob(SHARDS), *self.cache.path.glob(PARTS)):
+            # parts first, since they become shards
+            for path in (*self.cache.path.glob(PARTS), *self.cache.path.glob(SHARDS)):
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     copies.append((status.st_mtime_ns, status.st_size, path))
@@ -180,16 +202,31 @@ class RemoteShards:
             self._waiting = SimpleQueue()
             for _ in range(CONNECTIONS):  # daemons: the end of a process does not wait for shards that nothing reads
                 threading.Thread(target=self._copy, args=(self._waiting,), name="shards", daemon=True).start()
-        wanted: dict[int, None] = {}
-        for number in numbers:
-            wanted[number] = None
-            if len(wanted) == self.in_use + self.ahead:
-                break
-        self._copying = {n: copy for n, copy in self._copying.items() if n in wanted or not copy.cancel()}
-        for number in wanted:
-            if number not in self._copying:
-                self._copying[number] = Future()
-                self._waiting.put((self._copying[number], self.manifest.shards[number]))
+        wanted = list(islice(unique(numbers), self.in_use + self.ahead))
+        if wanted == self._wanted:
+            return
+        self._wanted, before = wanted, self._copying
+        for number in before.keys() - wanted:
+            before[number].cancel()
+        there = self._order_by_use(wanted)
+        going_on = {number: copy for number, copy in before.items() if number in there or not copy.done()}
+        self._copying = {number: going_on.get(number) or self._start_copy(number) for number in wanted}
+
+    def _start_copy(self, number: int) -> Future[Path]:
+        assert self._waiting is not None
+        copy: Future[Path] = Future()
+        self._waiting.put((copy, self.manifest.shards[number]))
+        return copy
+
+    def _order_by_use(self, wanted: list[int]) -> set[int]:
+        """Give the copies of shards times in the order of their use, so that `_make_room` removes the one that is used last; returns the
+        shards that have one."""
+        folder, now, there = self.cache.of(self.manifest), time.time_ns(), set()
+        for place, number in enumerate(wanted):
+            with suppress(FileNotFoundError):
+                os.utime(folder / self.manifest.shards[number].name, ns=(now, now - place * 1000))
+                there.add(number)
+        return there
 
     def _copy(self, waiting: SimpleQueue[tuple[Future[Path], Shard]]) -> None:
         while True:
@@ -202,7 +239,7 @@ class RemoteShards:
 
     def wait(self, progress: Callable[[int, int], object]) -> None:
         """Wait until the shards in use are there; `progress(done, all of them)` after each. Raises as `path`."""
-        first = list(self._copying.values())[: self.in_use]
+        first = [self._copying[number] for number in self._wanted[: self.in_use]]
         for done, copy in enumerate(first, 1):
             copy.result()
             progress(done, len(first))
