@@ -4,6 +4,7 @@
 #   launch/keep.sh deepspeed --hostfile hosts megabert/train.py --config base --data DATA --run RUN
 #   launch/keep.sh torchrun --nproc-per-node 8 -- megabert/train.py …
 #   launch/keep.sh mpirun -n 8 python megabert/train.py …
+# --run names a run, or a folder of runs.
 #   MAX_RESTARTS=n    restarts in a row without a new checkpoint before it gives up (3)
 #   RESTART_WAIT=s    seconds before the first of them (5), doubled for each further one up to LONGEST_WAIT (300)
 # TERM, INT, HUP, USR1 and USR2 are forwarded to the ranks of this host as USR2: they save, and the script ends with 85 without a
@@ -22,6 +23,7 @@ for word in "$@"; do # find the run folder, whose checkpoints show progress
   previous=$word
 done
 [ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, whose checkpoints show its progress"
+progress() { cat "$run"/checkpoints/pointer.json "$run"/*/checkpoints/pointer.json 2>/dev/null || true; }
 
 # Launchers handle signals differently: deepspeed exits and leaves the ranks training, mpirun and torchrun kill them after
 # seconds. So the signal is sent to the ranks: the topmost descendants with a rank in their environment.
@@ -50,12 +52,12 @@ forward_signal() { # to the command itself if it has no ranks here: it is one pr
 exits=$(mktemp -d)
 trap 'rm -rf "$exits"' EXIT
 restarts=0
-checkpoint=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
+checkpoint=$(progress)
 while :; do
   attempt "$exits/ranks" forward_signal "$@"
   case $ended in 0 | 2 | 3) break ;; esac
   [ -z "$stopping" ] || break
-  newest=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
+  newest=$(progress)
   if [ "$newest" = "$checkpoint" ]; then restarts=$((restarts + 1)); else restarts=0; fi
   checkpoint=$newest
   if [ "$restarts" -gt "$MAX_RESTARTS" ]; then
