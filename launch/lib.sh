@@ -21,7 +21,7 @@ check() {
 
 NUMBER='0|[1-9][0-9]{0,8}'
 # shellcheck disable=SC2034 # read by the scripts
-URL='[a-z][a-z0-9]*://[^][:cntrl:][:space:]"\\$[]+'
+URL='[a-z][a-z0-9]*://[^[:cntrl:][:space:]"\\$]+'
 RESTART_WAIT=${RESTART_WAIT:-5} # seconds before the first restart after an attempt without progress
 LONGEST_WAIT=${LONGEST_WAIT:-300}
 

@@ -24,6 +24,5 @@ phase() { # NUMBER PRESET LENGTH [override…]
     --run "$runs/phase$1" "checkpoint.mirror=$MIRROR/phase$1" "data.cache_dir=$CACHE" "${@:4}"
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 phase 1 "$PHASE1" 128 "$@"
 if [ -n "$PHASE2" ]; then phase 2 "$PHASE2" 512 "init_from=$runs/phase1" "$@"; fi

@@ -36,7 +36,7 @@ kind=${1-}
 {
   OVERRIDES=
   for word in "${@:2}"; do
-    check word '[^][:cntrl:]"\\$[]+' "an override" "the command"
+    [[ $word =~ ^[^[:cntrl:]\"\\$]+$ ]] || fail "launch/kubernetes/render.sh: $(printf %q "$word") is not section.key=value"
     OVERRIDES+=", \"$word\""
   done
   ENV_FROM="[${SECRET:+{secretRef: {name: $SECRET\}\}}]"

@@ -240,7 +240,7 @@ def figures(run: Path) -> list[tuple[int, float]]:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
-    """Two nodes: all are lost in phase 1, and their disks; later one is drained in phase 2 and another pod takes its place."""
+    """Two nodes: all are lost in phase 1, and their disks; later rank 0's is drained in phase 2 and another pod takes its place."""
     pytest.importorskip("s3fs")
     for path in dataset.rglob("*"):
         for length in ("seq128", "seq512") if path.is_file() else ():
@@ -274,11 +274,11 @@ def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_pat
         wait_for("phase1")
         for pod in first:
             pod.lose()
-        stays, drained = (start(index, "new") for index in range(2))
+        drained, stays = (start(index, "new") for index in range(2))
         wait_for("phase2")
         drained.process.send_signal(signal.SIGTERM)
         assert drained.wait() == 85, drained.output
-        new = start(1, "new")
+        new = start(0, "new")
         assert (stays.wait(), new.wait()) == (0, 0), stays.output + new.output
     finally:
         for pod in pods:
@@ -287,8 +287,9 @@ def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_pat
     runs = tmp_path / "new/runs/megabert-large"
     for phase in ("phase1", "phase2"):
         assert [step for step, _ in figures(runs / phase)] == list(range(1, 61))
-    assert f"{VALUES['MIRROR']}/phase1: step-000000" in stays.output and "resuming from" in stays.output
-    assert f"starting from the weights of {runs}/phase1 at step 60" in stays.output
+    assert f"{VALUES['MIRROR']}/phase1: step-000000" in drained.output
+    assert f"starting from the weights of {runs}/phase1 at step 60" in drained.output
+    assert f"resuming from {runs}/phase2" in new.output
     before = dict(figures(tmp_path / "lost/runs/megabert-large/phase1"))
     after = dict(figures(runs / "phase1"))
     assert before.items() <= after.items() and len(before) >= 10
