@@ -1,10 +1,11 @@
-"""Raw text to verified shards: build, verify every byte, inspect the content.
+"""Raw text to verified shards: build, verify every byte, inspect the content, push to a hub.
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
 megabert prep build … --part K/N, then without         the same bytes out, by N independent jobs and a last one
 megabert prep verify DIR        exit code 1 when anything is damaged
 megabert prep inspect DIR
+megabert prep push DIR OWNER/NAME    to the Hugging Face hub, from where --data hf://datasets/OWNER/NAME trains
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ def main(argv: list[str] | None = None) -> int:
             error.filename = error.filename or folder
         raise
     except KeyboardInterrupt:
-        return interrupted("finished parts are kept, the same command resumes" if args.command == "build" else "")
+        kept = {
+            "build": "finished parts are kept, the same command resumes",
+            "push": "the same command completes the push",
+        }
+        return interrupted(kept.get(args.command, ""))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands `build`, `verify` and `inspect`: arguments and implementation."""
+"""The commands `build`, `verify`, `inspect` and `push`: arguments and implementation."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     p.add_argument("folder", metavar="DIR", help="what build wrote")
     p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
     p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the sample rows")
+    p = commands.add_parser("push", help="upload to the Hugging Face hub")
+    p.add_argument("folder", metavar="DATASET", help="what build wrote, or a URL of it")
+    p.add_argument("name", metavar="OWNER/NAME",
+        help="dataset of the hub, made if missing, with the token of `hf auth login`, or HF_TOKEN; then --data hf://datasets/OWNER/NAME")  # fmt: skip
+    p.add_argument("--private", action="store_true", help="only its owner sees it")
     return top
 
 
@@ -76,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the parsed command; returns the exit code."""
     if args.command == "build":
         return _build(args)
+    if args.command == "push":
+        with leaving_at_ctrl_c():
+            from data_prep.push import push
+        push(args.folder, args.name, args.private)
+        return OK
     with leaving_at_ctrl_c():  # slow imports, not needed by --help
         from data_prep.executor import pool
         from data_prep.report import inspect_dataset

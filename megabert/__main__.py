@@ -37,7 +37,7 @@ class Command:
 
 COMMANDS = {
     "doctor": Command("megabert.commands.doctor", "what is installed, what each operation will use, what is missing"),
-    "prep": Command("data_prep.__main__", "text to verified shards: prep build, prep verify, prep inspect"),
+    "prep": Command("data_prep.__main__", "text to verified shards: prep build, verify, inspect, push"),
     "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
     "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
@@ -51,7 +51,7 @@ COMMANDS = {
     "report": Command("megabert.commands.report", "one HTML file about a run"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
     "average": Command("megabert.commands.average", "the mean of a run's checkpoints, as a run"),
-    "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
+    "export": Command("megabert.commands.export", "a run as a Hugging Face folder, or to its hub"),
     "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),
 }
 

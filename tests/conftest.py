@@ -97,6 +97,34 @@ def proxy(s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     proxy.close()
 
 
+@pytest.fixture
+def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub that this process and its children push to and read, its library's cache in an empty folder; failing requests are soon
+    repeated."""
+    from huggingface_hub import HfFileSystem, constants
+
+    from megabert.common import storage
+    from tests.helpers.hub import Hub
+
+    hub, home = Hub(), tmp_path / "hub_home"
+    for name, value in (hub.environment(home) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    # the library read the environment when it was imported
+    for name, constant in (
+        ("ENDPOINT", hub.address),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"),
+        ("HF_HUB_DISABLE_XET", True),
+        ("HF_HUB_CACHE", str(home / "hub")),
+        ("HF_TOKEN_PATH", str(home / "token")),
+    ):
+        monkeypatch.setattr(constants, name, constant)
+    monkeypatch.setattr(storage, "WAITS", (0.01, 0.02))
+    HfFileSystem.clear_instance_cache()
+    yield hub
+    HfFileSystem.clear_instance_cache()
+    hub.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -36,7 +36,7 @@ EXAMPLES = {
     ("fill", "--top"): "5",
     ("evaluate", "--rows"): "0",
 }
-CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect"]
+CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect", "prep push"]
 
 
 def python(*args: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
@@ -206,6 +206,9 @@ MISTAKES = {
     "prep inspect nowhere": f"nowhere{NO_DATASET}",
     "prep inspect empty": f"empty{NO_DATASET}",
     "prep inspect data --rows -1": "--rows: must be at least 0, is -1",
+    "prep push data": "the following arguments are required: OWNER/NAME",
+    "prep push nowhere some/rows": f"nowhere{NO_DATASET}",
+    "prep push data rows": "rows: not a repository's name; give OWNER/NAME",
     "plan --config tinny --gpus h100": "--config tinny: no such preset or file; presets: ",
     PLAN + "--gpsu h100": "unknown option --gpsu; did you mean --gpus?",
     PLAN + "model.layres=3": "unknown config key model.layres; did you mean model.layers?",
@@ -299,7 +302,10 @@ MISTAKES = {
     "fill --model empty [MASK]": f"empty{NO_MODEL}",
     "fill --model run [MASK] --top 0": "--top 0: must be 1 or more",
     "fill --model run [MASK] --tokenizer nowhere": f"--tokenizer nowhere{NO_FILE}",
-    "export --model run": "the following arguments are required: --output",
+    "export --output x": "the following arguments are required: --model",
+    "export --model run": "name a folder with --output, a repository of the hub with --push, or both",
+    "export --model run --output x --private": "--private: is for --push OWNER/NAME",
+    "export --model run --push bert": "bert: not a repository's name; give OWNER/NAME",
     "export --model run --otuput x": "unknown option --otuput; did you mean --output?",
     "export --model nowhere --output x": f"nowhere{NO_FOLDER}",
     "export --model empty --output x": f"empty{NO_MODEL}",

@@ -4,20 +4,26 @@ megabert export --model RUN --output HF_DIR
 megabert export --model RUN --output HF_DIR --sentence-transformers mean
 megabert export --model FINETUNED/seed1/best --output HF_DIR
 megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx
+megabert export --model RUN --push OWNER/NAME --revisions       to the hub, each kept checkpoint as a revision step-N
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, code_of, command, interrupted
 from megabert.common.files import appearing, refuse_existing, write_tensors
 from megabert.common.hub import located
+from megabert.common.hub_upload import MAIN, Repository, files_below
 from megabert.common.logs import log
+from megabert.common.run_files import checkpoints_of
+from megabert.common.storage import is_url
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -26,18 +32,23 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def export(
-    run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False, pool: str = ""
+    run: str | Path,
+    output: str | Path,
+    tokenizer: str | Path = "",
+    overwrite: bool = False,
+    pool: str = "",
+    name: str = "",
 ) -> Pretrained:
     """`write` of a run's newest complete checkpoint, or of one checkpoint; returns it."""
     from megabert import hf
 
     pretrained = hf.load(run, tokenizer)
-    write(pretrained, output, overwrite, pool)
+    write(pretrained, output, overwrite, pool, name)
     return pretrained
 
 
-def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, pool: str = "") -> None:
-    """Write config, weights, tokenizer and model card.
+def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, pool: str = "", name: str = "") -> None:
+    """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder).
 
     `pool`: "mean" or "cls" adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what
     cannot be exported or a wrong `output`, without writing anything.
@@ -49,7 +60,7 @@ def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, p
     config = mapping.to_huggingface_config(
         model, pretrained.config.data.masking.causal, pretrained.tokenizer.special_ids
     )
-    card = model_card.render(pretrained, Path(output).resolve().name, config["architectures"][0])
+    card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
     files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented)
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
@@ -65,8 +76,8 @@ def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, p
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
 
 
-def export_finetuned(args: argparse.Namespace) -> None:
-    """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files.
+def export_finetuned(args: argparse.Namespace, output: Path, name: str) -> str:
+    """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files; returns what it is.
 
     Raises ValueError naming what cannot be exported, without writing anything.
     """
@@ -76,13 +87,68 @@ def export_finetuned(args: argparse.Namespace) -> None:
     described = finetuned.described
     if args.onnx:
         onnx.require()
-    with appearing(args.output, CONFIG, args.overwrite) as folder:
+    with appearing(output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
-        (folder / "README.md").write_text(huggingface.card(finetuned, Path(args.output).resolve().name))
+        (folder / "README.md").write_text(huggingface.card(finetuned, name))
         difference = onnx.write(described, folder) if args.onnx else None
-    log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
+    what = f"{huggingface.architecture(described)} for {described.task.name}"
+    log.info(f"{args.push or output}: {what}")
     if difference is not None:
         log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
+    return what
+
+
+def export_run(args: argparse.Namespace, source: str | Path, output: Path, name: str) -> str:
+    """`export` of a run or a checkpoint; returns its step and the code that trained it."""
+    from megabert.hf import mapping
+
+    pool = args.sentence_transformers
+    pretrained = export(source, output, args.tokenizer, args.overwrite, pool, name)
+    model, causal = pretrained.config.model, pretrained.config.data.masking.causal
+    architecture = mapping.to_huggingface_config(model, causal)["architectures"][0]
+    kind = f"a SentenceTransformer of {pool} vectors" if pool else architecture
+    log.info(f"{args.push or output}: {kind} of step {pretrained.step:,}, {model.vocab_size:,} tokens")
+    if causal:
+        log.info("the run is causal: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM")
+    elif mapping.family_of(model).nsp and not (model.nsp or pool):
+        log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
+    revision = pretrained.state.get("revision", "unknown")
+    return f"Step {pretrained.step:,}" + (f", MegaBERT {revision}" if revision != "unknown" else "")
+
+
+def push(args: argparse.Namespace, finetuned: bool) -> None:
+    """Export to the hub, one folder at a time on the disk: the model, or each kept checkpoint of a run as a branch and the newest as
+    `main` too. The folder --output, if any, is written last, so that the same command completes a push that was killed."""
+    checkpoints: list[Path] = sorted(checkpoints_of(args.model).glob("step-*")) if args.revisions else []
+    repository = Repository(args.push, args.private)
+    for source in checkpoints or [Path(args.model)]:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary, "model")
+            if finetuned:
+                message = export_finetuned(args, folder, args.push)
+            else:
+                message = export_run(args, source, folder, args.push)
+            newest = source == checkpoints[-1] if checkpoints else True
+            branches = [f"step-{int(source.name.removeprefix('step-'))}"] if checkpoints else []
+            for branch in branches + [MAIN] * newest:
+                changed = repository.push(files_below(folder), message, branch)
+                log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
+            if newest and args.output:
+                with appearing(args.output, CONFIG, args.overwrite) as output:
+                    shutil.copytree(folder, output, dirs_exist_ok=True)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that contradict each other."""
+    if not args.output and not args.push:
+        raise ValueError("name a folder with --output, a repository of the hub with --push, or both")
+    for option in ("private", "revisions"):
+        if getattr(args, option) and not args.push:
+            raise ValueError(f"--{option}: is for --push OWNER/NAME")
+    if args.revisions and is_url(args.model):
+        raise ValueError(
+            f"--revisions: only the newest checkpoint of a URL is copied; name a run folder, not {args.model}"
+        )
 
 
 @command
@@ -90,38 +156,40 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.export"), description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=f"{MODEL}; or a fine-tuned model's folder or name")
-    add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
+    add("--output", default="", metavar="HF_DIR", help="folder to write; must not exist or be empty")
+    add("--push", default="", metavar="OWNER/NAME",
+        help="repository of the Hugging Face hub to upload to, with the token of `hf auth login`, or HF_TOKEN; made if missing")  # fmt: skip
+    add("--private", action="store_true", help="of --push: only its owner sees the repository")
+    add("--revisions", action="store_true",
+        help="of --push: also each kept checkpoint of the run, as the revision step-N; what is there already is not repeated")  # fmt: skip
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("--overwrite", action="store_true", help="replace an exported folder")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
     add("--onnx", action="store_true", help="for a fine-tuned model: also onnx/model.onnx, checked in onnxruntime")
     args = parser.parse_args(argv)
+    check_options(args)
     refuse_missing(args, "tokenizer")
     args.model = str(located(args.model))
-    refuse_existing(Path(args.output), CONFIG, args.overwrite)
+    if args.output:
+        refuse_existing(Path(args.output), CONFIG, args.overwrite)
     from megabert.finetune import tasks
 
-    if tasks.find(args.model):
-        for option in ("tokenizer", "sentence_transformers"):
-            if getattr(args, option):
-                raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
-        export_finetuned(args)
-        return OK
-    if args.onnx:
+    finetuned = bool(tasks.find(args.model))
+    for option in ("tokenizer", "sentence_transformers", "revisions") if finetuned else ():
+        if getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
+    if args.onnx and not finetuned:
         raise ValueError(f"--onnx: is for fine-tuned models; {args.model} has no {tasks.DESCRIPTION}")
-    from megabert.hf import mapping
-
-    pool = args.sentence_transformers
-    pretrained = export(args.model, args.output, args.tokenizer, args.overwrite, pool)
-    model, causal = pretrained.config.model, pretrained.config.data.masking.causal
-    architecture = mapping.to_huggingface_config(model, causal)["architectures"][0]
-    kind = f"a SentenceTransformer of {pool} vectors" if pool else architecture
-    log.info(f"{args.output}: {kind} of step {pretrained.step:,}, {model.vocab_size:,} tokens")
-    if causal:
-        log.info("the run is causal: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM")
-    elif mapping.family_of(model).nsp and not (model.nsp or pool):
-        log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
+    if args.push:
+        try:
+            push(args, finetuned)
+        except KeyboardInterrupt:
+            return interrupted("the same command completes the push")
+    elif finetuned:
+        export_finetuned(args, Path(args.output), Path(args.output).resolve().name)
+    else:
+        export_run(args, args.model, Path(args.output), "")
     return OK
 
 

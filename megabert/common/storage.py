@@ -32,7 +32,12 @@ GLOB = re.compile(r"[*?\[]")
 # of fsspec that reach a local disk, or do something else than read a file
 REFUSED = ("file", "local", "memory", "pipe")
 # packages whose exceptions are failures of a store or of the way there
-CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "huggingface_hub")
+CLIENTS = (
+    *("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub"),
+    "json",  # an answer that is no JSON
+)
+# of a server that a request is wrong, and would be again
+WRONG = (400, 402, 410, 413, 422)
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_commit", "mtime")
 # seconds before each retry, beside those of the libraries
@@ -72,7 +77,7 @@ def find(url: str) -> list[Object]:
     try:
         if url.startswith("http") and not url.endswith("/") and not GLOB.search(path):
             return [stat(url)]
-        found = _asked(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
+        found = asked(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
     except FileNotFoundError:  # no such bucket
         return []
     scheme = url[: url.index("://") + 3]
@@ -100,7 +105,7 @@ def stat(url: str) -> Object:
             raise FileNotFoundError
         return _object(url, info)
 
-    return _asked(url, ask)
+    return asked(url, ask)
 
 
 def exists(url: str) -> bool:
@@ -172,7 +177,7 @@ def _range(url: str, start: int, end: int) -> bytes:
             raise Failed(f"{url}: the store sent {len(data)} bytes for {end - start}")
         return data
 
-    return _asked(url, ask)
+    return asked(url, ask)
 
 
 def fetch(url: str, target: Path) -> str:
@@ -189,20 +194,20 @@ def fetch(url: str, target: Path) -> str:
 def put(source: Path, url: str) -> None:
     """Copy a file to an object, which appears when it is complete."""
     system, path = _system(url)
-    _asked(url, lambda: system.put_file(str(source), path))
+    asked(url, lambda: system.put_file(str(source), path))
 
 
 def write(url: str, data: bytes) -> None:
     """Write an object, or replace it."""
     system, path = _system(url)
-    _asked(url, lambda: system.pipe_file(path, data))
+    asked(url, lambda: system.pipe_file(path, data))
 
 
 def create(url: str, data: bytes) -> bool:
     """Write an object that must not exist, by a condition that the store checks; whether it did not exist."""
     system, path = _system(url)
     try:
-        _asked(url, lambda: system.pipe_file(path, data, mode="create"))
+        asked(url, lambda: system.pipe_file(path, data, mode="create"))
     except FileExistsError:
         # perhaps of this process, whose first try was answered by an error
         return read(url) == data
@@ -213,7 +218,7 @@ def remove(url: str) -> None:
     """Remove an object, if it exists."""
     system, path = _system(url)
     with contextlib.suppress(FileNotFoundError):
-        _asked(url, lambda: system.rm_file(path))
+        asked(url, lambda: system.rm_file(path))
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -241,7 +246,7 @@ def _object(url: str, info: dict[str, Any]) -> Object:
     return Object(url, int(info["size"]), version)
 
 
-def _asked(url: str, question: Callable[[], T]) -> T:
+def asked(url: str, question: Callable[[], T]) -> T:
     """The answer of a store, asked again after transient failures."""
 
     def ask() -> T:
@@ -263,8 +268,11 @@ def _asked(url: str, question: Callable[[], T]) -> T:
                 ) from None
             if not (isinstance(error, OSError) or type(error).__module__.partition(".")[0] in CLIENTS):
                 raise
-            # the first line, since later ones may hold the request
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            # the first line, since later ones may hold the request, and without what a URL is signed with
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
+            if status in WRONG:
+                raise ValueError(f"{url}: refused ({reason:.200})") from None
             if "Credentials" in type(error).__name__:
                 raise ValueError(f"{url}: no credentials ({reason:.200})") from None
             raise Failed(f"{url}: {reason:.200}") from error

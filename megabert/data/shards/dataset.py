@@ -157,6 +157,10 @@ class Dataset:
     def tokenizer_path(self) -> Path:
         return self.folder / self.manifest.tokenizer["file"]
 
+    def shard_path(self, shard: Shard) -> Path:
+        """The file of a shard; of a URL its copy, which is made first if there is none. Raises as `RemoteShards.path`."""
+        return self.folder / shard.name if self._remote is None else self._remote.path(shard)
+
     @property
     def held_out_path(self) -> Path | None:
         """Folder of the held-out dataset, None where none was cut."""
@@ -208,7 +212,7 @@ class Dataset:
 
     def _map(self, shard: Shard) -> mmap.mmap:
         """The mapped file of a shard. It existed when the dataset was opened, so if it is missing its file system is."""
-        path = self.folder / shard.name if self._remote is None else self._remote.path(shard)
+        path = self.shard_path(shard)
         try:
             self._check_size(shard)
             with open(path, "rb") as file:

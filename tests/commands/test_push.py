@@ -1,0 +1,198 @@
+"""Models pushed to a hub, a stand-in on this machine, and read from there by transformers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabert.checkpoint import load_weights
+from megabert.commands import export
+from megabert.distributed.ranks import World
+from tests.commands.test_average import THREE
+from tests.commands.test_convert import one_line
+from tests.finetune.test_huggingface import problem
+from tests.helpers import finetuned, runs
+from tests.helpers.hub import PRIVATE, READ_TOKEN, TOKEN, Hub
+from tests.test_held_out_by_dataset import trained
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "models/some/bert"
+# logits of one text by transformers, from a name and a revision or from folders
+READ = """
+import sys, torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+def logits(name, **options):
+    model, tokenizer = (kind.from_pretrained(name, **options) for kind in (AutoModelForMaskedLM, AutoTokenizer))
+    return model.eval()(**tokenizer("the quick [MASK] of one", return_tensors="pt")).logits
+found = {name: logits("some/bert", revision=name) for name in ("step-1", "step-2", "step-3", "main")}
+for name in ("step-1", "step-2", "step-3"):
+    assert torch.equal(found[name], logits(f"{sys.argv[1]}/{name}")), name
+assert torch.equal(found["main"], found["step-3"]) and not torch.equal(found["step-1"], found["step-2"])
+print("equal")
+"""
+
+
+@pytest.fixture(scope="module")
+def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the checkpoints of its three updates."""
+    folder = tmp_path_factory.mktemp("push") / "run"
+    trained(world, folder, *THREE)
+    return folder
+
+
+def push(model: Path, *options: object) -> int:
+    return export.main(["--model", str(model), "--push", "some/bert", *map(str, options)])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_each_checkpoint_is_a_revision_that_transformers_reads(run: Path, model_hub: Hub, tmp_path: Path) -> None:
+    assert push(run, "--revisions") == 0
+    for step in (1, 2, 3):
+        export.export(run / f"checkpoints/step-{step:08d}", tmp_path / f"local/step-{step}", name="some/bert")
+        assert model_hub.files(MODEL, f"step-{step}") == files_of(tmp_path / f"local/step-{step}")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, tmp_path / "local"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr
+    revision = load_weights(run)[1]["revision"]
+    assert model_hub.commits == [
+        (branch, f"Step {step}, MegaBERT {revision}")
+        for branch, step in (("step-1", 1), ("step-2", 2), ("step-3", 3), ("main", 3))
+    ]
+    assert 'pipeline("fill-mask", "some/bert")' in model_hub.files(MODEL)["README.md"].decode()
+
+
+def test_a_second_push_uploads_nothing(run: Path, model_hub: Hub, capsys) -> None:
+    assert push(run, "--revisions") == 0
+    assert len(model_hub.uploads) == len(set(model_hub.uploads)) == 4  # three weights, one tokenizer
+    commits, branches = list(model_hub.commits), {**model_hub.branches[MODEL]}
+    capsys.readouterr()
+    assert push(run, "--revisions") == 0
+    assert model_hub.commits == commits and len(model_hub.uploads) == 4 and model_hub.branches[MODEL] == branches
+    out = capsys.readouterr().out
+    assert out.count("has the same files already") == 4 and "pushed" not in out
+
+
+@pytest.mark.parametrize("at", ["branch", "large", "commit"])
+def test_a_killed_push_is_completed_by_the_same_command(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
+    command += ["--output", tmp_path / "hf"]
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    seen = 0
+
+    def kill(method: str, path: str) -> int | None:
+        nonlocal seen
+        seen += method != "GET" and f"/{at}/" in path
+        if seen == 2:  # of the second checkpoint, or of the first one's second file
+            process.send_signal(signal.SIGKILL)
+            return 500
+        return None
+
+    model_hub.fault = kill
+    assert process.wait(timeout=120) == -signal.SIGKILL
+    model_hub.fault = lambda method, path: None
+    before = list(model_hub.uploads)
+    # a branch has its whole commit or no model
+    for branch in model_hub.branches[MODEL]:
+        files = model_hub.files(MODEL, branch).keys()
+        assert not files or files >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert not (tmp_path / "hf").exists()
+    assert push(run, "--revisions", "--output", tmp_path / "hf") == 0
+    assert len(set(model_hub.uploads)) == len(model_hub.uploads) and model_hub.uploads[: len(before)] == before
+    for step in (1, 2, 3):
+        export.export(run / f"checkpoints/step-{step:08d}", tmp_path / f"local-{step}", name="some/bert")
+        assert model_hub.files(MODEL, f"step-{step}") == files_of(tmp_path / f"local-{step}")
+    assert files_of(tmp_path / "hf") == model_hub.files(MODEL)
+
+
+def test_a_fine_tuned_model_is_pushed_in_one_commit(model_hub: Hub, tmp_path: Path) -> None:
+    task, path = problem("classify", tmp_path)
+    best = finetuned.make(tmp_path, task, path)
+    assert push(best, "--private", "--output", tmp_path / "hf") == 0
+    assert model_hub.repositories == {MODEL: PRIVATE}
+    assert model_hub.commits == [("main", "BertForSequenceClassification for custom")]
+    files = model_hub.files(MODEL)
+    assert files == files_of(tmp_path / "hf")
+    assert b"\n# some/bert\n" in files["README.md"] and "model.safetensors" in files
+    assert push(best, "--revisions") == 2
+
+
+def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monkeypatch, capsys) -> None:
+    run = runs.make(tmp_path / "run")
+
+    def refused(*options: str, model: object = run, code: int = 2) -> str:
+        assert export.main(["--model", str(model), *options]) == code
+        return one_line(capsys)
+
+    assert "name a folder with --output, a repository of the hub with --push" in refused()
+    assert "--revisions: is for --push OWNER/NAME" in refused("--revisions", "--output", "x")
+    assert "--private: is for --push OWNER/NAME" in refused("--private", "--output", "x")
+    assert "--revisions: only the newest checkpoint of a URL" in refused(
+        "--revisions", "--push", "a/b", model="s3://a/b"
+    )
+    for wrong in ("bert", "a/b/c", "a/b c", "a/b--c"):
+        assert wrong in refused("--push", wrong)
+    assert model_hub.branches == {}
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    assert refused("--push", "some/bert") == (
+        "error: some/bert: access denied; check the credentials, and what the store allows them\n"
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
+    assert "some/bert: access denied" in refused("--push", "some/bert")
+    monkeypatch.delenv("HF_TOKEN")
+    assert "some/bert: the hub asks for a token; `hf auth login`, or set HF_TOKEN" in refused("--push", "some/bert")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert push(run) == 0
+    capsys.readouterr()
+    assert "some/bert: is public on the hub" in refused("--push", "some/bert", "--private")
+    model_hub.fault = lambda method, path: 413 if path.endswith("/commit/main") else None
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/mlm_loss": 3.0}\n')
+    assert push(run) == 2
+    assert capsys.readouterr().err == "error: some/bert: refused (of the test)\n"
+
+
+def test_a_failing_hub_is_class_4_without_the_token(model_hub: Hub, tmp_path: Path, capsys) -> None:
+    run, asked = runs.make(tmp_path / "run"), []
+
+    def fail(method: str, path: str) -> int | None:
+        asked.append(path)
+        # not one of those that the library itself repeats for a minute
+        return 501 if "/large/" in path else None
+
+    model_hub.fault = fail
+    assert push(run) == 4
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith("error: some/bert: ")
+    assert sum("/large/" in path for path in asked) >= 3  # two more tries of a file at least
+    for text in (captured.out, captured.err):
+        assert TOKEN not in text and "signature=secret" not in text
+    model_hub.fault = lambda method, path: None
+    model_hub.close()
+    assert push(run) == 4
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith("error: some/bert: ") and TOKEN not in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_hub_that_fails_now_and_then_gets_the_whole_model(model_hub: Hub, tmp_path: Path) -> None:
+    run, failed = runs.make(tmp_path / "run"), set()
+
+    def fail(method: str, path: str) -> int | None:
+        """The first request of each kind."""
+        kind = path.split("/some/bert")[-1] if "/large/" not in path else "large"
+        if kind in failed:
+            return None
+        failed.add(kind)
+        return 503
+
+    model_hub.fault = fail
+    assert push(run) == 0
+    assert len(failed) >= 5 and "model.safetensors" in model_hub.files(MODEL)
+    assert [branch for branch, _ in model_hub.commits] == ["main"]

@@ -1,0 +1,146 @@
+"""Datasets pushed to a hub, a stand-in on this machine, and read from there by their URL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep import push as pushing
+from data_prep.__main__ import main
+from megabert.common import storage
+from megabert.data.shards import verify
+from megabert.distributed.ranks import World
+from tests.helpers.hub import PRIVATE, READ_TOKEN, Hub
+from tests.helpers.prep_reading import contents
+from tests.test_held_out_by_dataset import DATA, random_rows, trained
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME, URL = "datasets/some/rows", "hf://datasets/some/rows"
+
+
+def push(folder: object, *options: str) -> int:
+    return main(["push", str(folder), "some/rows", *options])
+
+
+def test_a_pushed_dataset_has_its_bytes_and_trains(model_hub: Hub, world: World, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pushing, "COMMIT", 2)
+    assert push(DATA, "--private") == 0
+    assert model_hub.repositories == {NAME: PRIVATE}
+    read = {name: storage.read(each.url) for name, each in storage.below(URL).items()}
+    card = read.pop("README.md").decode()
+    assert read.pop(".gitattributes") and read == contents(DATA)
+    assert [message for _, message in model_hub.commits] == ["Shards 1 to 2 of 4", "Shards 3 to 4 of 4", "Manifest"]
+    assert f"megabert train --data {URL}\n" in card and "| `.` | 536 | 64 | sentencepiece, 800 tokens |" in card
+    assert json.loads((DATA / "manifest.json").read_text())["fingerprint"] in card
+    assert main(["verify", URL, "--quiet"]) == 0
+    here = trained(world, tmp_path / "here", "eval.interval=1")
+    assert trained(world, tmp_path / "there", "eval.interval=1", f"data.path={URL}") == here
+
+
+def test_a_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_path: Path, capsys) -> None:
+    shutil.copytree(DATA, tmp_path / "data")
+    assert push(tmp_path / "data") == 0
+    commits, uploads = list(model_hub.commits), list(model_hub.uploads)
+    for shard in (tmp_path / "data").glob("*.tar"):  # of the right size, which is all that is looked at
+        shard.write_bytes(bytes(shard.stat().st_size))
+    assert push(tmp_path / "data") == 0
+    assert (model_hub.commits, model_hub.uploads) == (commits, uploads)
+    assert "all there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("requests", [2, 3, 5])
+def test_a_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hub: Hub, tmp_path: Path) -> None:
+    folder = random_rows(tmp_path / "data", 400, seed=3)
+    command = [
+        sys.executable,
+        "-c",
+        "from data_prep import push; push.COMMIT = 2\nfrom data_prep.__main__ import main; main()",
+    ]
+    process = subprocess.Popen([*command, "push", folder, "some/rows"], cwd=ROOT)
+    seen = 0
+
+    def kill(method: str, path: str) -> int | None:
+        nonlocal seen
+        seen += "/commit/" in path
+        if seen == requests:
+            os.kill(process.pid, signal.SIGKILL)
+            return 500
+        return None
+
+    model_hub.fault = kill
+    assert process.wait(timeout=120) == -signal.SIGKILL
+    model_hub.fault = lambda method, path: None
+    assert len(model_hub.commits) == requests - 1 and "manifest.json" not in model_hub.files(NAME)
+    before = len(model_hub.uploads)
+    assert push(folder) == 0
+    # shards of the commit that was killed were uploaded
+    assert len(model_hub.uploads) == len(set(model_hub.uploads)) and before >= 2 * requests - 2
+    assert {**model_hub.files(NAME), "README.md": b""} == contents(folder) | {"README.md": b""}
+    assert list(verify(URL)) == []
+
+
+def test_another_dataset_replaces_the_one_there(model_hub: Hub, tmp_path: Path) -> None:
+    first, second = random_rows(tmp_path / "first", 400, seed=1), random_rows(tmp_path / "second", 150, seed=2)
+    assert push(first) == 0
+    seen: list[set[str]] = []
+
+    def look(method: str, path: str) -> None:
+        if "/commit/" in path:
+            seen.append(set(model_hub.files(NAME)))
+
+    model_hub.fault = look
+    assert push(second) == 0
+    assert "manifest.json" in seen[0] and "manifest.json" not in seen[1] and len(seen) == 2
+    assert {**model_hub.files(NAME), "README.md": b""} == contents(second) | {"README.md": b""}
+
+
+def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: Path) -> None:
+    for name, seed in (("seq64", 1), ("other", 2)):
+        random_rows(tmp_path / "data" / name, 100, seed=seed)
+    (tmp_path / "data/report.json").write_text("{}")
+    assert push(tmp_path / "data") == 0
+    files = model_hub.files(NAME)
+    assert f"megabert train --data {URL}/other\nmegabert train --data {URL}/seq64\n" in files.pop("README.md").decode()
+    assert files == {name: data for name, data in contents(tmp_path / "data").items() if name != "report.json"}
+    assert list(verify(f"{URL}/seq64")) == []
+
+
+def test_a_dataset_of_a_bucket_is_pushed(model_hub: Hub, proxy: object, tmp_path: Path) -> None:
+    for path in sorted(DATA.rglob("*.*")):
+        storage.put(path, f"s3://shelf/golden/{path.relative_to(DATA).as_posix()}")
+    assert push("s3://shelf/golden") == 0
+    assert {**model_hub.files(NAME), "README.md": b""} == contents(DATA) | {"README.md": b""}
+
+
+def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monkeypatch, capsys) -> None:
+    def refused(folder: object, *options: str) -> str:
+        assert push(folder, *options) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    (tmp_path / "empty").mkdir()
+    assert "empty: no dataset (manifest.json) there" in refused(tmp_path / "empty")
+    assert "its tokenizer is in the folder above" in refused(DATA / "held_out")
+    damaged = random_rows(tmp_path / "data", 150, seed=1)
+    shard = damaged / "shard-000001.tar"
+    data = bytearray(shard.read_bytes())
+    data[3000] ^= 1
+    shard.write_bytes(data)
+    assert f"{shard}: SHA-256 is not the one in the manifest" in refused(damaged)
+    assert "manifest.json" not in model_hub.files(NAME)
+    assert hashlib.sha256(data).hexdigest() in model_hub.uploads
+    shard.unlink()
+    assert f"{shard}: is missing" in refused(damaged)
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    assert "some/rows: access denied" in refused(DATA)
+    monkeypatch.delenv("HF_TOKEN")
+    assert "some/rows: the hub asks for a token" in refused(DATA)
