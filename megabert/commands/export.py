@@ -119,17 +119,17 @@ def export_run(args: argparse.Namespace, source: str | Path, output: Path, name:
 def push(args: argparse.Namespace, finetuned: bool) -> None:
     """Export to the hub, one folder at a time on the disk: the model, or each kept checkpoint of a run as a branch and the newest as
     `main` too. The folder --output, if any, is written last, so that the same command completes a push that was killed."""
-    checkpoints: list[Path] = sorted(checkpoints_of(args.model).glob("step-*")) if args.revisions else []
+    sources = sorted(checkpoints_of(args.model).glob("step-*")) if args.revisions else [Path(args.model)]
     repository = Repository(args.push, args.private)
-    for source in checkpoints or [Path(args.model)]:
+    for source in sources:
+        newest = source == sources[-1]
+        branches = [f"step-{int(source.name.removeprefix('step-'))}"] if args.revisions else []
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "model")
             if finetuned:
                 message = export_finetuned(args, folder, args.push)
             else:
                 message = export_run(args, source, folder, args.push)
-            newest = source == checkpoints[-1] if checkpoints else True
-            branches = [f"step-{int(source.name.removeprefix('step-'))}"] if checkpoints else []
             for branch in branches + [MAIN] * newest:
                 changed = repository.push(files_below(folder), message, branch)
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
