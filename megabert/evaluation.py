@@ -20,7 +20,7 @@ from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.masking import IGNORE, held_out_masking
 from megabert.data.mixture import names_of, token_counts
-from megabert.data.shards import Dataset, Manifest, located
+from megabert.data.shards import Dataset, Manifest, dataset_folder
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
 from megabert.model import BertForPreTraining, evaluating
@@ -34,7 +34,7 @@ SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
 
 def held_out(data: str) -> Dataset:
     """The held-out split of a dataset. Raises ValueError when it has none."""
-    folder = located(data)
+    folder = dataset_folder(data)
     part = Manifest.load(folder).held_out
     if part is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
@@ -196,7 +196,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
     first, and loss and bits a byte of each."""
     folders = [data] if isinstance(data, str) else list(data)
-    datasets, folder = [held_out(each) for each in folders], hf.located(run)
+    datasets, folder = [held_out(each) for each in folders], hf.model_folder(run)
     loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
     cfg, longest = loaded.config, loaded.config.model.max_positions
     for name, dataset in zip(folders, datasets, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.files import appearing, canonical, refuse_existing
-from megabert.common.hub import WEIGHTS, is_model_folder, located
+from megabert.common.hub import WEIGHTS, is_model_folder, model_folder
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -41,7 +41,7 @@ def convert(
     false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's; the model may
     be a run then. After an error nothing is written.
     """
-    folder, run = located(source), Path(run)
+    folder, run = model_folder(source), Path(run)
     if not vocab and not is_model_folder(folder):
         raise ValueError(
             f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is no Hugging Face folder; a run needs --vocab"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import code_of, command
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 from megabert.common.logs import log
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--layers {args.layers}: must be 1 or more")
     if Path(args.run).is_file():
         raise ValueError(f"--run {args.run}: is a file; name a folder")
-    folder = located(args.model).resolve()
+    folder = model_folder(args.model).resolve()
     from megabert.config import refuse_unknown_overrides
     from megabert.data.shards import Manifest
 

@@ -11,7 +11,7 @@ import sys
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 
 
 @command
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rows < 0:
         raise ValueError(f"--rows {args.rows}: must be 0 or more")
-    folder = located(args.model)
+    folder = model_folder(args.model)
     from megabert.data.shards import Manifest
 
     for data in args.data:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command, interrupted
 from megabert.common.files import appearing, refuse_existing, write_tensors
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 from megabert.common.hub_upload import MAIN, Repository, files_below
 from megabert.common.logs import log
 from megabert.common.run_files import checkpoints_of
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_options(args)
     refuse_missing(args, "tokenizer")
-    args.model = str(located(args.model))
+    args.model = str(model_folder(args.model))
     if args.output:
         refuse_existing(Path(args.output), CONFIG, args.overwrite)
     from megabert.finetune import tasks

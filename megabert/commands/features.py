@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, called_as, layers_of, refuse_missing
 from megabert.common.errors import OK, code_of, command
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 
 POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     given = parser.parse_args(argv)
     check(given)
-    args = vars(given) | {"model": located(given.model)}
+    args = vars(given) | {"model": model_folder(given.model)}
     from megabert.commands.extraction import extract
     from megabert.common.environment import keep_freed_memory
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--top {args.top}: must be 1 or more")
     refuse_without_mask(args.text)
     refuse_missing(args, "tokenizer")
-    folder = located(args.model)
+    folder = model_folder(args.model)
     from megabert import hf
 
     print(lines(Filler(hf.load(folder, args.tokenizer)).fill(args.text, args.top)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.data.pairs import read_pairs
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
     refuse_missing(args, "tokenizer")
-    folder, pairs = located(args.model), read_pairs(args.pairs, args.each)
+    folder, pairs = model_folder(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole

@@ -25,7 +25,7 @@ INDEX = ".index.json"
 FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "model-*.safetensors")
 
 
-def located(source: str | Path) -> Path:
+def model_folder(source: str | Path) -> Path:
     """The folder of a model: `source`, or the hub's repository of that name (google-bert/bert-base-uncased) in the hub's cache,
     downloaded if it is missing there, or of a URL its copy (`copied`).
 
@@ -90,7 +90,7 @@ def weights_in(folder: Path, names: Sequence[str] = WEIGHTS) -> list[Path]:
 
 
 def download(name: str) -> Path:
-    """The folder of a repository's files in the hub's cache. Raises as `located`."""
+    """The folder of a repository's files in the hub's cache. Raises as `model_folder`."""
     from huggingface_hub import errors, snapshot_download
 
     try:

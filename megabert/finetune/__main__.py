@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -100,7 +100,7 @@ def check(args: argparse.Namespace) -> int:
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
     options.runs_of(args, task.max_length, task.stride)
-    located(args.model)
+    model_folder(args.model)
     return OK
 
 

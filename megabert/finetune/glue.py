@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK
 from megabert.common.files import write_whole
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -178,7 +178,7 @@ def check(args: argparse.Namespace) -> int:
     """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options."""
     refuse_missing(args, "tokenizer")
     options.runs_of(args, Task.max_length, Task.stride)
-    located(args.model)
+    model_folder(args.model)
     args.tasks = [task.name for task, _ in find_tasks(Path(args.data), args.tasks)]
     return OK
 

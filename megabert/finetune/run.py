@@ -374,7 +374,7 @@ def train_tasks(
 
 def load_start(source: str, tokenizer: str) -> Pretrained:
     """The model to fine-tune, also of a fine-tuned one; logs what of it is not used. Errors as of `hf.load`."""
-    folder = hf.located(source)
+    folder = hf.model_folder(source)
     if find(folder) is None:
         start = hf.load(folder, tokenizer)
         if start.ignored:

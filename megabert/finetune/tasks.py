@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megabert.common.hub import located
+from megabert.common.hub import model_folder
 
 # file in a fine-tuned model's folder
 DESCRIPTION = "task.json"
@@ -216,7 +216,7 @@ def find(source: str | Path) -> Path | None:
 
 def located_finetuned(source: str | Path) -> Path:
     """As `find`, also for a name on the hub. Raises ValueError for anything but a fine-tuned model."""
-    folder = find(source if Path(source).is_dir() else located(source))
+    folder = find(source if Path(source).is_dir() else model_folder(source))
     if folder is None:
         raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
     return folder

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
-from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, located, weights_in
+from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
@@ -113,7 +113,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises ValueError
     naming what is missing or does not belong to the rest.
     """
-    path = located(source)
+    path = model_folder(source)
     if any((folder / "task.json").is_file() for folder in (path, path / "best")):
         raise ValueError(
             f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "

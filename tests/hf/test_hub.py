@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megabert.commands import export
-from megabert.hf import located
+from megabert.hf import model_folder
 from tests.helpers import hub, runs
 
 CALLS = """
@@ -58,9 +58,9 @@ def test_a_wrong_path_never_asks_the_hub(tmp_path, monkeypatch) -> None:
     (tmp_path / "some").mkdir()
     for wrong in ("runs/mni", "nowhere", "/absent/run", "./a/b", "runs/mini/checkpoints", "a b/c"):
         with pytest.raises(ValueError, match=r"no such folder; name a run folder, .* OWNER/NAME"):
-            located(wrong)
+            model_folder(wrong)
     with pytest.raises(ValueError, match=r"^runs: no checkpoint in it, .* no model.safetensors or pytorch_model.bin, "):
-        located("runs")
+        model_folder("runs")
     for file in (
         "run/checkpoints/step-00000001/manifest.json",
         "tuned/best/model.safetensors",
@@ -70,4 +70,4 @@ def test_a_wrong_path_never_asks_the_hub(tmp_path, monkeypatch) -> None:
         path.parent.mkdir(parents=True)
         path.touch()
         for folder in (path.parent, path.parents[-2]):
-            assert located(folder) == folder
+            assert model_folder(folder) == folder

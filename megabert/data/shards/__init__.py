@@ -16,5 +16,5 @@ Legend: n requested rows, R rows a block, T row length, S sequences a row.
 from megabert.data.shards.dataset import DamagedRow, Dataset, Rows
 from megabert.data.shards.layout import write_shard
 from megabert.data.shards.manifest import MANIFEST, Manifest, write_manifest
-from megabert.data.shards.remote import Cache, located
+from megabert.data.shards.remote import Cache, dataset_folder
 from megabert.data.shards.verification import ShardCheck, plan, verify

@@ -21,7 +21,7 @@ from megabert.common.errors import Failed, tried_again
 from megabert.data.order import RowOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
-from megabert.data.shards.remote import DEFAULT, Cache, RemoteShards, located
+from megabert.data.shards.remote import DEFAULT, Cache, RemoteShards, dataset_folder
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 # maps kept open at once: each holds a file descriptor
@@ -104,7 +104,7 @@ class Dataset:
         # as it was named
         self.place = os.fspath(folder)
         remote = storage.is_url(folder)
-        self.folder = cache.of(manifest) if remote and manifest else located(folder, cache)
+        self.folder = cache.of(manifest) if remote and manifest else dataset_folder(folder, cache)
         self.manifest = m = manifest or Manifest.load(self.folder)
         self.rows = m.rows
         for shard in () if manifest or remote else m.shards:

@@ -55,7 +55,7 @@ class Cache:
 DEFAULT = Cache()
 
 
-def located(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Path:
+def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Path:
     """A dataset's folder; of a URL the copies of its files but the shards, and of its whole held-out split. Raises ValueError if there
     is no dataset at the URL, Failed if the store cannot be reached."""
     if not storage.is_url(folder):
