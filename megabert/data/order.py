@@ -70,11 +70,14 @@ class RowOrder:
         """Most shards that a slot's rows come from."""
         return min(len(self.blocks), self.active * self.group)
 
+    def slot(self, seed: int, position: int) -> tuple[int, int]:
+        """(epoch, slot in it) of a position, counted from the beginning of epoch 0. Its rows are from the same shards as the slot's."""
+        epoch, within = divmod(position, self.rows)
+        return epoch, int(np.searchsorted(_slot_starts(self, seed, epoch), within, side="right")) - 1
+
     def shards_from(self, seed: int, position: int) -> Iterator[int]:
-        """Shards in the order in which the rows need them from `position` on, counted from the beginning of epoch 0, epoch after
-        epoch without end."""
-        start, within = divmod(position, self.rows)
-        first = int(np.searchsorted(_slot_starts(self, seed, start), within, side="right")) - 1
+        """Shards in the order in which the rows need them from `position` on, epoch after epoch without end."""
+        start, first = self.slot(seed, position)
         for epoch in itertools.count(start):
             shards = _shards(self, seed, epoch).tolist()
             for slot in range(first, self.groups):

@@ -118,8 +118,9 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self.most_open = OPEN_SHARDS
-        # whether `fetch_ahead` of this process does something
+        # whether `fetch_ahead` of this process does something, and the seed, epoch and slot of its last call
         self.fetches = True
+        self._fetched: tuple[int, ...] = ()
         self._remote: RemoteShards | None = None
         if remote:
             in_use = self._order.shards_in_use
@@ -135,7 +136,7 @@ class Dataset:
         self._maps: OrderedDict[int, tuple[mmap.mmap, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": OrderedDict()}
+        return {**self.__dict__, "_maps": OrderedDict(), "_fetched": ()}
 
     def __len__(self) -> int:
         return self.rows
@@ -193,7 +194,10 @@ class Dataset:
         """Of a URL: copy the shards that its order uses from a global position on, in the background; with `progress` wait for those
         in use there (`RemoteShards.wait`). Raises as `read`."""
         if self._remote is not None and self.fetches:
-            self._remote.fetch_ahead(self._order.shards_from(seed, position + self.taken))
+            slot = (seed, *self._order.slot(seed, position + self.taken))
+            if slot != self._fetched:  # of many updates it is the same
+                self._fetched = slot
+                self._remote.fetch_ahead(self._order.shards_from(seed, position + self.taken))
             if progress is not None:
                 self._remote.wait(progress)
 

@@ -203,8 +203,6 @@ class RemoteShards:
             for _ in range(CONNECTIONS):  # daemons: the end of a process does not wait for shards that nothing reads
                 threading.Thread(target=self._copy, args=(self._waiting,), name="shards", daemon=True).start()
         wanted = list(islice(unique(numbers), self.in_use + self.ahead))
-        if wanted == self._wanted:
-            return
         self._wanted, before = wanted, self._copying
         for number in before.keys() - wanted:
             before[number].cancel()
