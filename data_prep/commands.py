@@ -61,7 +61,13 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="repetitions of a corpus: 2 is every document twice, 0.5 half of them")  # fmt: skip
     add("--tokenizer", metavar="FILE", help="tokenizer.model, vocab.txt or tokenizer.json instead of a new one")
-    add("--workers", type=int, metavar="N", help="processes (default: the cores)")
+    add("--workers", type=int, metavar="N", help="processes (default: the cores, with ray all CPUs of the cluster)")
+    add(
+        "--executor",
+        choices=("local", "mpi", "ray"),
+        help="processes of this machine, the ranks that mpirun or srun started, or tasks on a running Ray cluster (that of this machine "
+        "or of RAY_ADDRESS), whose nodes share input and output (default: mpi under mpirun or srun, else local)",
+    )
     add(
         "--on-error",
         choices=("stop", "skip"),
@@ -114,7 +120,7 @@ def _build(args: argparse.Namespace) -> int:
                 files.matches(path)
     with leaving_at_ctrl_c():  # slow imports, after the check of options
         from data_prep.build import BuildPlan, build, build_part
-        from data_prep.executor import output_folder, pool, remote_output
+        from data_prep.executor import output_folder, pool, ray_cluster, remote_output
         from data_prep.report.summary import summary_text
 
     pool.collect_seldom()
@@ -123,7 +129,9 @@ def _build(args: argparse.Namespace) -> int:
         raise BadInput(f"--part: its jobs share a folder, and --output {url} is a URL; name a folder, and upload it")
     folder = remote_output.local_folder(url) if url else Path(args.output)
     plan = BuildPlan(given, folder, options, _tokenizer(args), args.on_error, url)
-    with pool.opened(_workers(args)) as executor:
+    use_ray = args.executor == "ray" and pool.launched_ranks() <= 1
+    opened = ray_cluster.opened(_workers(args), folder) if use_ray else pool.opened(_workers(args), args.executor)
+    with opened as executor:
         if executor is None:
             return OK
         if part:

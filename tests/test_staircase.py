@@ -79,6 +79,7 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
+    "ray": ("data_prep.executor.ray_cluster",),
     "scipy": ("megabert.finetune.scores",),
     "seqeval": ("megabert.finetune.scores",),
     "sklearn": ("megabert.finetune.scores",),

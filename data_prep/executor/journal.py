@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -28,7 +27,7 @@ from data_prep.executor import work_files
 from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import BuildJob, ItemResult, total
 from megabert.common import logs
-from megabert.common.files import sync, write_whole
+from megabert.common.files import appearing_file, sync, write_whole
 
 FOLDER = "journal"
 # Bytes of a stage from which on its files are deleted as soon as nothing needs them. Their results have to be synced to the disk
@@ -74,9 +73,8 @@ def _run(
     result = function(job, item)
     result.peak = work_files.peak_memory()
     # Not synced: a record or a file of it that was truncated by a loss of power does not match.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(json.dumps({"key": key, "result": result.as_json()}, sort_keys=True).encode())
-    temporary.replace(path)
+    with appearing_file(path, synced=False) as file:
+        file.write(json.dumps({"key": key, "result": result.as_json()}, sort_keys=True).encode())
     return result
 
 

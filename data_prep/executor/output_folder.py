@@ -83,7 +83,7 @@ def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> 
             path.unlink()
 
 
-def _code() -> dict[str, str | None]:
+def code() -> dict[str, str | None]:
     """Digest of the source files, and versions of the packages, on which the bytes of a dataset depend."""
     return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
 
@@ -149,7 +149,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) 
     `parts` remove nothing, and must have the same files too.
     """
     unfinished = output / WORK / ACCOUNT
-    account = account | {"code": _code()}
+    account = account | {"code": code()}
     if unfinished.exists():
         changed = _changes(unfinished, account, resumed=not parts)
         if changed and not overwrite:

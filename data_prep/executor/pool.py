@@ -66,11 +66,20 @@ def launched_ranks() -> int:
 
 
 class Pool:
-    """`size` workers: this process alone, forked processes, or MPI ranks; rank 0 runs the build and works too."""
+    """`size` workers: this process alone, forked processes, MPI ranks, of which rank 0 runs the build and works too, or Ray tasks.
 
-    def __init__(self, size: int, executor: Executor | None = None, root_works: bool = False) -> None:
+    `cancel()` ends the running items after Ctrl-C, where that reaches no worker.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        executor: Executor | None = None,
+        root_works: bool = False,
+        cancel: Callable[[], object] = lambda: None,
+    ) -> None:
         self.size = size
-        self._executor, self._root_works = executor, root_works
+        self._executor, self._root_works, self._cancel = executor, root_works, cancel
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
         """Results in the order of `items`; `progress(result)` is called as each arrives.
@@ -120,19 +129,26 @@ class Pool:
             raise WorkerDied(
                 "a worker process died (killed for memory?); the same command resumes, with fewer --workers perhaps"
             ) from None
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
         finally:
             wait([future for future in numbers if not (self._root_works and future.cancel())])
         return [results[i] for i in range(len(items))]
 
 
 @contextlib.contextmanager
-def opened(workers: int | None) -> Iterator[Pool | None]:
+def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | None]:
     """MPI ranks if mpirun or srun started several, else `workers` processes (default: the number of cores).
 
-    Other ranks than 0 work until rank 0 leaves the block, then get None.
+    Other ranks than 0 work until rank 0 leaves the block, then get None. Raises BadInput if `executor` is the other kind of workers.
     """
     launched = launched_ranks()
+    if launched <= 1 and executor == "mpi":
+        raise BadInput("--executor mpi: mpirun or srun started no ranks; put mpirun -n N before the command")
     if launched > 1:
+        if executor not in (None, "mpi"):
+            raise BadInput(f"--executor {executor}: {launched} ranks were started; leave out mpirun or srun")
         if workers not in (None, 1):
             raise BadInput("--workers: under mpirun a rank is a worker; leave it out and choose mpirun -n")
         from mpi4py import MPI

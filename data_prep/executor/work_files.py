@@ -23,6 +23,7 @@ from data_prep.common.records import ReadOptions
 from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions
 from megabert.common.environment import match_in
+from megabert.common.files import appearing_file
 from megabert.data.tokenizer import Tokenizer
 
 # a document's number is task << TASK_SHIFT | index; a paragraph's likewise
@@ -169,12 +170,16 @@ def peak_memory() -> int:
 
 
 class Writer:
-    """Appends arrays to a file of the work folder and records its size and CRC-32 in `result`."""
+    """Appends arrays to a file of the work folder and records its size and CRC-32 in `result`.
+
+    The file has its name once it is complete: on a cluster another attempt of the item may be writing it too.
+    """
 
     def __init__(self, job: BuildJob, name: str, result: ItemResult) -> None:
         self._done, self._name = result, name
         self._size, self._crc = 0, 0
-        self._file = open(job.path(name), "wb")  # noqa: SIM115 - closed by __exit__
+        self._appearing = appearing_file(Path(job.path(name)), synced=False)
+        self._file = self._appearing.__enter__()
 
     def __enter__(self) -> Writer:
         return self
@@ -185,8 +190,8 @@ class Writer:
         self._size += len(data)
         self._crc = zlib.crc32(data, self._crc)
 
-    def __exit__(self, *failed: object) -> None:
-        self._file.close()
+    def __exit__(self, *failed: Any) -> None:
+        self._appearing.__exit__(*failed)
         self._done.files[self._name] = (self._size, self._crc)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -305,9 +305,11 @@ class _TaskFiles:
             self._units.append(self._unit_documents)
         self._unit_bytes, self._unit_documents = 0, 0
 
-    def __exit__(self, *failed: object) -> None:
+    def __exit__(self, *failed: Any) -> None:
         for file in self._files.values():
-            file.__exit__()
+            file.__exit__(*failed)
+        if failed[0] is not None:
+            return
         self._end_unit()
         for name, parts in self._keys.items():
             records = work_files.by_key(np.concatenate(parts))

@@ -92,16 +92,18 @@ def naming_when_full(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def appearing_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into, which replaces `path` when the block ends without an error."""
+def appearing_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
+    """A file to write into, which replaces `path` when the block ends without an error, `synced` to the disk before."""
     temporary = _beside(path, "tmp")
     try:
         with open(temporary, "wb") as file, naming_when_full(path):
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync(path.parent)
+        if synced:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

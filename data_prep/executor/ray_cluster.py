@@ -1,0 +1,183 @@
+"""Workers of a Ray cluster: an item of work is a Ray task of one CPU. Only this file imports ray.
+
+Ray runs an item again whose node is lost. Two attempts at an item write the same bytes, and a file has its name once it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from data_prep.common.errors import BadInput, Unfinished, WorkerDied
+from data_prep.executor import output_folder
+from data_prep.executor.pool import Pool, collect_seldom
+from megabert.common.environment import ROOT, host_name
+from megabert.common.errors import Failed, describe
+
+# the current folder of the command, and the code of its build
+Place = tuple[str, tuple[tuple[str, str | None], ...]]
+
+
+@functools.cache
+def _prepare(place: Place) -> None:
+    """First call in a worker. Raises Unfinished where the command's folder is missing or the code differs."""
+    collect_seldom()
+    try:
+        os.chdir(place[0])
+    except OSError:
+        raise Unfinished(
+            f"--executor ray: node {host_name()} does not see {place[0]}; start the command in a folder that all nodes share"
+        ) from None
+    if changed := "; ".join(output_folder.differences(dict(place[1]), output_folder.code())):
+        raise Unfinished(f"--executor ray: node {host_name()} has other code ({changed}); install the same there")
+
+
+def _run_item(place: Place, function: Callable[[Any], Any], item: Any) -> tuple[Any, Exception | None]:
+    """The result of an item, or its error, which Ray would wrap in one of its own. Runs in a worker."""
+    try:
+        _prepare(place)
+        return function(item), None
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        return None, error
+
+
+def _refuse_unseen(path: str) -> None:
+    """Raises Unfinished where a file of the output's folder is missing. Runs on each node."""
+    if not os.path.exists(path):
+        raise Unfinished(
+            f"--output: node {host_name()} does not see {os.path.dirname(path)}; name a folder on a file system that all nodes share"
+        )
+
+
+class RayExecutor(ThreadPoolExecutor):
+    """At most `size` Ray tasks at a time, with a thread that waits for each."""
+
+    def __init__(self, size: int) -> None:
+        import ray
+
+        super().__init__(size)
+        self._place = os.getcwd(), tuple(output_folder.code().items())
+        self._task = ray.remote(num_cpus=1)(_run_item)
+        self._running: set[Any] = set()
+        self._cancelled = False
+
+    def submit(self, function: Callable[..., Any], /, *items: Any, **options: Any) -> Future[Any]:
+        """The future of `function(item)`; `options` are Ray's, of the task."""
+        return super().submit(self._result, function, *items, **options)
+
+    def cancel(self) -> None:
+        """Kill the processes of the running tasks, which `wait` for their futures then waits for, and start no other task."""
+        import ray
+
+        self._cancelled = True
+        for task in list(self._running):
+            ray.cancel(task, force=True)
+
+    def shutdown(self, *args: Any, **options: Any) -> None:
+        self.cancel()
+        super().shutdown(*args, **options)
+
+    def _result(self, function: Callable[[Any], Any], item: Any, **options: Any) -> Any:
+        import ray
+
+        task = self._task.options(**options).remote(self._place, function, item)
+        self._running.add(task)
+        if self._cancelled:
+            ray.cancel(task, force=True)
+        try:
+            result, error = ray.get(task)
+        except ray.exceptions.RayError as failure:
+            lines = str(failure).strip().splitlines() or [type(failure).__name__]
+            raise WorkerDied(f"--executor ray: {lines[-1]}; the same command resumes") from failure
+        finally:
+            self._running.discard(task)
+        if error is not None:
+            raise error
+        return result
+
+
+def _address() -> str:
+    """Host and port of the cluster of this machine or of RAY_ADDRESS. Raises BadInput without one, Failed if it does not answer, for
+    which Ray would wait minutes."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address: str | None = canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError):
+        address = None
+    if address is None:
+        raise BadInput(
+            "--executor ray: no Ray cluster is running on this machine; join one by `ray start --address=HOST:PORT`, or name it in "
+            "RAY_ADDRESS=HOST:PORT"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise Failed(f"--executor ray: the cluster at {address} does not answer ({describe(error)})") from None
+    return address
+
+
+def _refuse_nodes(executor: RayExecutor, folder: Path) -> None:
+    """Raises Unfinished for a node that has other code, or does not see where the output is."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    with NamedTemporaryFile(dir=parent, prefix=".", suffix=".tmp") as seen:
+        checks = [
+            executor.submit(
+                _refuse_unseen,
+                seen.name,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            )
+            for node in ray.nodes()
+            if node["Alive"] and node["Resources"].get("CPU")
+        ]
+        for check in checks:
+            check.result()
+
+
+@contextlib.contextmanager
+def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
+    """`workers` CPUs of a running Ray cluster (default: all), whose nodes share `folder`, that of the output.
+
+    Raises BadInput without the package or a cluster, Unfinished for a node with other code or other files.
+    """
+    # before the import, which reads them
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise BadInput("--executor ray: the package ray is not installed; pip install 'megabert[ray]'") from None
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    # a task has one core
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=_address(), runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR")
+    except RuntimeError as error:  # other versions of Ray or Python, no process of the cluster on this machine
+        raise BadInput(f"--executor ray: {' '.join(str(error).split())}") from None
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        size = workers or int(ray.cluster_resources().get("CPU", 0))
+        if not size:
+            raise BadInput(
+                "--executor ray: the cluster has no CPU; add nodes, or name --workers for those that come later"
+            )
+        with RayExecutor(size) as executor:
+            _refuse_nodes(executor, folder)
+            yield Pool(size, executor, cancel=executor.cancel)
+    finally:
+        ray.shutdown()
