@@ -76,11 +76,12 @@ def _clear_work(work: Path) -> None:
 
 
 def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
-    """Remove the files of a build that match `pattern` and belong to no result: those of the input before a resume."""
+    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and what killed
+    workers left unfinished."""
     kept = {os.path.basename(name) for result in results for name in result.files}
-    for path in folder.glob(pattern):
+    for path in (*folder.glob(pattern), *folder.glob(f".{pattern}.*.tmp")):
         if path.name not in kept:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def code() -> dict[str, str | None]:

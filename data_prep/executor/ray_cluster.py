@@ -8,37 +8,44 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
 from data_prep.executor import output_folder
 from data_prep.executor.pool import Pool, collect_seldom
-from megabert.common.environment import ROOT, host_name
+from megabert.common.environment import ROOT, end_with_parent, host_name
 from megabert.common.errors import Failed, describe
 
-# the current folder of the command, and the code of its build
-Place = tuple[str, tuple[tuple[str, str | None], ...]]
+
+class Place(NamedTuple):
+    """The current folder of the command, a file that it made in the work folder, and the code of the build."""
+
+    folder: str
+    seen: str
+    code: tuple[tuple[str, str | None], ...]
 
 
 @functools.cache
 def _prepare(place: Place) -> None:
-    """First call in a worker. Raises Unfinished where the command's folder is missing or the code differs."""
+    """First call in a worker. Raises Unfinished on a node that does not see the command's folders or has other code."""
     collect_seldom()
-    try:
-        os.chdir(place[0])
-    except OSError:
-        raise Unfinished(
-            f"--executor ray: node {host_name()} does not see {place[0]}; start the command in a folder that all nodes share"
-        ) from None
-    if changed := "; ".join(output_folder.differences(dict(place[1]), output_folder.code())):
-        raise Unfinished(f"--executor ray: node {host_name()} has other code ({changed}); install the same there")
+    end_with_parent()  # its node's raylet, since Ray runs the items of a lost node again
+    node = f"--executor ray: node {host_name()}"
+    if not os.path.isdir(place.folder):
+        raise Unfinished(f"{node} does not see {place.folder}; start the command in a folder that all nodes share")
+    os.chdir(place.folder)
+    if not os.path.exists(place.seen):
+        work = os.path.dirname(place.seen)
+        raise Unfinished(f"{node} does not see {work}; name an --output on a file system that all nodes share")
+    if changed := "; ".join(output_folder.differences(dict(place.code), output_folder.code())):
+        raise Unfinished(f"{node} has other code ({changed}); install the same there")
 
 
 def _run_item(place: Place, function: Callable[[Any], Any], item: Any) -> tuple[Any, Exception | None]:
@@ -51,29 +58,23 @@ def _run_item(place: Place, function: Callable[[Any], Any], item: Any) -> tuple[
         return None, error
 
 
-def _refuse_unseen(path: str) -> None:
-    """Raises Unfinished where a file of the output's folder is missing. Runs on each node."""
-    if not os.path.exists(path):
-        raise Unfinished(
-            f"--output: node {host_name()} does not see {os.path.dirname(path)}; name a folder on a file system that all nodes share"
-        )
-
-
 class RayExecutor(ThreadPoolExecutor):
     """At most `size` Ray tasks at a time, with a thread that waits for each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, folder: Path) -> None:
         import ray
 
         super().__init__(size)
-        self._place = os.getcwd(), tuple(output_folder.code().items())
+        self._seen = Path(folder.absolute(), output_folder.WORK, f"ray-{secrets.token_hex(4)}")
+        self._place = Place(os.getcwd(), str(self._seen), tuple(output_folder.code().items()))
         self._task = ray.remote(num_cpus=1)(_run_item)
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def submit(self, function: Callable[..., Any], /, *items: Any, **options: Any) -> Future[Any]:
-        """The future of `function(item)`; `options` are Ray's, of the task."""
-        return super().submit(self._result, function, *items, **options)
+    def submit(self, function: Callable[..., Any], /, *items: Any, **_: Any) -> Future[Any]:
+        """The future of `function(item)`. The work folder exists."""
+        self._seen.touch()
+        return super().submit(self._result, function, *items)
 
     def cancel(self) -> None:
         """Kill the processes of the running tasks, which `wait` for their futures then waits for, and start no other task."""
@@ -87,10 +88,10 @@ class RayExecutor(ThreadPoolExecutor):
         self.cancel()
         super().shutdown(*args, **options)
 
-    def _result(self, function: Callable[[Any], Any], item: Any, **options: Any) -> Any:
+    def _result(self, function: Callable[[Any], Any], item: Any) -> Any:
         import ray
 
-        task = self._task.options(**options).remote(self._place, function, item)
+        task = self._task.remote(self._place, function, item)
         self._running.add(task)
         if self._cancelled:
             ray.cancel(task, force=True)
@@ -117,8 +118,8 @@ def _address() -> str:
         address = None
     if address is None:
         raise BadInput(
-            "--executor ray: no Ray cluster is running on this machine; join one by `ray start --address=HOST:PORT`, or name it in "
-            "RAY_ADDRESS=HOST:PORT"
+            f"--executor ray: found no Ray cluster on this machine (RAY_ADDRESS is {os.environ.get('RAY_ADDRESS') or 'not set'}); start "
+            "one, or join one by `ray start --address=HOST:PORT`"
         )
     host, _, port = address.rpartition(":")
     try:
@@ -128,32 +129,11 @@ def _address() -> str:
     return address
 
 
-def _refuse_nodes(executor: RayExecutor, folder: Path) -> None:
-    """Raises Unfinished for a node that has other code, or does not see where the output is."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    with NamedTemporaryFile(dir=parent, prefix=".", suffix=".tmp") as seen:
-        checks = [
-            executor.submit(
-                _refuse_unseen,
-                seen.name,
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            )
-            for node in ray.nodes()
-            if node["Alive"] and node["Resources"].get("CPU")
-        ]
-        for check in checks:
-            check.result()
-
-
 @contextlib.contextmanager
 def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
     """`workers` CPUs of a running Ray cluster (default: all), whose nodes share `folder`, that of the output.
 
-    Raises BadInput without the package or a cluster, Unfinished for a node with other code or other files.
+    Raises BadInput without the package or a cluster. An item on a node that has other code or other files raises Unfinished.
     """
     # before the import, which reads them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -176,8 +156,7 @@ def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
             raise BadInput(
                 "--executor ray: the cluster has no CPU; add nodes, or name --workers for those that come later"
             )
-        with RayExecutor(size) as executor:
-            _refuse_nodes(executor, folder)
+        with RayExecutor(size, folder) as executor:
             yield Pool(size, executor, cancel=executor.cancel)
     finally:
         ray.shutdown()

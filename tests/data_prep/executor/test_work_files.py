@@ -1,4 +1,4 @@
-"""Memory of mapped work files."""
+"""Memory of mapped work files, and files of two attempts at an item."""
 
 from pathlib import Path
 
@@ -26,3 +26,17 @@ def test_copied_pages_are_released(tmp_path):
     assert resident() == 0 and copy.tolist() == list(range(1000, 5000))
     assert work_files.copy_of(items, np.array([7, 5])).tolist() == [7, 5] and resident() == 0
     assert work_files.copy_of(np.arange(3), slice(1, None)).tolist() == [1, 2]
+
+
+def test_failed_attempt_leaves_the_file_of_another(tmp_path):
+    job, results = (
+        work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop"),
+        [work_files.ItemResult() for _ in "ab"],
+    )
+    with pytest.raises(SystemExit), work_files.Writer(job, "items", results[0]) as failing:
+        failing.write(np.arange(3))
+        work_files.write(job, "items", np.arange(5), results[1])
+        raise SystemExit
+    assert work_files.read(job, "items", np.int64).tolist() == [0, 1, 2, 3, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["items"]
+    assert work_files.is_whole(str(tmp_path), results[1].files)
