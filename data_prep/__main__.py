@@ -2,6 +2,7 @@
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
+megabert prep build … --executor ray                   the same bytes out, by a running Ray cluster
 megabert prep build … --part K/N, then without         the same bytes out, by N independent jobs and a last one
 megabert prep verify DIR        exit code 1 when anything is damaged
 megabert prep inspect DIR

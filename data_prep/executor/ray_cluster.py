@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import signal
@@ -21,7 +22,7 @@ from data_prep.common.errors import BadInput, Unfinished, WorkerDied
 from data_prep.executor import output_folder
 from data_prep.executor.pool import Pool, collect_seldom
 from megabert.common.environment import ROOT, end_with_parent, host_name
-from megabert.common.errors import Failed, describe
+from megabert.common.errors import Failed, describe, leaving_at_ctrl_c
 
 
 class Place(NamedTuple):
@@ -84,10 +85,6 @@ class RayExecutor(ThreadPoolExecutor):
         for task in list(self._running):
             ray.cancel(task, force=True)
 
-    def shutdown(self, *args: Any, **options: Any) -> None:
-        self.cancel()
-        super().shutdown(*args, **options)
-
     def _result(self, function: Callable[[Any], Any], item: Any) -> Any:
         import ray
 
@@ -98,8 +95,9 @@ class RayExecutor(ThreadPoolExecutor):
         try:
             result, error = ray.get(task)
         except ray.exceptions.RayError as failure:
-            lines = str(failure).strip().splitlines() or [type(failure).__name__]
-            raise WorkerDied(f"--executor ray: {lines[-1]}; the same command resumes") from failure
+            # of an error outside the item, such as in its unpickling, the last line of a traceback
+            line = str(failure).strip().splitlines()[-1 if isinstance(failure, ray.exceptions.RayTaskError) else 0]
+            raise WorkerDied(f"--executor ray: {line} The same command resumes") from failure
         finally:
             self._running.discard(task)
         if error is not None:
@@ -135,18 +133,25 @@ def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
 
     Raises BadInput without the package or a cluster. An item on a node that has other code or other files raises Unfinished.
     """
-    # before the import, which reads them
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise BadInput("--executor ray: the package ray is not installed; pip install 'megabert[ray]'") from None
+    # read at the import: no usage statistics, and no warning of older releases about GPUs
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     # a task has one core
     environment = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=_address(), runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR")
+        with leaving_at_ctrl_c():
+            import ray
+
+            ray.init(
+                address=_address(),
+                runtime_env={"env_vars": environment},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except ModuleNotFoundError:
+        raise BadInput("--executor ray: the package ray is not installed; pip install 'megabert[ray]'") from None
     except RuntimeError as error:  # other versions of Ray or Python, no process of the cluster on this machine
         raise BadInput(f"--executor ray: {' '.join(str(error).split())}") from None
     signal.signal(signal.SIGTERM, terminate)

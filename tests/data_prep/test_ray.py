@@ -210,6 +210,16 @@ def test_an_error_in_an_item_is_one_line(corpus, options, cluster, tmp_path):
     assert error.startswith(f"error: {tmp_path}/bad: byte 1000000: invalid UTF-8") and error.count("\n") == 1
 
 
+@on_ray
+@pytest.mark.slow
+def test_an_item_that_ends_its_process_is_one_line(options, cluster, tmp_path):
+    (tmp_path / "ends.py").write_text("import os\n\ndef keep(text):\n    os._exit(1)\n")
+    process = start(cluster, *options, "--filters", f"{tmp_path}/ends.py:keep", "--output", tmp_path / "out")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert error.startswith("error: --executor ray: The worker died") and error.count("\n") == 1
+
+
 def node_with(cluster: RayCluster, mount: str) -> subprocess.Popen[str]:
     """A node of the cluster with an own `mount`."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
