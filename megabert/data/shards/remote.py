@@ -206,9 +206,9 @@ class RemoteShards:
         self._wanted, before = wanted, self._copying
         for number in before.keys() - wanted:
             before[number].cancel()
-        there = self._order_by_use(wanted)
-        going_on = {number: copy for number, copy in before.items() if number in there or not copy.done()}
-        self._copying = {number: going_on.get(number) or self._start_copy(number) for number in wanted}
+        missing = self._order_by_use(wanted)
+        going_on = {number: copy for number, copy in before.items() if not copy.done()}
+        self._copying = {number: going_on.get(number) or self._start_copy(number) for number in missing}
 
     def _start_copy(self, number: int) -> Future[Path]:
         assert self._waiting is not None
@@ -216,15 +216,16 @@ class RemoteShards:
         self._waiting.put((copy, self.manifest.shards[number]))
         return copy
 
-    def _order_by_use(self, wanted: list[int]) -> set[int]:
+    def _order_by_use(self, wanted: list[int]) -> list[int]:
         """Give the copies of shards times in the order of their use, so that `_make_room` removes the one that is used last; returns the
-        shards that have one."""
-        folder, now, there = self.cache.of(self.manifest), time.time_ns(), set()
+        shards without a copy."""
+        folder, now, missing = self.cache.of(self.manifest), time.time_ns(), []
         for place, number in enumerate(wanted):
-            with suppress(FileNotFoundError):
+            try:
                 os.utime(folder / self.manifest.shards[number].name, ns=(now, now - place * 1000))
-                there.add(number)
-        return there
+            except FileNotFoundError:
+                missing.append(number)
+        return missing
 
     def _copy(self, waiting: SimpleQueue[tuple[Future[Path], Shard]]) -> None:
         while True:
@@ -237,7 +238,8 @@ class RemoteShards:
 
     def wait(self, progress: Callable[[int, int], object]) -> None:
         """Wait until the shards in use are there; `progress(done, all of them)` after each. Raises as `path`."""
-        first = [self._copying[number] for number in self._wanted[: self.in_use]]
-        for done, copy in enumerate(first, 1):
-            copy.result()
+        first = self._wanted[: self.in_use]
+        for done, number in enumerate(first, 1):
+            if number in self._copying:
+                self._copying[number].result()
             progress(done, len(first))
