@@ -16,14 +16,12 @@ import torch
 from megabert import distillation, evaluation, ops
 from megabert.checkpoint import (
     Checkpoints,
-    Copies,
-    NewestCopy,
     check_compatible,
-    copies_of_keeper,
     mirror,
     note_changes,
     refuse_other_tokenizer,
     refuse_other_vocabulary,
+    run_lock,
     start_engine,
 )
 from megabert.common import environment, errors
@@ -47,13 +45,14 @@ from megabert.data.mixture import (
 from megabert.data.pairs import read_pairs
 from megabert.data.shards import Cache, Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed import kept_rank, run_lock
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
+from megabert.inplace import kept_rank
+from megabert.inplace.copies import Copies, NewestCopy, copies_of_keeper
 from megabert.metrics import PretrainingMeter, Shown, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 from megabert.model import BertForPreTraining

@@ -89,16 +89,17 @@ def main(argv: list[str] | None = None) -> int:
         code = answer(args)
         if code != OK or args.print_config or args.explain:
             return code
-    from megabert.distributed import keeper, kept_rank
+    from megabert.inplace import keeper, kept_rank
 
     if args.in_place:
         if not kept_rank.follow():
             return errors.command(keeper.keep)(Path(args.run))
         load_all()
         kept_rank.wait_for_place()
+    from megabert.checkpoint import run_lock
     from megabert.distributed import session
 
-    return session.run(lambda ranks: command(args, ranks, started))
+    return session.run(lambda ranks: command(args, ranks, started), run_lock.release)
 
 
 def load_all() -> None:

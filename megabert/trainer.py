@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from megabert.checkpoint import Checkpoints, Copies
+from megabert.agreement import REQUESTED, UNREAD, Agreement, Sync
+from megabert.checkpoint import Checkpoints
 from megabert.checkpoint.rate_record import RateRecord
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
@@ -22,12 +23,12 @@ from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS, TROUBLE
 from megabert.config import Config, Phase, phase_at, phases_of
 from megabert.data.batch import RowDigest
-from megabert.distributed.agreement import REQUESTED, UNREAD, Agreement, Sync
 from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
+from megabert.inplace.copies import Copies
 from megabert.metrics import Meter, Shown, Sinks, as_json, figures
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble

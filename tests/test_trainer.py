@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megabert.agreement import Sync
 from megabert.checkpoint import Checkpoints, newest_step
 from megabert.checkpoint.rate_record import FILE, RECORD
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed import ranks
-from megabert.distributed.agreement import Sync
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.watchdog import Watchdog
 from megabert.trainer import Trainer

@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # this file runs as a script with the working directory anywhere
 sys.path.insert(0, str(ROOT))
 
-from megabert.distributed import keeper, kept_rank, signals  # noqa: E402
-from megabert.distributed.kept_rank import CopyName, Generation, Member  # noqa: E402
+from megabert.distributed import signals  # noqa: E402
+from megabert.inplace import keeper, kept_rank  # noqa: E402
+from megabert.inplace.kept_rank import CopyName, Generation, Member  # noqa: E402
 
 LIMIT_SECONDS = 300.0
 NAME = "0" * 16

@@ -29,7 +29,8 @@ sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installe
 from megabert import train  # noqa: E402
 from megabert.__main__ import start  # noqa: E402
 from megabert.common.environment import end_with_parent  # noqa: E402
-from megabert.distributed import keeper, signals  # noqa: E402
+from megabert.distributed import signals  # noqa: E402
+from megabert.inplace import keeper  # noqa: E402
 
 # Modules that a run imports later and `train.load_all` does not. The last one would be by a thread that looks up an address, whose
 # lock a fork at that instant keeps.

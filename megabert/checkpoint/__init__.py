@@ -25,7 +25,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megabert.checkpoint.copies import Copies, NewestCopy, copies_of_keeper
     from megabert.checkpoint.manifest import DamagedCheckpoint
     from megabert.checkpoint.start import (
         FREE,
@@ -47,9 +46,8 @@ START = (
     *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "settings_of"),
     *("refuse_other_tokenizer", "refuse_other_vocabulary", "start_engine", "write_start"),
 )
-COPIES = ("Copies", "NewestCopy", "copies_of_keeper")
 MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store", "refuse_non_finite": "tensors"}
-MODULES |= dict.fromkeys(START, "start") | dict.fromkeys(COPIES, "copies")
+MODULES |= dict.fromkeys(START, "start")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megabert.checkpoint import chain
 from megabert.checkpoint.manifest import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
+from megabert.checkpoint.run_lock import text_of, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, obsolete_steps
 from megabert.common import storage
 from megabert.common.errors import Failed, describe
@@ -30,7 +31,6 @@ from megabert.common.run_files import BEST, checkpoint_name
 from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main
-from megabert.distributed.run_lock import text_of, this_process, wait_for_end
 
 # files of the run folder that are no part of the run
 BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megabert.checkpoint import chain
+from megabert.checkpoint import chain, run_lock
 from megabert.checkpoint.manifest import (
     MANIFEST,
     MOMENTS,
@@ -35,7 +35,6 @@ from megabert.common.files import canonical, compact, put_folder, sync, write_wh
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, on_main, refuse_together
 
 if TYPE_CHECKING:

@@ -167,7 +167,8 @@ def cluster(folder: Path, as_json: bool) -> int:
     """The preflight of all launched ranks, printed by rank 0. Returns the exit code, the same on every rank."""
     import torch
 
-    from megabert.distributed import preflight, session
+    from megabert.commands import preflight
+    from megabert.distributed import session
     from megabert.distributed.ranks import refuse_together
     from megabert.engine.ceiling import matmul_tflops
 

@@ -235,10 +235,11 @@ def main(argv: list[str] | None = None) -> int:
 def repeat(args: Any) -> int:
     """Repeat and compare; returns the exit code. Rank 0 compares."""
     of = interval(Path(args.run), args.begin, args.end, args.data)
+    from megabert.checkpoint import run_lock
     from megabert.distributed import ranks, session
 
     with tempfile.TemporaryDirectory(prefix="megabert-replay-", ignore_cleanup_errors=True) as folder:
-        code = session.run(lambda opened: train_again(of, Path(folder), opened))
+        code = session.run(lambda opened: train_again(of, Path(folder), opened), run_lock.release)
         if code == OK and ranks.discover().is_main:
             print(compare(of, Path(folder)))
     return code

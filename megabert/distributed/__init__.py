@@ -1,4 +1,4 @@
-"""Ranks of a command: process group, session, watchdog, keeper and its rank, signals and time limits, run lock, preflight.
+"""Ranks of a command: process group, session, watchdog, signals and time limits.
 
-Import the modules themselves: `signals`, `keeper` and `kept_rank` must not import torch.
+Import the modules themselves: `signals` must not import torch.
 """

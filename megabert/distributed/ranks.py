@@ -234,9 +234,8 @@ def init(world: World) -> World:
     if dist.is_initialized():
         return world
     if world.size == 1:
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", "lo"
-        )  # NCCL needs an interface, also without peers and without a network
+        # NCCL needs an interface, also without peers and without a network
+        _describe("NCCL_SOCKET_IFNAME", "lo")
         address, store = ("127.0.0.1", 0), dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
@@ -244,14 +243,19 @@ def init(world: World) -> World:
     # Libraries expect torchrun's variables under every launcher.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, (world.rank, world.local_rank, world.size, *address), strict=True):
-        if name not in os.environ:
-            os.environ[name] = str(value)
-            _described.append(name)
+        _describe(name, str(value))
     if world.size > 1 and world.backend != "gloo":
         _control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         _share_cores(world)
     return replace(world, master=address) if world.size > 1 else world
+
+
+def _describe(name: str, value: str) -> None:
+    """Set an environment variable until `shutdown`, unless it is set."""
+    if name not in os.environ:
+        os.environ[name] = value
+        _described.append(name)
 
 
 def unused_gpu(variables: Mapping[str, str] | None = None) -> str:

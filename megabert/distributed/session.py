@@ -15,7 +15,7 @@ from megabert.common import errors, logs
 from megabert.common.environment import raise_descriptor_limit
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.distributed import ranks, run_lock, signals
+from megabert.distributed import ranks, signals
 from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -60,8 +60,9 @@ class Session:
         return watchdog
 
 
-def run(command: Callable[[Session], int]) -> int:
-    """Run `command`; returns its exit code, after printing mistakes and faults in one line and ending process group and watchdog.
+def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda: None) -> int:
+    """Run `command`, and `finish()` if it ends without an error; returns its exit code, after printing mistakes and faults in one line
+    and ending process group and watchdog.
 
     If one rank of several fails, its process exits at once: the others may be waiting for it in a collective, and NCCL's
     process group cannot be destroyed before that has ended.
@@ -71,7 +72,7 @@ def run(command: Callable[[Session], int]) -> int:
         logs.setup()
         session = Session()
         code = command(session)
-        run_lock.release()
+        finish()
         # srun --wait kills rank 0 some seconds after the others ended, though it may still close its sinks
         if dist.is_initialized():
             session.world.barrier()

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import sysconfig
 import threading
@@ -42,6 +41,7 @@ import torch.distributed as dist
 from megabert.common.environment import host_name
 from megabert.common.errors import FAILED, leave_exit_code
 from megabert.common.logs import write_notice
+from megabert.common.processes import is_alive, pid_namespace
 from megabert.distributed.ranks import World, wait_for_ranks
 
 # Minimum limit before the first update, while checkpoints are read.
@@ -383,24 +383,6 @@ def main_thread() -> tuple[str, bool]:
     frame = frame or innermost
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}", waiting
-
-
-def pid_namespace() -> str:
-    """Host, boot and PID namespace of this process: equal for two processes if and only if each sees the other's process id."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"  # containers have PID namespaces
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # unknown: different from every other process
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this PID namespace is running or stopped; a zombie is neither."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 # -- verdict on a hang -----------------------------------------------------------------------------------------------

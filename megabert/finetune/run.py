@@ -32,7 +32,7 @@ import torch
 
 from megabert import config as configuration
 from megabert import hf
-from megabert.checkpoint import Checkpoints
+from megabert.checkpoint import Checkpoints, run_lock
 from megabert.common import tables
 from megabert.common.arguments import layers_of
 from megabert.common.errors import OK
@@ -40,7 +40,6 @@ from megabert.common.files import sha256_of, write_whole
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed import run_lock
 from megabert.distributed.ranks import World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop

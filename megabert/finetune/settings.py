@@ -129,7 +129,8 @@ def run(
     # A single process checks before the slow imports; several ranks check in the session, where one of them prints the error.
     if not launched() and (code := errors.command(check)(args)):
         return code
+    from megabert.checkpoint import run_lock
     from megabert.distributed import session
 
     keep_freed_memory()
-    return session.run(lambda ranks: check(args) or work(args, ranks))
+    return session.run(lambda ranks: check(args) or work(args, ranks), run_lock.release)

@@ -26,7 +26,7 @@ from benchmarks import bench_ops, bench_step, gpu_suite
 from benchmarks.common import hardware, measure
 from benchmarks.gpu import pack
 from megabert import ops
-from megabert.distributed.watchdog import is_alive
+from megabert.common.processes import is_alive
 from tests.conftest import ROOT
 
 ENV = hardware.clone_environment(OMP_NUM_THREADS="1")

@@ -162,7 +162,7 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint(tmp_path / "first", 5)
     first.upload()
     # as of another machine, whose processes cannot be seen here
-    monkeypatch.setattr("megabert.distributed.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    monkeypatch.setattr("megabert.checkpoint.run_lock.Owner.has_ended", property(lambda owner: owner.released))
     with pytest.raises(ValueError, match=r"^s3://runs/one is in use by pid \d+ on host .*; wait for it"):
         opened(url, tmp_path / "second")
     # it is cut off from the store: the next job takes over, and the first one may not write any more
@@ -232,7 +232,7 @@ def test_stale_lists_hide_no_checkpoint_and_no_job(
     shutil.rmtree(run / "checkpoints/step-00000005")
     made.upload()
     other = tmp_path / "other"
-    monkeypatch.setattr("megabert.distributed.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    monkeypatch.setattr("megabert.checkpoint.run_lock.Owner.has_ended", property(lambda owner: owner.released))
     with pytest.raises(ValueError, match=r"^s3://runs/stale is in use by pid"):
         opened(url, other)
     made.close()

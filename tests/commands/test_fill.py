@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from megabert import checkpoint, hf
+from megabert.checkpoint import run_lock
 from megabert.commands import export, fill
-from megabert.distributed import run_lock
 from megabert.distributed.ranks import World
 from tests.helpers import runs
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from megabert.common import errors
+from megabert.common.processes import is_alive
 from megabert.config import MaskingConfig, from_dict
 from megabert.data.batch import TENSORS, RowDigest, compact_lengths
 from megabert.data.loader import Batch, Loader, Update, eval_batches
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.watchdog import is_alive
 from megabert.ops import attention_inputs
 from tests.helpers import wordpiece
 from tests.helpers.ranks import CONTEXT

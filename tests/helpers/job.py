@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.survival.life import processes
-from megabert.distributed.watchdog import is_alive
+from megabert.common.processes import is_alive
 from tests.helpers.forked import ROOT, Forked, environments
 
 SMALL = (

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from megabert.common.errors import FAILED, Failed, describe, leave_exit_code
 from megabert.common.logs import log, write_notice
+from megabert.common.processes import pid_namespace, start_of
 from megabert.distributed.ranks import World, on_main
-from megabert.distributed.watchdog import is_alive, pid_namespace
 
 # Seconds between renewals of the owner's file.
 BEAT = 5.0
@@ -240,11 +240,3 @@ def parse(text: bytes) -> Owner | None:
 def text_of(owner: Owner) -> bytes:
     """Content of an owner's file; of constant size, since it is overwritten in place."""
     return json.dumps(asdict(owner)).ljust(511).encode() + b"\n"
-
-
-def start_of(pid: int) -> str:
-    """Start time of a process of this namespace in kernel ticks (proc(5), field 22); "" if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19] if is_alive(pid) else ""
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

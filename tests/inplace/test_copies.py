@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.checkpoint.copies import Copies, NewestCopy
 from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
-from megabert.distributed import kept_rank
 from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import ParameterSlice
+from megabert.inplace import kept_rank
+from megabert.inplace.copies import Copies, NewestCopy
 from tests.helpers.ranks import run_ranks
 
 SIZE = 6

@@ -26,9 +26,9 @@ from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors
 from megabert.common.logs import log
-from megabert.distributed import kept_rank
-from megabert.distributed.kept_rank import CopyName, Generation, Member
 from megabert.distributed.ranks import World
+from megabert.inplace import kept_rank
+from megabert.inplace.kept_rank import CopyName, Generation, Member
 
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 
 from benchmarks.survival.life import children_of
-from megabert.distributed import kept_rank
-from megabert.distributed.keeper import RESTARTS
-from megabert.distributed.kept_rank import CopyName, Generation, Member
+from megabert.common.processes import is_alive
 from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
-from megabert.distributed.watchdog import is_alive
+from megabert.inplace import kept_rank
+from megabert.inplace.keeper import RESTARTS
+from megabert.inplace.kept_rank import CopyName, Generation, Member
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEPER = """
 import os, sys
 from pathlib import Path
 from megabert.common.errors import code_of
-from megabert.distributed import keeper
+from megabert.inplace import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
 keeper.RESPAWN_SECONDS = 0.1
 sys.orig_argv = [sys.executable, *sys.argv[2:]]
@@ -41,8 +41,9 @@ RANK = """
 import hashlib, json, os, signal, sys, time
 from pathlib import Path
 from megabert.common.errors import leave_exit_code
-from megabert.distributed import kept_rank, signals
-from megabert.distributed.kept_rank import CopyName, Generation, Member
+from megabert.inplace import kept_rank
+from megabert.distributed import signals
+from megabert.inplace.kept_rank import CopyName, Generation, Member
 
 signals.leave_when_signalled()
 

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.checkpoint import Checkpoints
+from megabert.checkpoint import Checkpoints, run_lock
 from megabert.checkpoint.manifest import SEAL
 from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from megabert.config import CheckpointConfig
-from megabert.distributed import run_lock
 from megabert.distributed.ranks import World
 from tests.helpers.ranks import CONTEXT, run_ranks
 

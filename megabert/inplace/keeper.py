@@ -2,7 +2,7 @@
 
 When a rank dies, its keeper notifies the others, every keeper kills its rank, and the keepers meet at the first of them that can
 be reached. That one proposes the next generation: the old ranks in order, without those whose keepers are lost. The launcher sees
-no exit. A rank writes copies of its training state to its keeper's folder in memory (`megabert.checkpoint.copies`), and the
+no exit. A rank writes copies of its training state to its keeper's folder in memory (`megabert.inplace.copies`), and the
 keeper sends each to a keeper on another host.
 
     RUN/in-place/GENERATION/plan.json    the next generation, created by the first keeper that proposes one
@@ -40,7 +40,7 @@ from megabert.common.errors import FAILED, describe
 from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.distributed import signals
-from megabert.distributed.kept_rank import (
+from megabert.inplace.kept_rank import (
     ADDRESS,
     COPY,
     DELIVERED,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.distributed.preflight import PreflightLine, RankSurvey, check_shared_files, report, survey
+from megabert.commands.preflight import PreflightLine, RankSurvey, check_shared_files, report, survey
 from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 
