@@ -47,7 +47,7 @@ from benchmarks.common import hardware
 from benchmarks.rehearsal import meeting
 from benchmarks.rehearsal.counts import Counts, descriptors, held
 from benchmarks.rehearsal.engine import RehearsedEngine
-from megabert import pretraining, train
+from megabert import open_run, train
 from megabert.common.errors import FAILED
 from megabert.data.shards import Dataset
 from megabert.distributed.session import Session
@@ -96,8 +96,8 @@ def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> N
     counts, holding, engines = Counts(command.places), dict[str, float](), list[RehearsedEngine]()
     counts.around(Session, "join", "meet")
     counts.around(Session, "watch", "watch")
-    for name, stage in (("open_data", "open"), ("complete_config", "verify"), ("resume", "restore")):
-        counts.around(pretraining, name, stage)
+    for name, stage in (("open_data", "open"), ("open_run_folder", "verify"), ("resume", "restore")):
+        counts.around(open_run, name, stage)
     counts.around(Saves, "complete", "save")
     take, training = Trainer.train_update, Trainer.train
 
@@ -125,7 +125,7 @@ def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> N
         return over
 
     for owner, name, own in (
-        (pretraining, "Engine", engine),
+        (open_run, "Engine", engine),
         (Trainer, "train_update", train_update),
         (Trainer, "train", train_and_measure),
     ):

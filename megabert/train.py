@@ -106,7 +106,7 @@ def load_all() -> None:
     """Import everything that a rank needs, including modules that are otherwise imported on first use."""
     import torch._dynamo  # noqa: F401  by the first optimizer
 
-    from megabert import pretraining  # noqa: F401
+    from megabert import open_run  # noqa: F401
     from megabert.distributed import ranks
     from megabert.engine import import_deepspeed
 
@@ -138,7 +138,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     from megabert.distributed.ranks import check_same, on_main
     from megabert.distributed.signals import REQUEUE, end_of_time
     from megabert.metrics import check_packages
-    from megabert.pretraining import open_run
+    from megabert.open_run import open_run
 
     config = configuration.from_arguments(args)
     profile = check(args, config, ranks.world.size)

@@ -20,7 +20,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import evaluate_run
-from megabert.pretraining import open_run
+from megabert.open_run import open_run
 from tests.helpers.job import Job
 from tests.helpers.loop import StopAt
 from tests.helpers.rows import SPECIAL, make_dataset, make_rows

@@ -18,7 +18,7 @@ from megabert import hf
 from megabert.checkpoint import chain, load_weights
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.pretraining import open_run
+from megabert.open_run import open_run
 from megabert.train import main
 from megabert.trainer import Trainer, TrainState
 from tests.helpers.job import Job
@@ -178,7 +178,7 @@ def test_a_checkpoint_without_a_best_step_resumes() -> None:
 
 # rank 1 has losses of its own, which count for nothing
 DIFFERENT = f"""
-from megabert.pretraining import Pretraining
+from megabert.workload import Pretraining
 def evaluate(self, step, progress, do=Pretraining.evaluate):
     return do(self, step, progress) | {{"eval/mlm_loss": -step if self.world.rank else {LOSSES}[step]}}
 Pretraining.evaluate = evaluate

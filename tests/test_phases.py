@@ -23,8 +23,8 @@ from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import evaluate_run
+from megabert.open_run import open_run
 from megabert.optim.schedule import phase_rate
-from megabert.pretraining import open_run
 from megabert.trainer import Trainer
 from tests.helpers.forked import Forked
 from tests.helpers.job import Job

@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
     """GPUs, driver, free shared memory in GiB, and seconds to import what a training process imports, for the first time."""
     stat = os.statvfs("/dev/shm")
     seconds = {}
-    for name in ("torch", "deepspeed", "megabert.pretraining"):
+    for name in ("torch", "deepspeed", "megabert.open_run"):
         began = time.perf_counter()
         importlib.import_module(name)
         seconds[name] = round(time.perf_counter() - began, 1)

@@ -100,7 +100,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     from megabert.distributed.ranks import on_main
     from megabert.metrics import as_json
     from megabert.metrics import figures as update_figures
-    from megabert.pretraining import open_run
+    from megabert.open_run import open_run
 
     stop = ranks.join()
     # as many as in the run, since sums are divided among them

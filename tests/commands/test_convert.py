@@ -20,8 +20,8 @@ from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
 from megabert.commands.plan.__main__ import main as plan
 from megabert.distributed.watchdog import Watchdog
+from megabert.open_run import open_run
 from megabert.optim.schedule import learning_rate
-from megabert.pretraining import open_run
 from tests.helpers import runs, wordpiece
 from tests.helpers.loop import StopAt
 from tests.test_held_out_by_dataset import DATA, SMALL

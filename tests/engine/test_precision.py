@@ -15,7 +15,7 @@ from megabert.common import environment
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
 from megabert.evaluation import evaluate_run
-from megabert.pretraining import open_run
+from megabert.open_run import open_run
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 

@@ -10,5 +10,5 @@ import sys
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
-for name in ("deepspeed", "megabert.pretraining", "megabert.ops", "pytest"):
+for name in ("deepspeed", "megabert.open_run", "megabert.ops", "pytest"):
     importlib.import_module(name)

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from megabert import pretraining
+from megabert import open_run as opening
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data.shards import Dataset, Manifest
 from megabert.distributed.ranks import RankRefused, World, on_every_rank
 from megabert.distributed.watchdog import Watchdog
 from megabert.model import BertForPreTraining
-from megabert.pretraining import Pretraining, open_dataset, open_run
+from megabert.open_run import open_dataset, open_run
+from megabert.workload import Pretraining
 from tests.helpers import tiny
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
@@ -134,7 +135,7 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
 def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
     asked: list[str] = []
     for name in ("versions", "revision", "source"):
-        monkeypatch.setattr(pretraining.environment, name, lambda name=name: asked.append(name) or f"its {name}")
+        monkeypatch.setattr(opening.environment, name, lambda name=name: asked.append(name) or f"its {name}")
     make_dataset(tmp_path, 16)
     cfg = config(tmp_path)
     main, other = Rank(0), Rank(9)
@@ -143,7 +144,7 @@ def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
     def described(rank: Rank) -> dict[str, Any]:
         engine: Any = SimpleNamespace(module=tiny.model(cfg), world=rank, optimizer_kernels="torch")
         tokenizer: Any = SimpleNamespace(sha256="t" * 64)
-        return pretraining.describe(cfg, [Dataset(tmp_path)], tokenizer, engine)
+        return opening.describe(cfg, [Dataset(tmp_path)], tokenizer, engine)
 
     found = described(main)
     assert asked == ["versions", "revision", "source"] and found["source"] == "its source"
@@ -158,7 +159,7 @@ def open_where_rank_1_has_no_model(world: World, folder: str) -> tuple[str, int]
         raise ValueError("no weights fit here")
 
     if world.rank == 1:
-        pretraining.new_model = fail
+        opening.new_model = fail
     cfg, watchdog = config(GOLDEN, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
     with pytest.raises(RankRefused) as found:
         open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)  # type: ignore[arg-type]

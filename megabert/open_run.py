@@ -1,0 +1,370 @@
+"""Opening a run in six steps: data, config, run folder, model and engine, resume, record.
+
+All ranks take each step together; what one rank finds wrong is refused on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megabert import distillation, ops
+from megabert.checkpoint import (
+    Checkpoints,
+    check_compatible,
+    mirror,
+    note_changes,
+    refuse_other_tokenizer,
+    refuse_other_vocabulary,
+    run_lock,
+    start_engine,
+)
+from megabert.common import environment, errors
+from megabert.common.files import canonical, write_whole
+from megabert.common.logs import duration, log
+from megabert.common.run_files import CONFIG, STARTS
+from megabert.config import Config, DataConfig, fit_micro_size, phases_of
+from megabert.data import mixture
+from megabert.data.mixture import AnyDataset, fitted_to, members, token_counts, with_vocabulary_size
+from megabert.data.shards import Cache
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
+from megabert.distributed.signals import Stop
+from megabert.distributed.watchdog import Watchdog
+from megabert.engine import Engine, precision
+from megabert.inplace import kept_rank
+from megabert.inplace.copies import Copies, NewestCopy, copies_of_keeper
+from megabert.model import BertForPreTraining
+from megabert.trainer import Trainer
+from megabert.workload import Pretraining
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The state that a run folder has to resume from."""
+
+    run_dir: Path
+    checkpoints: Checkpoints
+    # the newest checkpoint; None without one
+    path: Path | None
+    # with --in-place: the copies in memory, and the newest copy if it is newer than the checkpoint
+    copies: Copies | None
+    copy: NewestCopy | None
+    # state of the copy or the checkpoint; {} for a new run
+    state: Mapping[str, Any]
+
+    @property
+    def precision(self) -> str:
+        """Of the run that resumes; "" for a new one."""
+        return str(self.state["config"]["precision"]) if self.state else ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts."""
+
+    # the state that was restored; None for a new run
+    saved: dict[str, Any] | None = None
+    # the update of the data at which a new run starts
+    cursor: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.saved["step"] if self.saved else 0
+
+
+def open_run(
+    run_dir: Path,
+    config: Config,
+    world: World,
+    stop: Stop,
+    watchdog: Watchdog,
+    *,
+    stop_after: int | None = None,
+    extend: bool = False,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+    profile: tuple[int, int] = (0, 0),
+) -> Trainer:
+    """Open data, model and engine, and resume from the newest complete checkpoint of the run folder. A collective.
+
+    `extend`: a finished run may continue by another schedule. `profile`: the first and the last update to profile on this rank.
+    Raises ValueError naming the setting, file or folder that does not fit.
+    """
+    datasets, tokenizer = open_data(config, world)
+    watchdog.progress()  # each step may take minutes
+    config = resolve_config(config, datasets)
+    origin = open_run_folder(config, run_dir, world)
+    config = precision.with_precision(config, world, origin.precision)
+    watchdog.progress()
+    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra)
+    watchdog.progress()
+    provenance = describe(config, datasets, tokenizer, engine)
+    start = resume(engine, config, datasets, provenance, origin, world, extend)
+    watchdog.progress()
+    record(origin, provenance, tokenizer, start, world)
+    return Trainer(
+        config=config,
+        world=world,
+        engine=engine,
+        workload=Pretraining(config, world, engine, datasets, tokenizer),
+        checkpoints=origin.checkpoints,
+        copies=origin.copies,
+        stop=stop,
+        watchdog=watchdog,
+        run_dir=run_dir,
+        provenance=provenance,
+        saved=start.saved,
+        cursor=start.cursor,
+        stop_after=stop_after,
+        profile=profile,
+    )
+
+
+# -- 1. data ---------------------------------------------------------------------------------------------------------
+
+
+def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer]:
+    """The dataset or mixture of each phase, one object for equal data, and the tokenizer that they were built with. A collective.
+    Raises ValueError naming a dataset with another tokenizer."""
+    opened: dict[str, AnyDataset] = {}
+    datasets = []
+    for phase in phases_of(config):
+        data = phase.config.data
+        name = f"{data.path} {data.mix}"
+        if name not in opened:
+            opened[name] = open_dataset(data, world)
+        datasets.append(opened[name])
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.manifest.tokenizer["sha256"] != first.manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{dataset.folder}: its tokenizer is not that of {first.folder}; build it with that one, by --tokenizer"
+            )
+    return datasets, on_every_rank(world, lambda: Tokenizer.load(first.tokenizer_path))
+
+
+def open_dataset(data: DataConfig, world: World) -> AnyDataset:
+    """Open a dataset or mixture. The first rank of each node reads the manifests and checks that all shards are there; rank 0
+    broadcasts the manifests to the other ranks. A collective. Raises RankRefused if a rank cannot open the dataset or finds another
+    one."""
+    dataset: AnyDataset | None = None
+    problem, code, cache = "", errors.OK, Cache(data.cache_dir, data.cache_gib)
+    if world.local_rank == 0:
+        try:
+            dataset = mixture.open_mixture(data.path, data.mix, cache=cache)
+        except (ValueError, OSError) as error:
+            problem, code = errors.describe(error), errors.exit_code(error)
+    refuse_together(world, problem, code)
+    if world.size == 1:
+        assert dataset is not None
+        return dataset
+    content = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
+    rank_0_dataset = mixture.from_json(content, data.mix, cache)
+    for part in members(rank_0_dataset):
+        part.fetches = False  # the first rank of the node does it
+    if dataset is not None and dataset.manifest.fingerprint != rank_0_dataset.manifest.fingerprint:
+        problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
+    refuse_together(world, problem, code)
+    return dataset or rank_0_dataset
+
+
+# -- 2. config -------------------------------------------------------------------------------------------------------
+
+
+def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
+    """The config with the vocabulary's size. Raises ValueError naming the field in which it does not fit the data."""
+    refuse_other_vocabulary(config, datasets[0].manifest)
+    for phase, dataset in zip(phases_of(config), datasets, strict=True):
+        fitted_to(phase.config, dataset.manifest)
+    if config.eval.patience and members(datasets[0])[0].held_out_path is None:
+        raise ValueError(
+            f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
+        )
+    return with_vocabulary_size(config, datasets[0].manifest.vocab_size)
+
+
+# -- 3. run folder ---------------------------------------------------------------------------------------------------
+
+
+def open_run_folder(config: Config, run_dir: Path, world: World) -> Origin:
+    """Lock the run folder, and its mirror, and find the newest state in it. A collective. Raises ValueError if another job is running
+    there or no checkpoint is whole."""
+    kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
+    copied = mirror.opened(config.checkpoint, run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint, copied)
+    path = checkpoints.latest()
+    if copied is not None:
+        copied.changed()  # the last job may have ended before
+    state = {} if path is None else checkpoints.state
+    copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
+    saved = world.broadcast(checkpoints.steps() if world.is_main else None)
+    copy = None if copies is None else copies.newest(state.get("cursor", -1), saved)
+    return Origin(run_dir, checkpoints, path, copies, copy, state if copy is None else copy.state)
+
+
+# -- 4. model and engine ---------------------------------------------------------------------------------------------
+
+
+def build_engine(
+    config: Config,
+    datasets: Sequence[AnyDataset],
+    tokenizer: Tokenizer,
+    origin: Origin,
+    world: World,
+    deepspeed_extra: Mapping[str, Any] | None,
+) -> Engine:
+    """The engine with a new model, initialised from the seed or from a teacher. A collective."""
+    config, counts = fit_micro_size(config, world.size), None
+    if world.is_main and world.device.type == "cuda" and (problem := ops.missing_kernels("cuda")):
+        log.warning(f"{problem}; training runs on torch's own kernels")
+    if config.model.frequency_bias and not origin.state and not (config.init_from or config.distill.teacher):
+        counts = token_frequencies(config, datasets[0], tokenizer, world)
+    torch.manual_seed(config.seed)
+
+    def build() -> BertForPreTraining:
+        if not config.distill.teacher:
+            return on_every_rank(world, lambda: new_model(config, world, counts))
+        return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+
+    return Engine(config, build, world, deepspeed_extra)
+
+
+def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:
+    """BERT with fp32 weights. With `counts` of the vocabulary's ids, the decoder's bias is initialised from their frequencies."""
+    dtype = precision.DTYPES[config.precision]
+    model = BertForPreTraining(config.model, config.ops, world.device.type, dtype)
+    if counts is not None:
+        model.start_from_frequencies(torch.tensor(counts))
+    return model
+
+
+def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
+    """Number of occurrences of each id that the run predicts, counted by rank 0. A collective. Raises ValueError if rows cannot be
+    read."""
+    counts: list[int] = []
+
+    def count() -> None:
+        predicted = np.ones(tokenizer.vocab_size, dtype=bool)
+        predicted[list(tokenizer.special_ids.values())] = False
+        predicted[tokenizer.special_ids["sep"]] = config.causal_updates
+        counts.extend(token_counts(dataset, predicted).tolist())
+
+    on_main(world, count)
+    return world.broadcast(counts)
+
+
+# -- 5. resume -------------------------------------------------------------------------------------------------------
+
+
+def resume(
+    engine: Engine,
+    config: Config,
+    datasets: Sequence[AnyDataset],
+    provenance: Mapping[str, Any],
+    origin: Origin,
+    world: World,
+    extend: bool,
+) -> Start:
+    """Restore the engine from the run's newest state, or from `init_from`. A collective. Raises ValueError naming the field in which the
+    checkpoint differs from the run."""
+    if not origin.state:
+        return Start(cursor=initialise(engine, config, datasets, world) if config.init_from else 0)
+    check_compatible(origin.state, provenance)
+    note_changes(origin.state, config, extend)
+    if origin.copy is not None:
+        if (owed := origin.copy.owed) is not None:
+            engine.restore(owed.tensors, owed.counters)
+            origin.checkpoints.save(engine, owed.state)
+            origin.checkpoints.finish()
+            log.info(f"saved at step {owed.state['step']}: the save that was interrupted")
+        engine.restore(origin.copy.tensors, origin.copy.counters)
+    else:
+        assert origin.path is not None
+        origin.checkpoints.load(engine, origin.path)
+    place = origin.path if origin.copy is None else "copies in memory"
+    log.info(f"resuming from {place} at step {origin.state['step']}, {duration(origin.state['seconds'])} trained")
+    return Start(saved=dict(origin.state))
+
+
+def initialise(engine: Engine, config: Config, datasets: Sequence[AnyDataset], world: World) -> int:
+    """Load the weights, and with `init_moments` the moments, of the run `init_from`; returns the update of the data at which to start."""
+
+    def check(source: Mapping[str, Any]) -> None:
+        refuse_other_tokenizer(config, source, datasets[0].manifest)
+
+    source = start_engine(engine, config.init_from, world, config.init_moments, check)
+    parts = "weights and moments" if config.init_moments else "the weights"
+    log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
+    return cursor_after(source, config, datasets[0])
+
+
+def cursor_after(source: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
+    """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
+    run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
+    same = source.get("dataset") == dataset.manifest.fingerprint
+    if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
+        return 0
+    size = phases_of(config)[0].config.batch.global_size
+    cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
+    if cursor:
+        log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
+    return cursor
+
+
+def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
+    """The provenance that every checkpoint has: config and its hash, fingerprints of data and tokenizer, backends, machine,
+    versions, revision, command. A collective."""
+    module: Any = engine.module
+    program: dict[str, Any] = {}
+    if engine.world.is_main:  # of a thousand ranks one asks git and reads the package's files
+        program = {
+            "versions": environment.versions(),
+            "revision": environment.revision(),
+            "source": environment.source(),
+            "command": environment.command(),
+        }
+    cuda = engine.world.device.type == "cuda"
+    backends = {role: choice.name for role, choice in module.backends._asdict().items()}
+    return {
+        "config": config.model_dump(),
+        "config_sha256": config.digest(),
+        **datasets[0].identity,
+        "phase_datasets": [dataset.manifest.fingerprint for dataset in datasets],
+        "tokenizer": tokenizer.sha256,
+        "backends": backends | {"optimizer": engine.optimizer_kernels},
+        "machine": torch.cuda.get_device_name(engine.world.device) if cuda else environment.processor(),
+        "threads": torch.get_num_threads(),
+        **engine.world.broadcast(program),
+        **getattr(module, "provenance", {}),
+    }
+
+
+# -- 6. record -------------------------------------------------------------------------------------------------------
+
+
+def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, start: Start, world: World) -> None:
+    """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with
+    step, time and hardware of this start. Rank 0 only."""
+    if not world.is_main:
+        return
+    write_whole(origin.run_dir / CONFIG, canonical(provenance))
+    for name, data in tokenizer.files().items():
+        write_whole(origin.run_dir / name, data)
+    line = {
+        "step": start.step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": world.size,
+        "device": provenance["machine"],
+        "cores": environment.cores(),
+        "memory_gib": environment.memory_gib(),
+        **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
+    }
+    with open(origin.run_dir / STARTS, "a") as file:
+        file.write(json.dumps(line) + "\n")

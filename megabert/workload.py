@@ -1,0 +1,197 @@
+"""The workload of pre-training: the updates of each phase's data, held-out evaluation, and the line of a log.
+
+`Trainer` asks it for updates and evaluations; fine-tuning is another workload of the same Trainer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megabert import evaluation
+from megabert.common import errors
+from megabert.common.logs import log
+from megabert.config import Config, fit_micro_size, phases_of
+from megabert.data.batch import Batch
+from megabert.data.loader import Loader
+from megabert.data.masking import held_out_masking
+from megabert.data.mixture import AnyDataset, continue_data, members, names_of
+from megabert.data.pairs import read_pairs
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed.ranks import World, on_main, refuse_together
+from megabert.engine import Engine
+from megabert.engine.ceiling import find_ceiling
+from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
+from megabert.metrics import PretrainingMeter, Shown, progress_line
+from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
+
+# seconds between lines about shards that are copied before training starts
+PROGRESS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out split of a dataset. `config` has the batch of the dataset's phase; `bytes_a_token` is 0 if the run has only one
+    dataset."""
+
+    name: str
+    dataset: Dataset
+    config: Config
+    bytes_a_token: float
+
+
+class Pretraining:
+    """Workload of pre-training: the rows of each phase's dataset, and evaluation on the held-out splits."""
+
+    def __init__(
+        self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
+    ) -> None:
+        self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
+        self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
+        self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
+        ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
+        self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
+        self.shown = Shown()
+        # read at the first evaluation
+        self._samples: HeldOutSamples | None = None
+        log.info(
+            f"{engine.describe()}; matrix-product ceiling {ceiling.tflops:.2f} TFLOP/s a device ({ceiling.origin})"
+        )
+
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:
+        number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]
+        config, position = self.phases[number], continue_data(self.datasets, sizes, phase_starts)
+        self.engine.enter_phase(config)
+        place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
+        place["origin"] = position - phase_starts[-1] * sizes[number]
+        at = place["origin"] + first * sizes[number]
+        self.datasets[number].fetch_ahead(config.seed, at, _shown_every(PROGRESS_SECONDS))
+        return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
+
+    def evaluation_due(self, step: int) -> bool:
+        interval = self.config.eval.interval
+        return step == 0 or bool(interval and step % interval == 0)
+
+    def checkpoint_due(self, step: int) -> bool:
+        interval = self.config.checkpoint.interval
+        return bool(interval and step % interval == 0)
+
+    @cached_property
+    def held_out(self) -> list[HeldOut]:
+        """The held-out splits of the run's datasets, in order of first use; [] if the first one has none. A collective. Raises
+        ValueError if rows cannot be read."""
+        phases = zip(self.datasets, self.phases, strict=True)
+        parts = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
+        names = names_of([part.place for part, _ in parts.values()])
+        splits: list[HeldOut] = []
+        for name, (part, batch) in zip(names, parts.values(), strict=True):
+            if part.held_out_path is None:
+                log.info(f"{part.place} has no held-out split: the run is not evaluated{' on it' if splits else ''}")
+                if not splits:
+                    break
+                continue
+            dataset = Dataset(part.held_out_path)
+            size = self.bytes_a_token(dataset) if len(parts) > 1 else 0.0
+            splits.append(HeldOut(name, dataset, self.config.model_copy(update={"batch": batch}), size))
+        return splits
+
+    def bytes_a_token(self, dataset: Dataset) -> float:
+        """`evaluation.bytes_a_token`, computed on rank 0. A collective. Raises ValueError if rows cannot be read."""
+        values: list[float] = []
+        on_main(self.world, lambda: values.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
+        return self.world.broadcast(values)[0]
+
+    @cached_property
+    def pairs(self) -> PairsWhileTraining | None:
+        """The minimal pairs of `eval.pairs`, read at the first evaluation. Raises ValueError naming file and line."""
+        if not self.config.eval.pairs:
+            return None
+        scorer = SentenceScorer(self.engine.module, self.config, self.tokenizer, self.world.device, line=False)
+        return PairsWhileTraining(read_pairs(self.config.eval.pairs, self.config.eval.pairs_each), scorer, self.world)
+
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
+        """Held-out metrics of the first dataset, and with several datasets also loss and bits per byte of each."""
+        figures: dict[str, float] = {}
+        for split in self.held_out:
+            summary = self.evaluate_on(split, progress)
+            figures = figures or summary
+            if split.bytes_a_token:
+                figures |= evaluation.of_dataset(split.name, summary, split.bytes_a_token)
+        if not figures:
+            return {}
+        if self.pairs is not None:
+            figures |= self.pairs.figures(progress)
+        hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
+        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if not v >= 1e4 and not k.startswith(hidden)}
+        log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
+        self.shown = Shown(self.samples(self.held_out[0].dataset))
+        return figures
+
+    def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
+        """`evaluation.summary` of a held-out split. A collective. Raises RankRefused if rows cannot be read."""
+        batches = evaluation.fixed_batches(
+            split.dataset, self.tokenizer, split.config, rank=self.world.rank, world=self.world.size
+        )
+        batches, sources = evaluation.with_sources(batches, split.dataset), split.dataset.source_names
+        problems: list[Exception] = []
+        try:
+            sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
+        except ValueError:
+            # of all ranks: one of them has no batch, perhaps since it could not read its first
+            self._refuse_unread(problems)
+            raise
+        self._refuse_unread(problems)
+        return evaluation.summary(sums, sources)
+
+    def _refuse_unread(self, problems: Sequence[Exception]) -> None:
+        problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
+        refuse_together(self.world, *problem)
+
+    def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
+        """The model's predictions for a few masked held-out rows. Rank 0 computes them; with ZeRO stage 3 all ranks take part."""
+        if not self.world.is_main and self.config.zero.stage < 3:
+            return []
+        if self._samples is None:
+            batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=SAMPLE_ROWS)
+            causal = held_out_masking(self.config).causal
+            self._samples = HeldOutSamples(batches, self.tokenizer, causal)
+        return self._samples.look(self.engine.module, self.world.device)
+
+    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        objective = values["train/objective"]
+        if "train/phase" in values:
+            objective = f"phase {values['train/phase']} of {len(self.phases)}  {objective}"
+        return progress_line(values, self.config.schedule, objective, eta_seconds)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Nothing to restore: everything is a function of the update's number."""
+
+
+def _shown_every(seconds: float) -> Callable[[int, int], None]:
+    """Logs the number of shards that were copied, and of all that training waits for; nothing if that takes less than `seconds`."""
+    last = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > seconds:
+            last = time.monotonic()
+            log.info(f"{done} of {of} shards that the next updates need are copied here")
+
+    return show
+
+
+def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:
+    """`batches` up to one that cannot be read. Its error goes to `problems`, to be raised later: other ranks are in a collective."""
+    try:
+        for batch in batches:
+            yield batch
+            progress()
+    except (ValueError, OSError) as error:
+        problems.append(error)
