@@ -48,10 +48,11 @@ from benchmarks.rehearsal import meeting
 from benchmarks.rehearsal.counts import Counts, descriptors, held
 from benchmarks.rehearsal.engine import RehearsedEngine
 from megabert import open_run, train
+from megabert.checkpoint.saves import Saves
 from megabert.common.errors import FAILED
 from megabert.data.shards import Dataset
 from megabert.distributed.session import Session
-from megabert.trainer import Saves, Trainer
+from megabert.trainer import Trainer
 
 # ranks for which the fits are evaluated
 TARGET = 1024
@@ -116,8 +117,8 @@ def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> N
         over, update = training(trainer), next(trainer.updates)
         for _ in range(SYNCS):
             counts.enter("sync")
-            trainer.report(update, seconds=0.0)
-            trainer.agree()
+            trainer.send_report(update, seconds=0.0)
+            trainer.receive_reports()
         counts.enter("end")
         trainer.world.barrier()
         holding.update(held(inherited))

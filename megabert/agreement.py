@@ -64,19 +64,19 @@ class Sync:
 REDUCTIONS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sync, include_extras=True).items()}
 
 
-class Agreement:
+class StepReports:
     """All-gather of the ranks' reports on the newest update, asynchronous during the next update."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent: tuple[Sync, str, Callable[[], list[list[int]]]] | None = None
 
-    def start(self, report: Sync, problem: str) -> None:
+    def send(self, report: Sync, problem: str) -> None:
         """Send this rank's report on an update. `problem`: the text for `report.problem`."""
-        assert self._sent is None, "finish the previous report first"
+        assert self._sent is None, "receive the previous reports first"
         self._sent = report, problem, self._world.start_gather(report.values())
 
-    def finish(self) -> Sync | None:
+    def receive(self) -> Sync | None:
         """Wait for the reports of all ranks; None if no report was sent. Raises RankRefused if a rank has a problem."""
         if self._sent is None:
             return None

@@ -11,12 +11,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import SupportsFloat
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsFloat
 
+from megabert.common.errors import BadTraining
+from megabert.common.logs import log
+from megabert.common.run_files import TROUBLE
 from megabert.config import SpikesConfig
+
+if TYPE_CHECKING:
+    from megabert.distributed.ranks import World
+    from megabert.engine import UpdateResult
+    from megabert.progress import TrainState
 
 # third quartile of the normal distribution, so that scores are comparable to standard deviations
 CONSISTENT = 0.6745
@@ -109,12 +118,6 @@ class SpikePolicy:
         """Passed to the engine, which does not apply an update if this is true for its loss."""
         return self.spikes(objective).is_spike if self.settings.policy == "skip" else None
 
-    @property
-    def immediate(self) -> bool:
-        """Whether each update has to be judged before the next one. Under the other policies it may be later, since a rollback
-        discards the updates after the spike."""
-        return self.settings.policy == "skip"
-
     def judge(self, loss: SupportsFloat, objective: str, *, skipped: bool, vetoed: bool) -> Judgement:
         """The reaction to an update. The flags are those of `megabert.engine.UpdateResult`. Reads `loss`, which waits for the
         device, unless the policy is "off"."""
@@ -143,3 +146,70 @@ class SpikePolicy:
                 return Judgement(Decision.ABORT, judged, reason)
             return Judgement(Decision.ROLLBACK, judged)
         return Judgement(Decision.SKIP if skipped else Decision.OK, judged)
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """An update whose result was not checked yet: step, cursor and rows (not the batches, whose memory the loader reuses),
+    objective and result."""
+
+    step: int
+    cursor: int
+    epoch: int
+    row_ids: list[int]
+    objective: str
+    result: UpdateResult
+
+
+class UpdateJudge:
+    """Checks the updates of a run in their order, and records those that were not applied or whose loss is a spike.
+
+    Under "skip" each update is judged before the next one. Under the other policies it may be later, since a rollback discards the
+    updates after the spike.
+    """
+
+    def __init__(self, policy: SpikePolicy, world: World, run_dir: Path, terms: Sequence[str]) -> None:
+        """`terms`: names of the losses in the record."""
+        self.policy, self._world, self._run_dir, self._terms = policy, world, run_dir, terms
+        self.pending: list[PendingUpdate] = []
+        # the update that requires a rollback
+        self.spike: PendingUpdate | None = None
+
+    def judge(self, state: TrainState) -> None:
+        """Check the results of the updates since the last call, up to the first spike that requires a rollback, and count them in
+        `state`. A collective. Raises BadTraining if the run must end."""
+        while self.pending and self.spike is None:
+            done = self.pending.pop(0)
+            if self._judge(done, state) is Decision.ROLLBACK:
+                self.spike = done
+
+    def forget(self) -> None:
+        """Drop all updates that were not judged, and the spike."""
+        self.spike, self.pending = None, []
+
+    def _judge(self, done: PendingUpdate, state: TrainState) -> Decision:
+        result = done.result
+        state.skipped += result.skipped
+        flags = {"skipped": result.skipped, "vetoed": result.vetoed}
+        judgement = self.policy.judge(result.host_loss, done.objective, **flags)
+        state.bad = self.policy.bad
+        for trouble in judgement.troubles:
+            state.spiked += trouble.kind == "spike"
+            self._record(done, trouble)
+            log.info(f"step {done.step}: {trouble.text}")
+        if judgement.decision is Decision.ABORT:
+            raise BadTraining(f"{judgement.reason}; the rows are in {self._run_dir / TROUBLE}")
+        return judgement.decision
+
+    def _record(self, done: PendingUpdate, trouble: Trouble) -> None:
+        """Append step, data and metrics of an update to `trouble.jsonl`. A collective."""
+        from megabert.metrics import as_json, figures  # imports torch
+
+        rows_by_rank = self._world.gather([row for row in done.row_ids if row >= 0])
+        if self._world.is_main:
+            entry: dict[str, object] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
+            entry |= {"kind": trouble.kind, "action": trouble.action}
+            entry |= figures(done.result, self._terms)
+            entry |= {"score": round(trouble.score, 3), "row_ids": [row for rows in rows_by_rank for row in rows]}
+            with open(self._run_dir / TROUBLE, "a") as file:
+                file.write(as_json(entry) + "\n")

@@ -176,7 +176,7 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     """The last message of a run: its held-out loss, where it is saved, and commands that use it."""
     step, run = trainer.state.step, shlex.quote(args.run)
     saved = f"saved at step {step:,} in {args.run}"
-    if not trainer.complete:
+    if not trainer.schedule.complete:
         return f"--stop-after reached: {saved}; the same command without it resumes"
     figures = trainer.last_eval
     best, loss = run, ""
@@ -185,7 +185,7 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
         loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
     elif figures:
         loss = f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
-    saved = f"ended by {trainer.limit}; {saved}"
+    saved = f"ended by {trainer.schedule.limit}; {saved}"
     lines = [
         f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
         f'fill     --model {best} "The capital of France is [MASK]."',

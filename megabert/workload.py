@@ -1,6 +1,5 @@
-"""The workload of pre-training: the updates of each phase's data, held-out evaluation, and the line of a log.
-
-`Trainer` asks it for updates and evaluations; fine-tuning is another workload of the same Trainer.
+"""What the Trainer trains: the interface of a workload, and that of pre-training with the updates of each phase's data and held-out
+evaluation. Fine-tuning is another workload of the same Trainer.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from megabert import evaluation
 from megabert.common import errors
@@ -26,11 +25,49 @@ from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine import Engine
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
-from megabert.metrics import PretrainingMeter, Shown, progress_line
+from megabert.metrics import Meter, PretrainingMeter, Shown, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 
 # seconds between lines about shards that are copied before training starts
 PROGRESS_SECONDS = 5.0
+
+
+class Workload(Protocol):
+    """Data and evaluation of a run. All methods are called on every rank in the same order.
+
+    An update has `step` (its number in the data, from 0), `epoch`, `batches` for the engine, `row_ids` and `epochs` (int64 [n]) of
+    their rows, `tokens` (of this rank, without padding), `objective`, and `problem` with `problem_code`: see
+    `megabert.data.batch.Update`.
+    """
+
+    shown: Shown
+
+    @property
+    def meter(self) -> Meter:
+        """Metrics of the updates between two log lines."""
+
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[Any]:
+        """Endless iterator over this rank's updates from number `first` of the data on; `close` ends its workers. `phase_starts`: the
+        number of the first update of each phase so far; the updates are of the last of these phases."""
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` updates (0: before the first). At the end of the schedule the Trainer always does."""
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after `step` updates. At the end of the run the Trainer always does."""
+
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
+        """Evaluate the model after `step` updates, log the metrics and return them; {} without evaluation data. Samples go to
+        `shown`. Calls `progress` from time to time, for the watchdog."""
+
+    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        """One line for the terminal from the values of a log line."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON state of the workload, for a checkpoint."""
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
     ours.workload.saved_at = 35  # type: ignore[attr-defined]
     ours.workload.evaluation_due = lambda step: step == 25  # type: ignore[method-assign]
-    ours.stop_after = None
+    ours.schedule.stop_after = None
     slow = cause if world.rank == 1 else ""
     ours.engine.module.register_forward_pre_hook(lambda *_: compute_for(BUSY + LATE * (slow == "device")))
     stops = subprocess.Popen(["sh", "-c", STOPS, str(os.getpid())]) if slow == "host" else None

@@ -19,8 +19,9 @@ from megabert.checkpoint import chain, load_weights
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.open_run import open_run
+from megabert.progress import TrainState
 from megabert.train import main
-from megabert.trainer import Trainer, TrainState
+from megabert.trainer import Trainer
 from tests.helpers.job import Job
 from tests.helpers.loop import StopAt
 from tests.test_held_out_by_dataset import DATA, SMALL, random_rows
@@ -64,7 +65,7 @@ def test_a_run_ends_when_the_loss_improves_no_more(
     assert kept == ["step-00000004", "step-00000008"]
     assert hf.load(tmp_path / "straight" / "best").step == 4
     again = opened(world, tmp_path / "straight", {})
-    assert again.complete and again.train() and again.state.step == 8
+    assert again.schedule.complete and again.train() and again.state.step == 8
     again.close()
     for stop in (3, 5, 6):
         assert trained(world, tmp_path / "broken", LOSSES, stop=stop) == stop

@@ -42,9 +42,9 @@ SMALL = [
 ]
 SLOW = """
 from megabert.trainer import Trainer
-def report(self, update, seconds, do=Trainer.report):
+def report(self, update, seconds, do=Trainer.send_report):
     do(self, update, 60.0)
-Trainer.report = report
+Trainer.send_report = report
 """
 # causal for the first 4 of 10 updates, then masked LM at 30%
 RECIPE = [*("objective.causal_share=0.4", "data.masking.rate=0.3", "eval.rate=0.15")]
@@ -163,8 +163,8 @@ def test_by_minutes_the_change_follows_the_clock(world: World, tmp_path: Path) -
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
     for stop_after in (4, 7):
         trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
-        report = trainer.report
-        trainer.report = lambda update, seconds, report=report, trainer=trainer: report(  # type: ignore[method-assign]
+        report = trainer.send_report
+        trainer.send_report = lambda update, seconds, report=report, trainer=trainer: report(  # type: ignore[method-assign]
             update, 0.06 if trainer.state.step <= 2 else 9.0
         )
         assert trainer.train()
@@ -502,14 +502,14 @@ def test_phases_by_minutes_repeat_as_first_timed(world: World, tmp_path: Path, f
 
     def timed(name: str, seconds: float, stop_after: int | None = None, killed_after: int = -1) -> Any:
         trainer = opened(world, tmp_path / name, *overrides, stop_after=stop_after)
-        report, train_update = trainer.report, trainer.engine.train_update
+        report, train_update = trainer.send_report, trainer.engine.train_update
 
         def update(*arguments: Any) -> Any:
             if trainer.state.step == killed_after:
                 raise Killed
             return train_update(*arguments)
 
-        trainer.report = lambda update, _: report(update, seconds)  # type: ignore[method-assign]
+        trainer.send_report = lambda update, _: report(update, seconds)  # type: ignore[method-assign]
         trainer.engine.train_update = update  # type: ignore[method-assign]
         try:
             assert trainer.train()

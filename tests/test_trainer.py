@@ -131,7 +131,7 @@ def test_minutes_count_from_the_last_checkpoint_not_from_a_copy_in_memory(world,
     ours = trainer(cfg, world, tmp_path)
     for saved, due in ((10.0, False), (45.0, False), (75.0, True)):
         ours.resume(ours.checkpoint_state() | {"seconds": saved, "saved_seconds": 10.0, "logged_seconds": 10.0})
-        assert ours.checkpoint_due(1) == ours.log_due(cfg.log.interval) == due
+        assert ours.schedule.checkpoint_due(1) == ours.schedule.log_due(cfg.log.interval) == due
     ours.close()
 
 
@@ -150,7 +150,7 @@ def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch) -> N
     """Data 3 and 4 are left out, whether the spike of 4 is seen at once or one update later; lines follow the clock."""
     found = []
     for unread, seconds in ((64, 0.0), (3, 1e9)):
-        monkeypatch.setattr("megabert.trainer.MOST_UNREAD", unread)
+        monkeypatch.setattr("megabert.progress.MOST_UNREAD", unread)
         cfg = tiny.config(
             zero__stage=0, log__interval=1, log__seconds=seconds, log__tensorboard=False, checkpoint__asynchronous=False,
             spikes__policy="rollback", spikes__window=8, spikes__threshold=300.0, batch__micro_size=8,
@@ -246,7 +246,7 @@ def collectives(world: World, folder: str) -> list[list[str]]:
     )  # fmt: skip
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
     ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
-    ours.stop_after = None
+    ours.schedule.stop_after = None
     train_update = ours.train_update
 
     def next_update() -> Any:

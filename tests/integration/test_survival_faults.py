@@ -151,11 +151,11 @@ TIMEOUT, SLACK = 6, 8
 WATCHED = f"watchdog.timeout_seconds={TIMEOUT}"
 ENDLESS = """
 from megabert.trainer import Trainer
-def spin(self, lr, log=Trainer.log):
+def spin(self, lr, log=Trainer.write_log_line):
     log(self, lr)
     while self.world.rank == 1 and self.state.step == 3:
         pass
-Trainer.log = spin
+Trainer.write_log_line = spin
 """
 
 

@@ -1,0 +1,155 @@
+"""Progress of a run: its state, which every checkpoint has, and what is due before and after an update.
+
+Everything here follows from configuration and state, which are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from megabert.checkpoint.rate_record import RateRecord
+from megabert.config import Config, Phase, phase_at, phases_of
+from megabert.optim.schedule import limit_reached, phase_rate, share_used
+
+if TYPE_CHECKING:
+    from megabert.workload import Workload
+
+# maximum number of updates whose results the host has not read from the device
+MOST_UNREAD = 64
+
+
+@dataclass
+class TrainState:
+    """Progress of a run; saved in every checkpoint."""
+
+    # updates done
+    step: int = 0
+    # updates of the data consumed, including those skipped after a spike
+    cursor: int = 0
+    # training time, without evaluations and saves
+    seconds: float = 0.0
+    # consecutive updates that were not applied
+    bad: int = 0
+    # updates not applied, and spikes
+    skipped: int = 0
+    spiked: int = 0
+    # tokens of all ranks, without padding
+    tokens: int = 0
+    # the cursor at the start of each phase so far
+    phase_starts: list[int] = field(default_factory=lambda: [0])
+    # with `eval.patience`: the step with the lowest held-out loss (-1: none yet), that loss, and evaluations since then
+    best_step: int = -1
+    best_loss: float = 0.0
+    since_best: int = 0
+    # an evaluation after `step` updates is due that a stop did not leave time for, and the longest one so far in seconds
+    evaluation_owed: bool = False
+    evaluation_seconds: float = 0.0
+    # training times at the newest checkpoint and the newest log line
+    saved_seconds: float = 0.0
+    logged_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> TrainState:
+        """The state in a checkpoint; missing fields have their initial values."""
+        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
+
+    def improved(self, loss: float) -> bool:
+        """Count an evaluation after this step; whether its held-out loss is the lowest so far. NaN is not."""
+        if math.isfinite(loss) and (self.best_step < 0 or not loss >= self.best_loss):
+            self.best_step, self.best_loss, self.since_best = self.step, loss, 0
+            return True
+        self.since_best += 1
+        return False
+
+
+class RunSchedule:
+    """When a run logs, evaluates, saves, enters a phase and ends, and the learning rate of each update."""
+
+    def __init__(self, config: Config, workload: Workload, stop_after: int | None) -> None:
+        """`stop_after`: step at which this process ends before the schedule does."""
+        self.config, self.workload, self.stop_after = config, workload, stop_after
+        self.phases = phases_of(config)
+        self.state = TrainState()
+        # recorded rates, where they depend on the training time
+        self.rates: RateRecord | None = None
+
+    @property
+    def used(self) -> tuple[int, float, int]:
+        """Updates, minutes and tokens before the next update."""
+        return self.state.step, self.state.seconds / 60, self.state.tokens
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the newest update."""
+        return self.phases[len(self.state.phase_starts) - 1]
+
+    @property
+    def next_phase(self) -> int:
+        """Number of the next update's phase, from 0."""
+        return phase_at(self.phases, share_used(self.config.schedule, *self.used))
+
+    @property
+    def limit(self) -> str:
+        """The setting by which the run is complete: the schedule has ended, or the held-out loss has stopped improving; else "". An
+        update with a recorded rate is repeated even if the time budget is used up."""
+        patience = self.config.eval.patience
+        if patience and self.state.since_best >= patience:
+            return f"eval.patience={patience}"
+        return "" if self.recorded() else limit_reached(self.config.schedule, *self.used)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run is complete."""
+        return bool(self.limit)
+
+    @property
+    def over(self) -> bool:
+        """Whether this process has no further update to do."""
+        return self.complete or (self.stop_after is not None and self.state.step >= self.stop_after)
+
+    def recorded(self) -> tuple[float, float] | None:
+        """Training time in seconds and learning rate of the next update, if it is repeated and its rate depends on the time."""
+        return self.rates.known(self.state.step, self.state.cursor) if self.rates is not None else None
+
+    def rate(self) -> float:
+        """Learning rate of the next update, which is in the current phase."""
+        if recorded := self.recorded():
+            return recorded[1]
+        lr = phase_rate(self.phase, self.config.schedule, *self.used)
+        if self.rates is not None:
+            self.rates.add(self.state.step, self.state.cursor, self.state.seconds, lr)
+        return lr
+
+    def log_due(self, step: int) -> bool:
+        """Whether to log update `step` if it is not the last. Asked before the update."""
+        minimum, elapsed = self.config.log.seconds, self.state.seconds - self.state.logged_seconds
+        return step % self.config.log.interval == 0 and (not minimum or elapsed >= minimum)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after update `step` if it is not the last. Asked before the update."""
+        minutes = self.config.checkpoint.minutes
+        return self.workload.checkpoint_due(step) or bool(
+            minutes and self.state.seconds - self.state.saved_seconds >= 60 * minutes
+        )
+
+    def reading_due(self, step: int, unread: int, copied: Callable[[int], bool]) -> bool:
+        """Whether results are read from the device after update `step`, with `unread` updates before it. In between the host only queues
+        work. `copied(step)`: whether a copy of the training state is taken."""
+        if step == 1 or self.config.spikes.policy == "skip" or self.log_due(step) or unread + 1 >= MOST_UNREAD:
+            return True
+        last = step == self.config.schedule.total_steps or step == self.stop_after
+        return last or copied(step) or self.workload.evaluation_due(step)
+
+    @property
+    def eta_seconds(self) -> float:
+        """Remaining training time in seconds at the average speed."""
+        schedule, state = self.config.schedule, self.state
+        seconds = (schedule.total_steps - state.step) * state.seconds / state.step
+        if schedule.unit == "minutes":
+            seconds = min(seconds, schedule.budget_minutes * 60 - state.seconds)
+        elif schedule.unit == "tokens":
+            seconds = min(seconds, (schedule.budget_tokens / max(state.tokens, 1) - 1) * state.seconds)
+        return max(seconds, 0.0)
