@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.common.run_files import TROUBLE
+from megabert.common.run_files import TROUBLE, as_json
 from megabert.config import SpikesConfig
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class UpdateJudge:
 
     def _record(self, done: PendingUpdate, trouble: Trouble) -> None:
         """Append step, data and metrics of an update to `trouble.jsonl`. A collective."""
-        from megabert.metrics import as_json, figures  # imports torch
+        from megabert.metrics import figures  # imports torch
 
         rows_by_rank = self._world.gather([row for row in done.row_ids if row >= 0])
         if self._world.is_main:

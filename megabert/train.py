@@ -137,8 +137,8 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     from megabert.config import flat
     from megabert.distributed.ranks import check_same, on_main
     from megabert.distributed.signals import REQUEUE, end_of_time
-    from megabert.metrics import check_packages
     from megabert.open_run import open_run
+    from megabert.sinks import check_packages
 
     config = configuration.from_arguments(args)
     profile = check(args, config, ranks.world.size)

@@ -30,8 +30,8 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
-from megabert.metrics import Sinks
 from megabert.progress import RunSchedule, TrainState
+from megabert.sinks import Sinks
 from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class Trainer:
             return
         self.last_eval = metrics
         self.sinks.write({"step": state.step, "time/train_seconds": round(state.seconds, 3)} | metrics)
-        self.sinks.show(state.step, self.workload.shown)
+        self.sinks.show(state.step, self.workload.samples)
         if not patience or len(state.phase_starts) < len(self.schedule.phases):
             return
         if state.improved(self.world.broadcast(metrics["eval/mlm_loss"])):

@@ -25,7 +25,7 @@ from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine import Engine
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
-from megabert.metrics import Meter, PretrainingMeter, Shown, progress_line
+from megabert.metrics import Meter, PretrainingMeter, progress_line
 from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
 
 # seconds between lines about shards that are copied before training starts
@@ -40,7 +40,9 @@ class Workload(Protocol):
     `megabert.data.batch.Update`.
     """
 
-    shown: Shown
+    @property
+    def samples(self) -> Sequence[dict[str, Any]]:
+        """Samples of the last evaluation, as of `megabert.evaluation.HeldOutSamples`; none for other workloads."""
 
     @property
     def meter(self) -> Meter:
@@ -58,7 +60,7 @@ class Workload(Protocol):
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Evaluate the model after `step` updates, log the metrics and return them; {} without evaluation data. Samples go to
-        `shown`. Calls `progress` from time to time, for the watchdog."""
+        `samples`. Calls `progress` from time to time, for the watchdog."""
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         """One line for the terminal from the values of a log line."""
@@ -92,7 +94,7 @@ class Pretraining:
         self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
         ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
         self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
-        self.shown = Shown()
+        self.samples: list[dict[str, Any]] = []
         # read at the first evaluation
         self._samples: HeldOutSamples | None = None
         log.info(
@@ -165,7 +167,7 @@ class Pretraining:
         hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
         shown = {k.removeprefix("eval/"): v for k, v in figures.items() if not v >= 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
-        self.shown = Shown(self.samples(self.held_out[0].dataset))
+        self.samples = self.predict_samples(self.held_out[0].dataset)
         return figures
 
     def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
@@ -188,7 +190,7 @@ class Pretraining:
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse_together(self.world, *problem)
 
-    def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
+    def predict_samples(self, held_out: Dataset) -> list[dict[str, Any]]:
         """The model's predictions for a few masked held-out rows. Rank 0 computes them; with ZeRO stage 3 all ranks take part."""
         if not self.world.is_main and self.config.zero.stage < 3:
             return []

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert import metrics
+from megabert import metrics, sinks
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import host_name
 from megabert.common.logs import duration, log
@@ -26,7 +26,8 @@ from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
-from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, TensorBoard, training_flops
+from megabert.metrics import Meter, training_flops
+from megabert.sinks import JsonLines, SampleLines, Sink, Sinks, TensorBoard
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
@@ -319,10 +320,10 @@ def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: P
 
 def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     sink = SampleLines(tmp_path / "samples.jsonl", -1)
-    sink.show(0, Shown())
+    sink.show(0, [])
     sink.write({"step": 0, "train/loss": 1.0})
     assert not list(tmp_path.iterdir())
-    sink.show(10, Shown(SAMPLES))
+    sink.show(10, SAMPLES)
     sink.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 10, "samples": SAMPLES}
 
@@ -372,7 +373,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
         sink.write({"step": step, "train/loss": 10.0 - step, "note": 1})
     sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/slow_ranks": [{"rank": 1}]})
     sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
-    sink.show(10, Shown(SAMPLES))
+    sink.show(10, SAMPLES)
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 9.0), (2, 8.0), (3, 7.0)]
@@ -388,16 +389,16 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
 def test_a_text_of_tensorboard_numbers_masks_and_escapes_markup() -> None:
     masks = [{"at": 1, "shown": "[MASK]", "said": [[" <b>*", 0.5], ["x", 0.25]]}]
-    shown = metrics.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
+    shown = sinks.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 
 
 def test_a_missing_package_is_named_with_its_setting(monkeypatch) -> None:
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
     text = r"log\.wandb=mine: wandb is not installed; pip install 'megabert\[wandb\]'"
     with pytest.raises(ValueError, match=text):
-        metrics.check_packages(config("log.wandb=mine"))
-    metrics.check_packages(config())  # nothing is asked for
+        sinks.check_packages(config("log.wandb=mine"))
+    sinks.check_packages(config())  # nothing is asked for
 
 
 def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
@@ -407,7 +408,7 @@ def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
     for step, saved in ((0, -1), (10, 10)):
         sinks = Sinks(folder, config(*overrides), saved)
         sinks.write({"step": step + 10, "train/loss": 9.0 - step / 10, "data/row_digest": "text"})
-        sinks.show(step + 10, Shown(SAMPLES))
+        sinks.show(step + 10, SAMPLES)
         sinks.hparams({"eval/mlm_loss": 7.5})
         sinks.close()
         ids.append(json.loads((folder / "sinks.json").read_text()))

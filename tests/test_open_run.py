@@ -195,5 +195,5 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
     assert str(inner) in reads and rows == list(range(90))
     reads.clear()
     assert workload.evaluate(100, lambda: None) == first and rows == 2 * list(range(90))
-    assert workload.shown.samples
+    assert workload.samples
     assert not reads

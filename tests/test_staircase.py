@@ -21,7 +21,7 @@ MEGABERT = (
     ("engine",),
     ("checkpoint",),
     ("inplace", "hf"),
-    ("agreement", "metrics", "progress"),
+    ("agreement", "metrics", "sinks", "progress"),
     ("spikes",),
     ("evaluation", "minimal_pairs"),
     ("distillation",),
@@ -85,9 +85,9 @@ OWNERS = {
     "scipy": ("megabert.finetune.scores",),
     "seqeval": ("megabert.finetune.scores",),
     "sklearn": ("megabert.finetune.scores",),
-    "tensorboard": ("megabert.metrics",),
-    "torch.utils.tensorboard": ("megabert.metrics",),
-    "wandb": ("megabert.metrics",),
+    "tensorboard": ("megabert.sinks",),
+    "torch.utils.tensorboard": ("megabert.sinks",),
+    "wandb": ("megabert.sinks",),
     "transformers": ("megabert.finetune.onnx",),  # what is exported loads there; its ONNX is made from it
 }
 

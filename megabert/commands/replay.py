@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
-from megabert.common.run_files import CONFIG, METRICS, checkpoint_name, checkpoints_of, json_lines
+from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_of, json_lines
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -98,7 +98,6 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     import torch
 
     from megabert.distributed.ranks import on_main
-    from megabert.metrics import as_json
     from megabert.metrics import figures as update_figures
     from megabert.open_run import open_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +62,11 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 yield line
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """One line of JSON; non-finite floats are written as strings."""
+    finite = (not isinstance(value, float) or math.isfinite(value) for value in values.values())
+    return json.dumps(
+        {name: value if good else str(value) for (name, value), good in zip(values.items(), finite, strict=True)}
+    )

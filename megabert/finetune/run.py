@@ -54,7 +54,7 @@ from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, runs_of
 from megabert.finetune.tasks import Task, find, goodness
 from megabert.hf import Pretrained
-from megabert.metrics import Meter, Shown
+from megabert.metrics import Meter
 from megabert.trainer import Trainer
 
 COMMON, SUMMARY, RESULT = "settings.json", "summary.json", "result.json"
@@ -165,7 +165,7 @@ class TaskMeter(Meter):
 class FineTuning:
     """One run in its folder; `train` returns its result, or None if it was stopped and has saved."""
 
-    shown = Shown()
+    samples = ()
 
     def __init__(
         self,

@@ -142,15 +142,15 @@ SLOW_SINK = """
 import os
 import time
 from pathlib import Path
-from megabert import metrics
+from megabert import sinks
 from megabert.distributed import ranks
 closed, rank = Path({closed!r}), os.environ["RANK"]
-class Uploads(metrics.JsonLines):
+class Uploads(sinks.JsonLines):
     def close(self):
         super().close()
         time.sleep(2)
         closed.touch()
-metrics.JsonLines = Uploads
+sinks.JsonLines = Uploads
 end = ranks.shutdown
 def shutdown():
     closed.with_name("left-" + rank).write_text(str(closed.exists()))
