@@ -52,8 +52,8 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import Pretrained
 from megabert.metrics import training_flops
-from megabert.minimal_pairs import score_pairs, sentences_of, table_of
 from megabert.model import BertForPreTraining
+from megabert.objectives.minimal_pairs import score_pairs, sentences_of, table_of
 from megabert.optim.schedule import learning_rate
 
 OBJECTIVES = ("masked", "bell", "adaptive", "mixed", "replaced")

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from megabert import hf
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.masking import IGNORE, held_out_masking
-from megabert.data.mixture import names_of, token_counts
+from megabert.data.mixture import token_counts
 from megabert.data.shards import Dataset, Manifest, dataset_folder
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine import loss_table, precision
+from megabert.engine import loss_table
 from megabert.model import BertForPreTraining, evaluating
 
 # fixed: the mask of a held-out row is the same in every run
@@ -189,40 +185,3 @@ class HeldOutSamples:
 
     def _words(self, probabilities: list[float], ids: list[int]) -> list[list[Any]]:
         return [[self._vocabulary[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
-
-
-def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
-    default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
-    first, and loss and bits a byte of each."""
-    folders = [data] if isinstance(data, str) else list(data)
-    datasets, folder = [held_out(each) for each in folders], hf.model_folder(run)
-    loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
-    cfg, longest = loaded.config, loaded.config.model.max_positions
-    for name, dataset in zip(folders, datasets, strict=True):
-        if loaded.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
-            raise ValueError(
-                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {shlex.quote(str(loaded.tokenizer.path))}"
-            )
-        if dataset.manifest.seq_len > longest:
-            raise ValueError(
-                f"{name}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}"
-            )
-    if rows:
-        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
-    figures: dict[str, float | int] = {"step": loaded.step}
-    for name, dataset in zip(names_of(folders), datasets, strict=True):
-        batches = with_sources(fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
-        total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
-        batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
-        sums = batch_sums(model, batches, device, len(dataset.source_names))
-        of_this = summary(sums, dataset.source_names)
-        if not sums.isfinite().all():
-            raise ValueError(f"{name}: the loss of {run} is not finite; name another model")
-        if dataset is datasets[0]:
-            figures |= of_this
-        if len(folders) > 1:
-            figures |= of_dataset(name, of_this, bytes_a_token(dataset, loaded.tokenizer))
-    return figures

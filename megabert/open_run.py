@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert import distillation, ops
+from megabert import ops
 from megabert.checkpoint import (
     Checkpoints,
     check_compatible,
@@ -43,7 +43,7 @@ from megabert.inplace import kept_rank
 from megabert.inplace.copies import Copies, NewestCopy, copies_of_keeper
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
-from megabert.workload import Pretraining
+from megabert.workload import NO_EXTRAS, Extras, Pretraining
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,22 @@ def open_run(
     extend: bool = False,
     deepspeed_extra: Mapping[str, Any] | None = None,
     profile: tuple[int, int] = (0, 0),
+    extras: Extras = NO_EXTRAS,
 ) -> Trainer:
     """Open data, model and engine, and resume from the newest complete checkpoint of the run folder. A collective.
 
     `extend`: a finished run may continue by another schedule. `profile`: the first and the last update to profile on this rank.
+    `extras`: what the settings ask for beyond pre-training.
     Raises ValueError naming the setting, file or folder that does not fit.
     """
+    extras.check(config)
     datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
     config = resolve_config(config, datasets)
     origin = open_run_folder(config, run_dir, world)
     config = precision.with_precision(config, world, origin.precision)
     watchdog.progress()
-    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra)
+    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra, extras)
     watchdog.progress()
     provenance = describe(config, datasets, tokenizer, engine)
     start = resume(engine, config, datasets, provenance, origin, world, extend)
@@ -113,7 +116,7 @@ def open_run(
         config=config,
         world=world,
         engine=engine,
-        workload=Pretraining(config, world, engine, datasets, tokenizer),
+        workload=Pretraining(config, world, engine, datasets, tokenizer, extras),
         checkpoints=origin.checkpoints,
         copies=origin.copies,
         stop=stop,
@@ -219,6 +222,7 @@ def build_engine(
     origin: Origin,
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
+    extras: Extras,
 ) -> Engine:
     """The engine with a new model, initialised from the seed or from a teacher. A collective."""
     config, counts = fit_micro_size(config, world.size), None
@@ -229,11 +233,11 @@ def build_engine(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        if not config.distill.teacher:
-            return on_every_rank(world, lambda: new_model(config, world, counts))
-        return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+        if config.distill.teacher and extras.build is not None:
+            return extras.build(config, tokenizer.sha256, world.device)
+        return new_model(config, world, counts)
 
-    return Engine(config, build, world, deepspeed_extra)
+    return Engine(config, lambda: on_every_rank(world, build), world, deepspeed_extra)
 
 
 def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:

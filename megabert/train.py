@@ -137,6 +137,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     from megabert.config import flat
     from megabert.distributed.ranks import check_same, on_main
     from megabert.distributed.signals import REQUEUE, end_of_time
+    from megabert.objectives import extras
     from megabert.open_run import open_run
     from megabert.sinks import check_packages
 
@@ -160,6 +161,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         extend=args.extend,
         deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
+        extras=extras(),
     )
     ranks.apart = True
     try:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from megabert import evaluation
 from megabert.common import errors
 from megabert.common.logs import log
@@ -18,7 +20,6 @@ from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
 from megabert.data.mixture import AnyDataset, continue_data, members, names_of
-from megabert.data.pairs import read_pairs
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_main, refuse_together
@@ -26,7 +27,7 @@ from megabert.engine import Engine
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import Meter, PretrainingMeter, progress_line
-from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer
+from megabert.model import BertForPreTraining
 
 # seconds between lines about shards that are copied before training starts
 PROGRESS_SECONDS = 5.0
@@ -73,6 +74,28 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
+class Extras:
+    """Parts of a run that the loop does not know, for settings that ask for them (`megabert.objectives.extras`)."""
+
+    # the model to train in place of a new BERT, for `distill.teacher`: from config, the tokenizer's SHA-256 and the device
+    build: Callable[[Config, str, torch.device], BertForPreTraining] | None = None
+    # an evaluation beside the held-out one, for `eval.pairs`: called with a progress function it returns metrics
+    pairs: Callable[[Config, Engine, Tokenizer, World], Callable[[Callable[[], None]], dict[str, float]]] | None = None
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError for a setting whose part is missing."""
+        for setting, value, part in (
+            ("distill.teacher", config.distill.teacher, self.build),
+            ("eval.pairs", config.eval.pairs, self.pairs),
+        ):
+            if value and part is None:
+                raise ValueError(f"{setting}={value}: open the run with extras=megabert.objectives.extras()")
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """The held-out split of a dataset. `config` has the batch of the dataset's phase; `bytes_a_token` is 0 if the run has only one
     dataset."""
@@ -87,8 +110,15 @@ class Pretraining:
     """Workload of pre-training: the rows of each phase's dataset, and evaluation on the held-out splits."""
 
     def __init__(
-        self, config: Config, world: World, engine: Engine, datasets: Sequence[AnyDataset], tokenizer: Tokenizer
+        self,
+        config: Config,
+        world: World,
+        engine: Engine,
+        datasets: Sequence[AnyDataset],
+        tokenizer: Tokenizer,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
+        self.extras = extras
         self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
         self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
         self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
@@ -145,12 +175,11 @@ class Pretraining:
         return self.world.broadcast(values)[0]
 
     @cached_property
-    def pairs(self) -> PairsWhileTraining | None:
-        """The minimal pairs of `eval.pairs`, read at the first evaluation. Raises ValueError naming file and line."""
-        if not self.config.eval.pairs:
+    def evaluate_pairs(self) -> Callable[[Callable[[], None]], dict[str, float]] | None:
+        """The evaluation of `eval.pairs`, which are read at the first one. Raises ValueError naming file and line."""
+        if not self.config.eval.pairs or self.extras.pairs is None:
             return None
-        scorer = SentenceScorer(self.engine.module, self.config, self.tokenizer, self.world.device, line=False)
-        return PairsWhileTraining(read_pairs(self.config.eval.pairs, self.config.eval.pairs_each), scorer, self.world)
+        return self.extras.pairs(self.config, self.engine, self.tokenizer, self.world)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out metrics of the first dataset, and with several datasets also loss and bits per byte of each."""
@@ -162,8 +191,8 @@ class Pretraining:
                 figures |= evaluation.of_dataset(split.name, summary, split.bytes_a_token)
         if not figures:
             return {}
-        if self.pairs is not None:
-            figures |= self.pairs.figures(progress)
+        if self.evaluate_pairs is not None:
+            figures |= self.evaluate_pairs(progress)
         hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
         shown = {k.removeprefix("eval/"): v for k, v in figures.items() if not v >= 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")

@@ -14,12 +14,12 @@ import pytest
 
 from megabert import config as configuration
 from megabert.commands import report
+from megabert.commands.evaluate import evaluate_run
 from megabert.data.mixture import names_of
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.evaluation import evaluate_run
 from megabert.open_run import open_run
 from tests.helpers.job import Job
 from tests.helpers.loop import StopAt

@@ -23,7 +23,7 @@ from megabert.engine.zero_layout import WEIGHT
 from megabert.finetune.__main__ import main as finetune
 from megabert.finetune.run import best_run, summarise
 from megabert.finetune.tasks import custom
-from megabert.minimal_pairs import table_of
+from megabert.objectives.minimal_pairs import table_of
 from tests.checkpoint.test_store import state
 from tests.commands.test_convert import make, one_line, rewrite
 from tests.finetune.test_run import result

@@ -17,12 +17,12 @@ from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import load_weights, write_start
 from megabert.commands import verify
+from megabert.commands.evaluate import evaluate_run
 from megabert.config import Config, phase_at, phases_of
 from megabert.data.mixture import continue_data, open_mixture
 from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.evaluation import evaluate_run
 from megabert.open_run import open_run
 from megabert.optim.schedule import phase_rate
 from megabert.trainer import Trainer

@@ -17,15 +17,16 @@ import torch
 
 from megabert import __main__ as command_line
 from megabert import config as configuration
-from megabert import distillation, hf, train
+from megabert import hf, train
 from megabert.checkpoint.start import refuse_other_tokenizer
 from megabert.commands import average, convert, distill, export
+from megabert.commands.evaluate import evaluate_run
 from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
-from megabert.evaluation import evaluate_run
 from megabert.finetune import huggingface, tasks
 from megabert.finetune.run import closing
 from megabert.hf import model_card
+from megabert.objectives import distillation
 from tests.helpers import runs
 from tests.test_held_out_by_dataset import DATA, random_rows
 
@@ -85,7 +86,10 @@ def finished(folder: Path, world: World, monkeypatch: Any) -> list[Path]:
     state: Any = SimpleNamespace(step=9, best_step=7, best_loss=1.0)
     cfg: Any = SimpleNamespace(data=SimpleNamespace(path=str(folder / "data")))
     trainer: Any = SimpleNamespace(
-        state=state, complete=True, last_eval={"eval/mlm_loss": 1.0}, config=cfg, limit="schedule.total_steps=9"
+        state=state,
+        last_eval={"eval/mlm_loss": 1.0},
+        config=cfg,
+        schedule=SimpleNamespace(complete=True, limit="schedule.total_steps=9"),
     )
     print(train.ending(trainer, Namespace(run=str(folder / "run"))))
     return [folder / "run/best", folder / "data", folder / "run-sst2", folder / "run-hf"]

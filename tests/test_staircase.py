@@ -23,10 +23,10 @@ MEGABERT = (
     ("inplace", "hf"),
     ("agreement", "metrics", "sinks", "progress"),
     ("spikes",),
-    ("evaluation", "minimal_pairs"),
-    ("distillation",),
+    ("evaluation",),
     ("trainer",),
     ("workload",),
+    ("objectives",),
     ("open_run",),
     ("finetune",),
     ("commands",),
@@ -55,6 +55,9 @@ def staircase(package: str, rows: tuple[tuple[str, ...], ...]) -> dict[str, set[
     return allowed
 
 
+LEAVES = ("megabert.hf", "megabert.objectives", "megabert.finetune", "megabert.commands")
+# what puts core and leaves together
+COMPOSED = ("megabert.train", "megabert.__main__")
 STAIRS = staircase("megabert", MEGABERT) | staircase("data_prep", DATA_PREP)
 DATA_PREP_MAY_USE = {"megabert.data", "megabert.common"}
 WITHOUT_TORCH = (
@@ -153,6 +156,19 @@ def test_no_import_runs_up_the_staircase() -> None:
             if inside(name, "data_prep") and not of_prep:
                 wrong.append(f"{module} imports {name}: data_prep imports megabert, not the reverse")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_imports_no_leaf() -> None:
+    """The core is what trains; leaves use, judge or describe a run. The command that starts training, and the package's face, put both
+    together."""
+    of_core = [
+        name for name in sources() if inside(name, "megabert") and step_of(name) not in (*LEAVES, *COMPOSED, None)
+    ]
+    assert len(of_core) > 60
+    found = [
+        f"{module} imports {name}" for module in of_core for name, _ in sources()[module] if step_of(name) in LEAVES
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_a_package_is_imported_by_its_owner_and_where_it_is_used() -> None:

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     Manifest.load(args.data)
     refuse_unknown_overrides(args.overrides)
     from megabert import hf
-    from megabert.distillation import student_overrides
+    from megabert.objectives.distillation import student_overrides
 
     teacher = hf.load(folder)
     settings = student_overrides(teacher.config, str(folder), args.layers)

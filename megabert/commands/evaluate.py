@@ -7,11 +7,58 @@ megabert evaluate --model MODEL --data DIR DIR …     the first one's figures, 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser, called_as
 from megabert.common.errors import OK, code_of, command
 from megabert.common.hub import model_folder
+
+
+def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
+    """Figures of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
+    default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
+    first, and loss and bits a byte of each."""
+    import torch
+    from tqdm import tqdm
+
+    from megabert import evaluation, hf
+    from megabert.data.mixture import names_of
+    from megabert.engine import precision
+
+    folders = [data] if isinstance(data, str) else list(data)
+    datasets, folder = [evaluation.held_out(each) for each in folders], hf.model_folder(run)
+    loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
+    cfg, longest = loaded.config, loaded.config.model.max_positions
+    for name, dataset in zip(folders, datasets, strict=True):
+        if loaded.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {shlex.quote(str(loaded.tokenizer.path))}"
+            )
+        if dataset.manifest.seq_len > longest:
+            raise ValueError(
+                f"{name}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}"
+            )
+    if rows:
+        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
+    figures: dict[str, float | int] = {"step": loaded.step}
+    for name, dataset in zip(names_of(folders), datasets, strict=True):
+        batches = evaluation.with_sources(evaluation.fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
+        total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
+        batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
+        sums = evaluation.batch_sums(model, batches, device, len(dataset.source_names))
+        of_this = evaluation.summary(sums, dataset.source_names)
+        if not sums.isfinite().all():
+            raise ValueError(f"{name}: the loss of {run} is not finite; name another model")
+        if dataset is datasets[0]:
+            figures |= of_this
+        if len(folders) > 1:
+            figures |= evaluation.of_dataset(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
+    return figures
 
 
 @command
@@ -30,8 +77,6 @@ def main(argv: list[str] | None = None) -> int:
 
     for data in args.data:
         Manifest.load(data)  # wrong values are refused before the slow imports
-    from megabert.evaluation import evaluate_run
-
     print(json.dumps(evaluate_run(folder, args.data, args.rows)))
     return OK
 

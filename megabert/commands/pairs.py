@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
     from megabert.engine import DTYPES
-    from megabert.minimal_pairs import score_pairs, sentences_of
+    from megabert.objectives.minimal_pairs import score_pairs, sentences_of
 
     keep_freed_memory()
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()

@@ -99,6 +99,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
 
     from megabert.distributed.ranks import on_main
     from megabert.metrics import figures as update_figures
+    from megabert.objectives import extras
     from megabert.open_run import open_run
 
     stop = ranks.join()
@@ -109,7 +110,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     config = of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 0.0})})
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     # `extend`: the run may have been finished at `begin` and extended from there
-    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True)
+    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True, extras=extras())
     ranks.apart = True
     try:
         if not trainer.train():

@@ -12,8 +12,8 @@ import pytest
 from megabert import hf
 from megabert.checkpoint import load_weights
 from megabert.commands import average, export, fill
+from megabert.commands.evaluate import evaluate_run
 from megabert.distributed.ranks import World
-from megabert.evaluation import evaluate_run
 from tests.commands.test_convert import one_line
 from tests.test_held_out_by_dataset import DATA, trained
 

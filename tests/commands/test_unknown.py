@@ -13,7 +13,7 @@ from megabert.commands import export, features, fill
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.encoding import encode
 from megabert.finetune.tasks import PRESETS, custom
-from megabert.minimal_pairs import SentenceScorer
+from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import runs
 
 KNOWN, UNKNOWN = "the quick fox", "the щука"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megabert import config as configuration
+from megabert.commands.evaluate import evaluate_run
 from megabert.common import environment
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
-from megabert.evaluation import evaluate_run
 from megabert.open_run import open_run
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks

@@ -20,7 +20,7 @@ from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExa
 from megabert.finetune.encoding import encode, tags_every_token
 from megabert.hf import tokenizer_files
 from megabert.hf.read import load
-from megabert.minimal_pairs import SentenceScorer
+from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import fast_tokenizers, finetuned, runs, wordpiece
 
 KINDS = ("uncased", "unigram", "bpe", *(f"json-{kind}" for kind in fast_tokenizers.KINDS))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megabert.evaluation import evaluate_run
+from megabert.commands.evaluate import evaluate_run
 from tests.helpers.job import Job
 from tests.integration.conftest import command, metrics
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megabert.commands.evaluate import evaluate_run
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.evaluation import evaluate_run
 from tests.helpers import wordpiece
 from tests.helpers.rows import make_dataset
 from tests.integration.conftest import command, metrics

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert import distillation
 from megabert import hf as pretrained
 from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
@@ -18,6 +17,7 @@ from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.metrics import figures
 from megabert.model import BertForPreTraining
+from megabert.objectives import distillation
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 

@@ -13,11 +13,12 @@ import torch
 import transformers
 
 from benchmarks.race.dataset import default_text
-from megabert import hf, minimal_pairs
+from megabert import hf
 from megabert.commands import export, pairs
 from megabert.data.pairs import Pair, read_pairs
 from megabert.hf import tokenizer_files
-from megabert.minimal_pairs import PairsWhileTraining, SentenceScorer, score_sentences, table_of
+from megabert.objectives import minimal_pairs
+from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, score_sentences, table_of
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 
