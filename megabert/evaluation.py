@@ -102,7 +102,7 @@ def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]
     return values
 
 
-def of_dataset(name: str, figures: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
+def dataset_metrics(name: str, figures: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
     """Loss and bits a byte of one of several datasets, from its `summary`, under its name."""
     loss = figures["eval/mlm_loss"]
     return {
@@ -165,7 +165,7 @@ class HeldOutSamples:
             masks.append({"at": at, "shown": "" if self._causal else seen[at]})
         return {"row": row_id, "tokens": tokens, "masks": masks}
 
-    def look(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
+    def predict(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
         """The samples with the predictions of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
         tokens, "shown": the token in the input, "" of a causal model, "said": [[token, probability] …]}]}.
 

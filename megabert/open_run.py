@@ -32,7 +32,7 @@ from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
 from megabert.config import Config, DataConfig, fit_micro_size, phases_of
 from megabert.data import mixture
-from megabert.data.mixture import AnyDataset, fitted_to, members, token_counts, with_vocabulary_size
+from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts, with_vocabulary_size
 from megabert.data.shards import Cache
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
@@ -185,7 +185,7 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
     """The config with the vocabulary's size. Raises ValueError naming the field in which it does not fit the data."""
     refuse_other_vocabulary(config, datasets[0].manifest)
     for phase, dataset in zip(phases_of(config), datasets, strict=True):
-        fitted_to(phase.config, dataset.manifest)
+        check_data_fits(phase.config, dataset.manifest)
     if config.eval.patience and members(datasets[0])[0].held_out_path is None:
         raise ValueError(
             f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"

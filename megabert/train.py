@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
     # Check the arguments before the slow imports; with several ranks `command` does it, so that only one rank prints an error.
     if args.print_config or args.explain or not launched():
-        code = answer(args)
+        code = print_or_check(args)
         if code != OK or args.print_config or args.explain:
             return code
     from megabert.inplace import keeper, kept_rank
@@ -114,7 +114,7 @@ def load_all() -> None:
 
 
 @errors.command
-def answer(args: argparse.Namespace) -> int:
+def print_or_check(args: argparse.Namespace) -> int:
     """Handle --explain and --print-config; otherwise check the arguments. Does not import torch."""
     from megabert import config as configuration
     from megabert.config import reference
@@ -163,7 +163,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
         extras=extras(),
     )
-    ranks.apart = True
+    ranks.errors_may_differ = True
     try:
         if not trainer.train():
             return REQUEUE

@@ -19,7 +19,7 @@ from megabert.config import Config, fit_micro_size, phases_of
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, continue_data, members, names_of
+from megabert.data.mixture import AnyDataset, members, names_of, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_main, refuse_together
@@ -133,7 +133,7 @@ class Pretraining:
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:
         number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]
-        config, position = self.phases[number], continue_data(self.datasets, sizes, phase_starts)
+        config, position = self.phases[number], skip_rows_of_earlier_phases(self.datasets, sizes, phase_starts)
         self.engine.enter_phase(config)
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
         place["origin"] = position - phase_starts[-1] * sizes[number]
@@ -188,7 +188,7 @@ class Pretraining:
             summary = self.evaluate_on(split, progress)
             figures = figures or summary
             if split.bytes_a_token:
-                figures |= evaluation.of_dataset(split.name, summary, split.bytes_a_token)
+                figures |= evaluation.dataset_metrics(split.name, summary, split.bytes_a_token)
         if not figures:
             return {}
         if self.evaluate_pairs is not None:
@@ -227,7 +227,7 @@ class Pretraining:
             batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=SAMPLE_ROWS)
             causal = held_out_masking(self.config).causal
             self._samples = HeldOutSamples(batches, self.tokenizer, causal)
-        return self._samples.look(self.engine.module, self.world.device)
+        return self._samples.predict(self.engine.module, self.world.device)
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         objective = values["train/objective"]

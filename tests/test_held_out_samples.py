@@ -39,7 +39,7 @@ def test_what_is_said_is_what_the_logits_of_every_position_say(causal: bool) -> 
     _, tokenizer, model, batches = made(causal=causal)
     model.train()
     before = torch.get_rng_state()
-    found = HeldOutSamples(batches, tokenizer, causal).look(model, CPU)
+    found = HeldOutSamples(batches, tokenizer, causal).predict(model, CPU)
     assert model.training and torch.equal(torch.get_rng_state(), before)
     assert [sample["row"] for sample in found] == [0, 1, 2]  # of two micro-batches of two rows
     model.eval()
@@ -74,11 +74,11 @@ def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None
     looks: list[Any] = []
     for micro in (1, 2, 4):
         _, tokenizer, model, batches = made(f"batch.micro_size={micro}")
-        looks.append(HeldOutSamples(batches, tokenizer, False).look(model, CPU))
+        looks.append(HeldOutSamples(batches, tokenizer, False).predict(model, CPU))
         assert all(len(batch.row_ids) == micro for batch in batches)
     places = [[(s["row"], s["tokens"], [m["at"] for m in s["masks"]]) for s in found] for found in looks]
     assert places[0] == places[1] == places[2]
     cfg, tokenizer, _, few = made("eval.rows=2")
     assert {int(r) for batch in few for r in batch.row_ids} == {0, 1} and cfg.eval.rows == 2
     nothing = [replace(batch, mlm_labels=torch.full_like(batch.mlm_labels, -100)) for batch in few]
-    assert HeldOutSamples(nothing, tokenizer, False).look(runs.model(cfg.model), CPU) == []
+    assert HeldOutSamples(nothing, tokenizer, False).predict(runs.model(cfg.model), CPU) == []

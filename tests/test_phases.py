@@ -19,7 +19,7 @@ from megabert.checkpoint import load_weights, write_start
 from megabert.commands import verify
 from megabert.commands.evaluate import evaluate_run
 from megabert.config import Config, phase_at, phases_of
-from megabert.data.mixture import continue_data, open_mixture
+from megabert.data.mixture import open_mixture, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
@@ -325,7 +325,7 @@ def test_later_phases_leave_out_rows_already_taken(folders: dict[str, Path]) -> 
     ]
     datasets[2] = datasets[1]
     sizes, starts = [8, 4, 2, 4, 4], [0, 4, 7, 9, 11]
-    positions = [continue_data(datasets, sizes, starts[: n + 1]) for n in range(5)]
+    positions = [skip_rows_of_earlier_phases(datasets, sizes, starts[: n + 1]) for n in range(5)]
     # the second phase of the same data continues its order; of a mixture a whole window is taken
     assert positions == [0, 0, 12, 0, 0]
     taken = [Dataset(long).order(3, np.arange(16))[0], *(datasets[3].order(3, np.arange(8)))]

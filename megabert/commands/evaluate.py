@@ -57,7 +57,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         if dataset is datasets[0]:
             figures |= of_this
         if len(folders) > 1:
-            figures |= evaluation.of_dataset(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
+            figures |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
     return figures
 
 

@@ -111,7 +111,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     # `extend`: the run may have been finished at `begin` and extended from there
     trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True, extras=extras())
-    ranks.apart = True
+    ranks.errors_may_differ = True
     try:
         if not trainer.train():
             return INTERRUPTED

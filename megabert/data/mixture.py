@@ -159,11 +159,8 @@ def _check_alike(first: Dataset, part: Dataset) -> None:
             raise ValueError(f"{part.folder}: its {what} is {value}, that of {first.folder} {want}; build it to fit")
 
 
-def fitted_to(config: Config, manifest: Manifest) -> Config:
-    """The config with the size of the data's vocabulary. Warns of sentence pairs that nothing learns from.
-
-    Raises ValueError naming the field where config and data disagree.
-    """
+def check_data_fits(config: Config, manifest: Manifest) -> None:
+    """Raises ValueError naming the field where config and data disagree. Warns of sentence pairs that nothing learns from."""
     model = config.model
     if model.vocab_size not in (0, manifest.vocab_size):
         raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {manifest.vocab_size}; remove it")
@@ -185,7 +182,6 @@ def fitted_to(config: Config, manifest: Manifest) -> Config:
             "the dataset's rows are sentence pairs, of which half have a random second part, and model.nsp=false learns nothing from "
             "them; build it without --nsp for rows of running text"
         )
-    return with_vocabulary_size(config, manifest.vocab_size)
 
 
 def with_vocabulary_size(config: Config, size: int) -> Config:
@@ -230,7 +226,7 @@ def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float], cache: 
     return _mixture([Dataset(folder, Manifest.model_validate(manifest), cache) for folder, manifest in tree], mix)
 
 
-def continue_data(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: Sequence[int]) -> int:
+def skip_rows_of_earlier_phases(datasets: Sequence[AnyDataset], sizes: Sequence[int], starts: Sequence[int]) -> int:
     """Make the data of a run's newest phase start after the rows of earlier phases; returns the position of its first update.
 
     `datasets` and `sizes` (rows of an update) are those of all phases, `starts` the numbers of the first updates of the phases so

@@ -34,14 +34,16 @@ class Session:
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
         # Errors may differ between ranks, so every rank prints its error.
-        self.apart = False
+        self.errors_may_differ = False
         logs.setup(self.world.rank, self.world.size)
 
     @property
-    def speaks(self) -> bool:
+    def prints_errors(self) -> bool:
         """Whether this rank prints its error. While a run is being opened most errors are the same on all ranks, and only the first
         rank of each node prints."""
-        return self.world.is_main or self.apart or (self.watchdog is not None and self.world.local_rank == 0)
+        return (
+            self.world.is_main or self.errors_may_differ or (self.watchdog is not None and self.world.local_rank == 0)
+        )
 
     def join(self, ends: float | None = None) -> Stop:
         """Start the process group. From then on signals, and the time `ends` (seconds since the epoch), request a stop. A
@@ -106,7 +108,7 @@ def _report(error: Exception, session: Session | None) -> int:
     """The exit code of an error that other ranks may not have; prints it in one line if its kind is known. Exits if another rank
     has failed."""
     if isinstance(error, ValueError | OSError):
-        if session is None or session.speaks:
+        if session is None or session.prints_errors:
             log.error(errors.describe(error))
         return errors.exit_code(error)
     if not isinstance(error, RuntimeError) or session is None:

@@ -361,7 +361,7 @@ def train_tasks(
         check_same(world, common)
         claim(folder, common, world)
         watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
-        ranks.apart = True
+        ranks.errors_may_differ = True
         watchdog.progress()
         summary = train_missing(folder, common, data, start, runs, world, stop, watchdog, args.log_interval)
         if summary is None:

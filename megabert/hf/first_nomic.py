@@ -40,7 +40,7 @@ def is_first(tree: Mapping[str, Any]) -> bool:
     return tree.get("model_type") == "nomic_bert" and "n_embd" in tree
 
 
-def present_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def upgrade_legacy_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Its fields under the present names. Raises ValueError naming a field whose value transformers' NomicBERT cannot have."""
     refuse_others(tree, where, FIXED)
     present = {FIELDS.get(name, name): value for name, value in tree.items() if name not in FIXED}

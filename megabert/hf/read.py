@@ -183,8 +183,8 @@ def read(
     config_file = folder / CONFIG
     tree = read_json(config_file)
     first, relative = first_nomic.is_first(tree), relatives.of_config(tree)
-    tree = first_nomic.present_config(tree, str(config_file)) if first else tree
-    tree = relatives.present_config(relative, tree, str(config_file)) if relative else tree
+    tree = first_nomic.upgrade_legacy_config(tree, str(config_file)) if first else tree
+    tree = relatives.upgrade_legacy_config(relative, tree, str(config_file)) if relative else tree
     model = mapping.from_huggingface_config(tree, str(config_file))
     causal = mapping.is_causal(tree, str(config_file))
     file, tensors = read_weights(folder, model, relative.names if relative else {})

@@ -67,7 +67,7 @@ def of_config(tree: Mapping[str, Any]) -> Relative | None:
     return RELATIVES.get(str(tree.get("model_type")))
 
 
-def present_config(relative: Relative, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def upgrade_legacy_config(relative: Relative, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A relative's config.json as BERT's. Raises ValueError for embeddings of another width than the layers."""
     present = {relative.fields.get(name, name): value for name, value in tree.items()} | {"model_type": "bert"}
     if tree["model_type"] == "electra":  # 128 is the class's own default

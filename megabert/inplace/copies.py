@@ -171,5 +171,5 @@ class Copies:
 
 def copies_of_keeper(run_dir: Path, world: World, every: int) -> Copies | None:
     """The copies of a rank that has a keeper, otherwise None. A collective."""
-    folder = os.environ.get(kept_rank.FOLDER)
+    folder = os.environ.get(kept_rank.KEEPER_DIR_ENV)
     return Copies(Path(folder), run_dir, world, every) if folder else None

@@ -45,8 +45,8 @@ from megabert.inplace.kept_rank import (
     COPY,
     DELIVERED,
     EXITS,
-    FOLDER,
     IN_PLACE,
+    KEEPER_DIR_ENV,
     PORT,
     RANK,
     WRITTEN,
@@ -159,7 +159,7 @@ class Keeper:
         self.meeting = ""
         self._ended = threading.Event()
         self._server: _Server | None = None
-        self.env = dict(os.environ) | {FOLDER: str(folder), "MEGABERT_EXIT_DIR": str(folder / EXITS)}
+        self.env = dict(os.environ) | {KEEPER_DIR_ENV: str(folder), "MEGABERT_EXIT_DIR": str(folder / EXITS)}
 
     def run(self) -> int:
         """The rank's last exit code. Raises OSError if the run folder cannot be read or written."""

@@ -22,7 +22,7 @@ from megabert.common.files import write_whole
 from megabert.distributed import signals
 
 # Environment variable of a rank: its keeper's folder.
-FOLDER = "MEGABERT_KEEPER"
+KEEPER_DIR_ENV = "MEGABERT_KEEPER"
 # Files in the keeper's folder: the address at which the keeper has to listen, and its port there; the ranks of this generation, and the
 # keeper's rank; the newest copy that the rank wrote, and the name of the newest one that the peer received; a folder of exit
 # codes; the token of the run's owner.
@@ -104,7 +104,7 @@ def copies_in(folder: Path) -> Iterator[CopyName]:
 
 def follow() -> bool:
     """Whether this process is a rank that has a keeper; if so, it is killed when the keeper ends."""
-    if FOLDER not in os.environ:
+    if KEEPER_DIR_ENV not in os.environ:
         return False
     end_with_parent()
     return True
@@ -134,14 +134,14 @@ def delivered(folder: Path) -> str:
 
 def known_owner() -> str:
     """Token of the run's owner (`run_lock`) in the previous generation; "" if there is none."""
-    path = Path(os.environ.get(FOLDER, ""), OWNER)
-    return path.read_text() if FOLDER in os.environ and path.exists() else ""
+    path = Path(os.environ.get(KEEPER_DIR_ENV, ""), OWNER)
+    return path.read_text() if KEEPER_DIR_ENV in os.environ and path.exists() else ""
 
 
 def remember_owner(token: str) -> None:
     """Save the owner's token for the next generation, if there is a keeper."""
-    if FOLDER in os.environ:
-        write_whole(Path(os.environ[FOLDER], OWNER), token.encode())
+    if KEEPER_DIR_ENV in os.environ:
+        write_whole(Path(os.environ[KEEPER_DIR_ENV], OWNER), token.encode())
 
 
 def hand_over(folder: Path, part: Path, name: CopyName, sha256: str) -> None:

@@ -43,7 +43,7 @@ def opened(world: World, folder: str, host: str) -> Copies:
     place = Path(folder, str(world.rank))
     place.mkdir(exist_ok=True)
     (place / kept_rank.PORT).write_text(str(7000 + world.rank))  # as its keeper does
-    os.environ |= {kept_rank.FOLDER: str(place), "SLURMD_NODENAME": host}
+    os.environ |= {kept_rank.KEEPER_DIR_ENV: str(place), "SLURMD_NODENAME": host}
     return Copies(place, Path(folder, "run"), world, CheckpointConfig().copy_every)
 
 

@@ -63,7 +63,7 @@ def die_once_all_have_started(end=lambda: os._exit(4)):
 
 assert kept_rank.follow()
 kept_rank.wait_for_place()
-shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.FOLDER])
+shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.KEEPER_DIR_ENV])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 first = Generation.read(folder) is None
 if first:

@@ -26,7 +26,7 @@ from megabert.config import (
     to_deepspeed,
 )
 from megabert.data.masking import largest_capacity
-from megabert.data.mixture import fitted_to, open_mixture, with_vocabulary_size
+from megabert.data.mixture import check_data_fits, open_mixture, with_vocabulary_size
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops
@@ -112,7 +112,8 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
     data would be refused."""
     if manifest is not None:
         refuse_other_vocabulary(config, manifest)
-        return fitted_to(config, manifest)
+        check_data_fits(config, manifest)
+        return with_vocabulary_size(config, manifest.vocab_size)
     return config if config.model.vocab_size else with_vocabulary_size(config, DEFAULT_VOCABULARY)
 
 
