@@ -36,7 +36,7 @@ from benchmarks.peers.hf_step import HuggingFaceStep, padded
 from megabert import config as configuration
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import M_MMAP_MAX, keep_freed_memory
-from megabert.config import Config
+from megabert.config import Config, replace
 from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -121,12 +121,10 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     cfg = make_config(args, dropout)
     entries = tokenizer.vocab_size if args.data else PUBLISHED
-    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"vocab_size": entries})})
+    cfg = replace(cfg, "model.vocab_size", entries)
     if dataset.manifest.seq_len != args.seq_len:
         raise ValueError(f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}")
-    loader = Loader.from_config(
-        cfg.model_copy(update={"data": cfg.data.model_copy(update={"workers": 0})}), dataset, tokenizer
-    )
+    loader = Loader.from_config(replace(cfg, "data.workers", 0), dataset, tokenizer)
     memory = Memory(device)
     sides: dict[str, Any] = {}
     static: dict[str, int] = {}

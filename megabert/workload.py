@@ -15,7 +15,7 @@ import torch
 from megabert import evaluation
 from megabert.common import errors
 from megabert.common.logs import log
-from megabert.config import Config, fit_micro_size, phases_of
+from megabert.config import Config, fit_micro_size, phases_of, replace
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
@@ -165,7 +165,7 @@ class Pretraining:
                 continue
             dataset = Dataset(part.held_out_path)
             size = self.bytes_a_token(dataset) if len(parts) > 1 else 0.0
-            splits.append(HeldOut(name, dataset, self.config.model_copy(update={"batch": batch}), size))
+            splits.append(HeldOut(name, dataset, replace(self.config, "batch", batch), size))
         return splits
 
     def bytes_a_token(self, dataset: Dataset) -> float:

@@ -28,7 +28,7 @@ from benchmarks.common import hardware
 from megabert import config as configuration
 from megabert import evaluation
 from megabert.common.files import appearing
-from megabert.config import EvalConfig, MaskingConfig, OpsConfig
+from megabert.config import EvalConfig, MaskingConfig, OpsConfig, replace
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.model import BertForPreTraining
@@ -176,9 +176,8 @@ class Scorer:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = BertForPreTraining(cfg.model, OpsConfig(), device.type, torch.float32)
         model.load_state_dict(dict(weights))
-        data = cfg.data.model_copy(update={"masking": MaskingConfig()})
-        batch = cfg.batch.model_copy(update={"micro_size": 32})
-        one_mask = cfg.model_copy(update={"data": data, "batch": batch, "eval": EvalConfig(rows=self.rows)})
+        one_mask = replace(replace(cfg, "data.masking", MaskingConfig()), "batch.micro_size", 32)
+        one_mask = replace(one_mask, "eval", EvalConfig(rows=self.rows))
         batches = evaluation.fixed_batches(self.dataset, self.tokenizer, one_mask)
         held_out = evaluation.summary(evaluation.batch_sums(model.to(device), batches, device))
         return figures(held_out["eval/mlm_loss"], held_out["eval/mlm_accuracy"], self.bytes_a_token)

@@ -25,6 +25,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     from tqdm import tqdm
 
     from megabert import evaluation, hf
+    from megabert.config import replace
     from megabert.data.mixture import names_of
     from megabert.engine import precision
 
@@ -42,7 +43,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
                 f"{name}: has rows of {dataset.manifest.seq_len} tokens, and {run} takes at most {longest}"
             )
     if rows:
-        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"rows": rows})})
+        cfg = replace(cfg, "eval.rows", rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
     figures: dict[str, float | int] = {"step": loaded.step}

@@ -97,6 +97,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
+    from megabert.config import replace
     from megabert.distributed.ranks import on_main
     from megabert.metrics import figures as update_figures
     from megabert.objectives import extras
@@ -107,7 +108,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     torch.set_num_threads(of.entries[-1]["threads"])
     folder = Path(ranks.world.broadcast(str(folder)))
     on_main(ranks.world, lambda: copy_start(of, folder))
-    config = of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 0.0})})
+    config = replace(of.config, "log.seconds", 0.0)
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     # `extend`: the run may have been finished at `begin` and extended from there
     trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True, extras=extras())

@@ -22,6 +22,7 @@ from megabert.config.schema import (
     SpikesConfig,
     WatchdogConfig,
     flat,
+    replace,
 )
 from megabert.config.sources import (
     changed,

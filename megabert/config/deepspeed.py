@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megabert.config.schema import Config
+from megabert.config.schema import Config, replace
 
 # Keys of a user's file without effect or with another one, and what to do instead.
 CONFIG_KEYS = {
@@ -82,10 +82,8 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
 
 def fit_micro_size(config: Config, world_size: int) -> Config:
     """The config with the smallest `batch.micro_size` that needs as many micro-steps as its own; pure."""
-    batch = config.batch
     rows = accumulation(config, world_size) * world_size
-    fitted = batch.model_copy(update={"micro_size": -(-batch.global_size // rows)})
-    return config.model_copy(update={"batch": fitted})
+    return replace(config, "batch.micro_size", -(-config.batch.global_size // rows))
 
 
 def accumulation(config: Config, world_size: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megabert.config.schema import Config, check, flat, validated
+from megabert.config.schema import Config, check, flat, replace, validated
 
 # keys that a phase may change, and sections of which it may change any key
 CHANGEABLE = (
@@ -59,7 +59,7 @@ def phase_at(phases: Sequence[Phase], share: float) -> int:
 def config_at(config: Config, saved: Mapping[str, Any]) -> Config:
     """A run's configuration with the model of its phase at the checkpoint of this state."""
     number = len(saved.get("phase_starts", [0])) - 1
-    return config.model_copy(update={"model": phases_of(config)[number].config.model})
+    return replace(config, "model", phases_of(config)[number].config.model)
 
 
 def check_phases(config: Config) -> None:

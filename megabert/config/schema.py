@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +21,15 @@ NO_LIMIT = 1_000_000_000
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def replace(section: S, name: str, value: Any) -> S:
+    """A copy of a config, or of a section, with another value of a field (`batch.micro_size`), which is not checked."""
+    first, _, rest = name.partition(".")
+    return section.model_copy(update={first: replace(getattr(section, first), rest, value) if rest else value})
 
 
 class ModelConfig(Section):
@@ -159,7 +168,7 @@ class MaskingConfig(Section):
     def of_update(self, step: int) -> MaskingConfig:
         """The masking of update `step` of the data (0 for the first)."""
         mixed_in = self.causal_every and (step + 1) % self.causal_every == 0
-        return self.model_copy(update={"strategy": "causal"}) if mixed_in else self
+        return replace(self, "strategy", "causal") if mixed_in else self
 
     def capacity(self, seq_len: int) -> int:
         """K, the prediction slots of a row of `seq_len` positions."""

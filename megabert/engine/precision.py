@@ -12,7 +12,7 @@ import torch
 
 from megabert.common import environment
 from megabert.common.logs import log
-from megabert.config import Config
+from megabert.config import Config, replace
 from megabert.distributed.ranks import World
 
 AUTO = "auto"
@@ -51,7 +51,7 @@ def choose(asked: str, world: World, saved: str = "") -> str:
 
 def with_precision(config: Config, world: World, saved: str = "") -> Config:
     """`config` with the precision that `choose` gives. A collective."""
-    return config.model_copy(update={"precision": choose(config.precision, world, saved)})
+    return replace(config, "precision", choose(config.precision, world, saved))
 
 
 def repeat_bit_for_bit(fill: bool = False) -> None:

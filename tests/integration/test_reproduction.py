@@ -15,6 +15,7 @@ from megabert.checkpoint import chain
 from megabert.commands import replay as repetition
 from megabert.commands import verify
 from megabert.common.files import canonical, compact, digest
+from megabert.config import replace
 from tests.helpers import once, runs
 from tests.helpers.forked import Forked
 from tests.helpers.job import SMALL
@@ -186,7 +187,7 @@ def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
     with pytest.raises(ValueError, match="not kept, and there is no log line of steps 9 to 13"):
         repetition.compare(of, other)
     # means between log lines that the clock decided
-    slow = of._replace(config=of.config.model_copy(update={"log": of.config.log.model_copy(update={"seconds": 5.0})}))
+    slow = of._replace(config=replace(of.config, "log.seconds", 5.0))
     names = {name for _, name in repetition.recorded(copy / "run", slow)}
     assert {"train/lr", "data/row_digest", "weights"} <= names and not {"train/loss", "train/grad_norm"} & names
 

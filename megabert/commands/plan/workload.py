@@ -22,6 +22,7 @@ from megabert.config import (
     fit_micro_size,
     merge_deepspeed,
     phases_of,
+    replace,
     shares,
     to_deepspeed,
 )
@@ -202,7 +203,7 @@ def report(
             largest, (needed(config, update.seq_len, world_size), config, update.seq_len), key=lambda of: of[0]
         )
     _, config, seq_len = largest
-    planned = config.model_copy(update={"precision": planned_precision(config)})
+    planned = replace(config, "precision", planned_precision(config))
     merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
     lines += ["", *_memory(config, seq_len, world_size, memory_gib)]
     return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
@@ -271,15 +272,9 @@ def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib
     are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
-        if needed(with_micro_size(config, micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:
+        if needed(replace(config, "batch.micro_size", micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:
             return micro
     return 0
-
-
-def with_micro_size(config: Config, micro: int) -> Config:
-    """The config with another `batch.micro_size`."""
-    batch = config.batch.model_copy(update={"micro_size": micro})
-    return config.model_copy(update={"batch": batch})
 
 
 def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:
@@ -305,7 +300,7 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
     if not micro:
         advice = "take zero.stage 2 or 3 or model.activation_checkpointing"
         return [*lines, f"no micro-batch fits {memory_gib:g} GiB; {advice}"]
-    best = with_micro_size(config, micro)
+    best = replace(config, "batch.micro_size", micro)
     largest = f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}"
     takes = f"{needed(best, seq_len, world_size) / GIB:.1f} GiB"
     return [*lines, f"{largest}, {takes}, {accumulation(best, world_size)} micro-steps an update"]

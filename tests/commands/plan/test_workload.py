@@ -271,7 +271,7 @@ def test_buckets_and_moments_on_a_gpu() -> None:
 def test_presets_take_the_largest_micro_batch_that_fits(phase, length, name, gib) -> None:
     plain, preset = (configuration.load(f"large_phase{phase}"), configuration.load(f"large_phase{phase}_{name}"))
     # and nothing else differs
-    assert preset == workload.with_micro_size(plain, preset.batch.micro_size)
+    assert preset == configuration.replace(plain, "batch.micro_size", preset.batch.micro_size)
     for ranks in (1, 8, 32):
         found = workload.largest_micro_size(workload.with_vocabulary(preset, None), length, ranks, gib)
         assert found == preset.batch.micro_size, (found, ranks)
@@ -290,7 +290,9 @@ def test_the_next_larger_micro_batch_does_not_fit() -> None:
     cfg = base("batch.global_size=360", "batch.micro_size=30")
     micro = workload.largest_micro_size(cfg, 512, 2, 16)
     states = sum(workload.states(workload.padded_parameters(cfg.model), "bf16", 1, 2).values())
-    needs = {n: states + workload.activations(workload.with_micro_size(cfg, n), 512) for n in range(1, 181)}
+    needs = {
+        n: states + workload.activations(configuration.replace(cfg, "batch.micro_size", n), 512) for n in range(1, 181)
+    }
     fitting = [n for n, need in needs.items() if 180 % n == 0 and need <= 0.9 * 16 * 2**30]
     assert micro == max(fitting) and 1 < micro < 180, micro
     text = workload.report(cfg, 2, memory_gib=16)
