@@ -76,10 +76,10 @@ def _clear_work(work: Path) -> None:
 
 
 def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
-    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and what killed
-    workers left unfinished."""
+    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and all files
+    that killed processes left unfinished."""
     kept = {os.path.basename(name) for result in results for name in result.files}
-    for path in (*folder.glob(pattern), *folder.glob(f".{pattern}.*.tmp")):
+    for path in (*folder.glob(pattern), *folder.glob(".*.tmp")):
         if path.name not in kept:
             path.unlink(missing_ok=True)
 
