@@ -233,7 +233,8 @@ def build_engine(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        if config.distill.teacher and extras.build is not None:
+        if config.distill.teacher:
+            assert extras.build is not None, "see Extras.check"
             return extras.build(config, tokenizer.sha256, world.device)
         return new_model(config, world, counts)
 

@@ -6,7 +6,7 @@ Everything here follows from configuration and state, which are the same on all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +135,13 @@ class RunSchedule:
             minutes and self.state.seconds - self.state.saved_seconds >= 60 * minutes
         )
 
-    def reading_due(self, step: int, unread: int, copied: Callable[[int], bool]) -> bool:
+    def reading_due(self, step: int, unread: int, copied: bool) -> bool:
         """Whether results are read from the device after update `step`, with `unread` updates before it. In between the host only queues
-        work. `copied(step)`: whether a copy of the training state is taken."""
+        work. `copied`: whether a copy of the training state is taken."""
         if step == 1 or self.config.spikes.policy == "skip" or self.log_due(step) or unread + 1 >= MOST_UNREAD:
             return True
         last = step == self.config.schedule.total_steps or step == self.stop_after
-        return last or copied(step) or self.workload.evaluation_due(step)
+        return last or copied or self.workload.evaluation_due(step)
 
     @property
     def eta_seconds(self) -> float:

@@ -76,7 +76,7 @@ class Trainer:
         self.stopping = 0
         # whether a checkpoint and a log line are due after the newest update
         self.save_due = self.line_due = False
-        self.state = self.schedule.state = TrainState(cursor=cursor)
+        self.schedule.state.cursor = cursor
         self.newest: PendingUpdate | None = None
         self.row_digest = RowDigest()
         self.rank_stats = RankFigures(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
@@ -88,6 +88,11 @@ class Trainer:
         self.sinks = self.open_sinks()
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
+
+    @property
+    def state(self) -> TrainState:
+        """Progress of the run."""
+        return self.schedule.state
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +190,8 @@ class Trainer:
 
     def after_update(self, update: Any, result: UpdateResult, started: float) -> bool:
         """Meter an update and report it to the other ranks; whether results are read from the device now."""
-        step, copied = self.state.step + 1, self.copies.due if self.copies is not None else lambda step: False
+        step = self.state.step + 1
+        copied = self.copies is not None and self.copies.due(step)
         self.save_due, self.line_due = self.schedule.checkpoint_due(step), self.schedule.log_due(step)
         reading = self.save_due or self.schedule.reading_due(step, len(self.judge.pending), copied)
         if reading:
@@ -328,7 +334,7 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
         older = {"saved_seconds": saved["seconds"], "logged_seconds": saved["seconds"]}
-        self.state = self.schedule.state = state = TrainState.of({**older, **saved})
+        self.schedule.state = state = TrainState.of({**older, **saved})
         self.saves.step = self.checkpoints.step
         if state.best_step >= 0:
             steps = self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None)

@@ -177,8 +177,9 @@ class Pretraining:
     @cached_property
     def evaluate_pairs(self) -> Callable[[Callable[[], None]], dict[str, float]] | None:
         """The evaluation of `eval.pairs`, which are read at the first one. Raises ValueError naming file and line."""
-        if not self.config.eval.pairs or self.extras.pairs is None:
+        if not self.config.eval.pairs:
             return None
+        assert self.extras.pairs is not None, "see Extras.check"
         return self.extras.pairs(self.config, self.engine, self.tokenizer, self.world)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from data_prep.common.errors import BadInput
 from data_prep.executor import output_folder
 from megabert.common import storage
-from megabert.common.files import cache_folder
+from megabert.common.files import cache_folder, files_below
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
@@ -53,7 +53,7 @@ def is_done(url: str, account: dict[str, Any], seq_lens: tuple[int, ...], overwr
 
 def publish(url: str, folder: Path, progress: bool) -> None:
     """Upload what is not there yet, manifests last, and remove what is of no file; then remove the local folder."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = files_below(folder)
     there = {name: each.size for name, each in storage.below(url).items()}
     last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
     missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]

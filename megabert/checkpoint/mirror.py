@@ -1,6 +1,6 @@
 """The copy of a run in a store (`checkpoint.mirror`), from which the same command goes on where the disk is empty.
 
-    URL/lock/00000001                       the job that writes there, as in `distributed.run_lock`
+    URL/lock/00000001                       the job that writes there, as in `checkpoint.run_lock`
     URL/checkpoints/step-00001000/…         its manifest is written last, and removed first: without it there is no checkpoint
     URL/checkpoints/chain.jsonl, URL/config.json, …   the run's other files as of the newest checkpoint, or later
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
 from megabert.common.errors import OK, code_of, command, interrupted
-from megabert.common.files import appearing, refuse_existing, write_tensors
+from megabert.common.files import appearing, files_below, refuse_existing, write_tensors
 from megabert.common.hub import model_folder
-from megabert.common.hub_upload import MAIN, Repository, files_below
+from megabert.common.hub_upload import MAIN, Repository
 from megabert.common.logs import log
 from megabert.common.run_files import checkpoints_of
 from megabert.common.storage import is_url

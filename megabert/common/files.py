@@ -80,6 +80,11 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def files_below(folder: Path) -> dict[str, Path]:
+    """The files of a folder by their paths relative to it, sorted."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 @contextmanager
 def naming_when_full(path: Path) -> Iterator[None]:
     """Context of writes into a file, whose errors do not name it: where the disk is full they do."""

@@ -15,11 +15,6 @@ T = TypeVar("T")
 MAIN = "main"
 
 
-def files_below(folder: Path) -> dict[str, Path]:
-    """The files of a folder by their paths relative to it."""
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 class Repository:
     """A repository of the hub, with the newest commit of each branch. Its methods raise ValueError for what the hub refuses, Failed if
     it cannot be reached."""

@@ -69,9 +69,7 @@ def run(world: Any, reads: HostReads, **settings: Any) -> dict[str, Any]:
 
         class Watched(Trainer):
             def train_update(self) -> Any:
-                if self.state.step and not self.schedule.reading_due(
-                    self.state.step, len(self.judge.pending), lambda step: False
-                ):
+                if self.state.step and not self.schedule.reading_due(self.state.step, len(self.judge.pending), False):
                     intervals.append(dict(reads.found))
                 reads.found.clear()
                 weights, bad = engine._weights, self.state.step + 1 == BAD

@@ -105,6 +105,10 @@ def unique(numbers: Iterable[int]) -> Iterator[int]:
             yield number
 
 
+def _missing(url: str) -> ValueError:
+    return ValueError(f"{url}: is missing; build the dataset again, or copy it there whole")
+
+
 class RemoteShards:
     """The shards of the dataset at `url`, of which `in_use` are read from at a time. Safe to fork and to pickle."""
 
@@ -141,9 +145,11 @@ class RemoteShards:
             url = storage.join(self.url, shard.name)
             if listed.get(url) == shard.bytes:
                 continue
-            if not storage.exists(url):
-                raise ValueError(f"{url}: is missing; build the dataset again, or copy it there whole")
-            if (size := storage.stat(url).size) != shard.bytes:
+            try:
+                size = storage.stat(url).size
+            except FileNotFoundError:
+                raise _missing(url) from None
+            if size != shard.bytes:
                 raise ValueError(f"{url}: has {size} bytes, the manifest says {shard.bytes}")
 
     def path(self, shard: Shard) -> Path:
@@ -159,14 +165,15 @@ class RemoteShards:
             url, part = storage.join(self.url, shard.name), path.with_name(f".{path.name}.part")
             try:
                 self._make_room(part, shard.bytes)
-                found = storage.fetch(url, part)
+                try:
+                    found = storage.fetch(url, part)
+                except FileNotFoundError:
+                    raise _missing(url) from None
                 if found != shard.sha256:
                     raise ValueError(
                         f"{url}: SHA-256 is not the one in the manifest; the shard was changed or is damaged"
                     )
                 os.replace(part, path)
-            except FileNotFoundError:
-                raise ValueError(f"{url}: is missing; build the dataset again, or copy it there whole") from None
             finally:
                 part.unlink(missing_ok=True)
         return path
