@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import hardware
 from megabert.config import ModelConfig, OpsConfig
-from megabert.engine.gradients import FlatGradients
+from megabert.engine.deepspeed_step import FlatGradients
 from megabert.metrics import training_flops
 from megabert.model import BertForPreTraining
 from megabert.optim.lamb import AdamByUnit, Lamb

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from megabert.checkpoint.rate_record import RateRecord
 from megabert.config import Config, Phase, phase_at, phases_of
+from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 
 if TYPE_CHECKING:

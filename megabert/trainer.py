@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.agreement import REQUESTED, UNREAD, StepReports, Sync
 from megabert.checkpoint import Checkpoints
-from megabert.checkpoint.rate_record import RateRecord
 from megabert.checkpoint.saves import Saves
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
@@ -30,6 +29,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankFigures, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
+from megabert.optim.rate_record import RateRecord
 from megabert.progress import RunSchedule, TrainState
 from megabert.sinks import Sinks
 from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge

@@ -18,7 +18,7 @@ import torch
 from megabert import __main__ as command_line
 from megabert import config as configuration
 from megabert import hf, train
-from megabert.checkpoint.start import refuse_other_tokenizer
+from megabert.checkpoint.compatibility import refuse_other_tokenizer
 from megabert.commands import average, convert, distill, export
 from megabert.commands.evaluate import evaluate_run
 from megabert.data.shards import Dataset

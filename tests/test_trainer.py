@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megabert.agreement import Sync
 from megabert.checkpoint import Checkpoints, newest_step
-from megabert.checkpoint.rate_record import FILE, RECORD
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed import ranks
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.watchdog import Watchdog
+from megabert.optim.rate_record import FILE, RECORD
 from megabert.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.loop import Killed, StopAt, Workload

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabert.checkpoint import tensors
+from megabert.checkpoint import format as checkpoint_format
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
 REQUESTS = ("set", "get", "multi_get", "check", "compare_set")
@@ -42,7 +42,8 @@ class Counts:
         for name in REQUESTS:
             setattr(dist.Store, name, self._counting(getattr(dist.Store, name), "store requests", f"store {name}"))
         # which opens files without Python
-        setattr(tensors, "safe_open", self._counting(tensors.safe_open, "opened: run", "opened: safetensors"))  # noqa: B010
+        opened = self._counting(checkpoint_format.safe_open, "opened: run", "opened: safetensors")
+        setattr(checkpoint_format, "safe_open", opened)  # noqa: B010
         self._stage, self._before = "start", self._now()
 
     def enter(self, stage: str) -> None:

@@ -19,39 +19,14 @@ the ranks exchange the parameters over the network. There is no random-number st
 from the step.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megabert.checkpoint.manifest import DamagedCheckpoint
-    from megabert.checkpoint.start import (
-        FREE,
-        check_compatible,
-        kept_manifests,
-        load_weights,
-        newest_step,
-        note_changes,
-        refuse_other_tokenizer,
-        refuse_other_vocabulary,
-        settings_of,
-        start_engine,
-        write_start,
-    )
-    from megabert.checkpoint.store import Checkpoints
-    from megabert.checkpoint.tensors import refuse_non_finite
-
-START = (
-    *("FREE", "check_compatible", "kept_manifests", "load_weights", "newest_step", "note_changes", "settings_of"),
-    *("refuse_other_tokenizer", "refuse_other_vocabulary", "start_engine", "write_start"),
+from megabert.checkpoint.compatibility import (
+    FREE,
+    check_compatible,
+    note_changes,
+    refuse_other_tokenizer,
+    refuse_other_vocabulary,
+    settings_of,
 )
-MODULES = {"DamagedCheckpoint": "manifest", "Checkpoints": "store", "refuse_non_finite": "tensors"}
-MODULES |= dict.fromkeys(START, "start")
-
-
-def __getattr__(name: str) -> Any:
-    """The package's public names, imported on first use: these modules import torch, which `chain` does without."""
-    if name in MODULES:
-        return getattr(importlib.import_module(f"megabert.checkpoint.{MODULES[name]}"), name)
-    raise AttributeError(f"module 'megabert.checkpoint' has no attribute {name!r}")
+from megabert.checkpoint.format import DamagedCheckpoint, refuse_non_finite
+from megabert.checkpoint.loading import kept_manifests, load_weights, newest_step, start_engine, write_start
+from megabert.checkpoint.store import Checkpoints

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megabert.checkpoint.manifest import SEAL, WEIGHTS, group_of
+from megabert.checkpoint.format import SEAL, WEIGHTS, group_of
 from megabert.common.files import compact, digest, write_whole
 from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, step_of
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from megabert.checkpoint import chain
-from megabert.checkpoint.manifest import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
+from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
 from megabert.checkpoint.run_lock import text_of, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, obsolete_steps
 from megabert.common import storage

@@ -11,6 +11,7 @@ close-to-open consistency, as of NFS, Lustre and GPFS: a node sees a file as ano
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,14 +19,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megabert.common.errors import FAILED, Failed, describe, leave_exit_code
 from megabert.common.logs import log, write_notice
 from megabert.common.processes import pid_namespace, start_of
-from megabert.distributed.ranks import World, on_main
+from megabert.distributed.ranks import World, on_every_rank, on_main
 
 # Seconds between renewals of the owner's file.
 BEAT = 5.0
@@ -33,6 +33,8 @@ BEAT = 5.0
 LIMIT = 30.0
 # Renewals during another job's wait after which that job gives up.
 RENEWALS = 2
+# Seconds after which every node must see the owner's file; NFS may hide a new folder for 30 s from a node that looked before.
+SHARED = 40.0
 # Polling interval of the waiting job, in seconds.
 POLL = 0.2
 
@@ -118,10 +120,15 @@ def take(run_dir: str | Path, world: World, predecessor: str = "") -> str:
     """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process; returns the owner's token. A
     collective; idempotent. `predecessor`: token of an owner that the ranks of this job know has ended.
 
-    Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails.
+    Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails. Raises RankRefused
+    if a node does not see the owner's file, because the run folder is not on a file system of all nodes.
     """
     on_main(world, lambda: _take(Path(run_dir), predecessor))
-    return world.broadcast(_owned[str(Path(run_dir).resolve())].owner.token if world.is_main else None)
+    owned = _owned[str(Path(run_dir).resolve())] if world.is_main else None
+    name, token, host = world.broadcast([owned.path.name, owned.owner.token, owned.owner.host] if owned else None)
+    if_first = (lambda: _find(Path(run_dir) / "lock" / name, token, host)) if world.local_rank == 0 else lambda: None
+    on_every_rank(world, if_first)
+    return str(token)
 
 
 def check(run_dir: str | Path) -> None:
@@ -131,7 +138,7 @@ def check(run_dir: str | Path) -> None:
         ownership.check()
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_next_owner(run_dir: str | Path) -> Iterator[None]:
     """Context in which an OSError is replaced by the error of `check`, if any: a later owner removes unfinished checkpoints."""
     try:
@@ -160,6 +167,23 @@ def _take(run_dir: Path, predecessor: str) -> None:
         path = folder / f"{int(newest or 0) + 1:08d}"
         if _create(path, owner):
             _owned[key] = Ownership(run_dir, path, owner)
+
+
+def _find(path: Path, token: str, host: str) -> None:
+    """Raises ValueError unless the owner's file is at `path` on this node too, at the latest after SHARED seconds."""
+    waited = 0.0
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            owner = parse(path.read_bytes())
+            if owner is None or owner.token == token:  # None: it is being renewed
+                return
+        if waited >= SHARED:
+            raise ValueError(
+                f"{path.parents[1]} on host {socket.gethostname()} is not the folder of that name on host {host}: name a run folder on a "
+                "file system that all nodes share"
+            )
+        time.sleep(POLL)
+        waited += POLL
 
 
 def wait_for_end(

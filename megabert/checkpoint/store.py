@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megabert.checkpoint import chain, run_lock
-from megabert.checkpoint.manifest import (
+from megabert.checkpoint.format import (
     MANIFEST,
     MOMENTS,
     WEIGHTS,
     DamagedCheckpoint,
+    StoredTensors,
+    check_files,
     file_name,
     index_slices,
     read_manifest,
     seal,
     share,
     verify_files,
+    write_slices,
 )
-from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, put_folder, sync, write_whole
 from megabert.common.logs import log

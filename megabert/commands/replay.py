@@ -128,7 +128,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
 
 def copy_start(of: Interval, folder: Path) -> None:
     """Copy the files that the updates start from: the checkpoint, learning rates by the clock."""
-    from megabert.checkpoint import rate_record
+    from megabert.optim import rate_record
 
     start = Path("checkpoints", checkpoint_name(of.begin))
     if (of.run / start).exists():

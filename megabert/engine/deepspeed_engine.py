@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megabert.common import environment, random_numbers
 from megabert.config import Config, accumulation, flat, shares
 from megabert.distributed.ranks import World, check_same, on_every_rank
-from megabert.engine import steps
+from megabert.engine import deepspeed_step
 from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.engine.rank_times import OwnTime
 from megabert.engine.update_result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
@@ -59,11 +59,11 @@ class Engine:
             repeat_bit_for_bit()
         if config.zero.stage == 0 and world.device.type == "cpu":  # sums depend on the number of threads
             torch.set_num_threads(-world.max_ints([-torch.get_num_threads()])[0])
-        deepspeed = steps.import_deepspeed(world)
+        deepspeed = deepspeed_step.import_deepspeed(world)
         self.config, self.world = config, world
         self.dtype = DTYPES[config.precision]
         self.accumulation = accumulation(config, world.size)
-        settings = steps.settings(config, world.size, deepspeed_extra or {})
+        settings = deepspeed_step.settings(config, world.size, deepspeed_extra or {})
         self.optimizer_kernels = on_every_rank(world, lambda: _optimizer_kernels(config, world.device))
         module: Any = model if isinstance(model, nn.Module) else model()
         check_same(world, facts_of_rank(config, settings, world.device, module, self.optimizer_kernels))
@@ -75,7 +75,7 @@ class Engine:
         products = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", products)
         # DeepSpeed also prints without its logger
-        with contextlib.redirect_stdout(io.StringIO()), steps.device_as_local_rank(world):
+        with contextlib.redirect_stdout(io.StringIO()), deepspeed_step.device_as_local_rank(world):
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
@@ -95,7 +95,7 @@ class Engine:
         self.progress: Callable[[], None] = lambda: None
         # Number of skipped updates.
         self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.step = steps.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
+        self.step = deepspeed_step.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
 
     # -- training ------------------------------------------------------------------------------------------------
 

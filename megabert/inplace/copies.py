@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.checkpoint.manifest import index_slices
+from megabert.checkpoint.format import GROUPS, StoredTensors, index_slices, named, open_file
 from megabert.checkpoint.store import BackgroundTask
-from megabert.checkpoint.tensors import GROUPS, StoredTensors, named, open_file
 from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megabert.checkpoint import Checkpoints, store, tensors
+from megabert.checkpoint import Checkpoints, store
+from megabert.checkpoint import format as checkpoint_format
 from megabert.common import errors, files
 from megabert.common.errors import Failed
 from megabert.distributed.ranks import RankRefused, World
@@ -23,7 +24,7 @@ from tests.helpers.ranks import CONTEXT, run_ranks
 CALLS = [
     *((os, name) for name in ("fsync", "rename", "replace", "unlink")),
     (shutil, "rmtree"),
-    (tensors, "write_tensors"),
+    (checkpoint_format, "write_tensors"),
     (files.Path, "open"),
     (files.Path, "write_bytes"),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, seal
+from megabert.checkpoint.format import MOMENTS, WEIGHTS, file_name, index_slices, seal
 from megabert.common.files import write_tensors
 from megabert.config import load
 from megabert.model import BertForPreTraining

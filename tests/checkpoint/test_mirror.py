@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megabert.checkpoint import mirror
-from megabert.checkpoint.manifest import file_name, seal
+from megabert.checkpoint.format import file_name, seal
 from megabert.checkpoint.mirror import Mirror
 from megabert.common import storage
 from megabert.common.errors import Failed

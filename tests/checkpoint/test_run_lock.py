@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints, run_lock
-from megabert.checkpoint.manifest import SEAL
+from megabert.checkpoint.format import SEAL
 from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import RankRefused, World
 from tests.helpers.ranks import CONTEXT, run_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
@@ -132,6 +133,36 @@ def test_a_second_job_is_refused_beside_the_first(host, tmp_path):
     if not host:
         assert run_ranks(2, refused, str(run)) == [expected] * 2
     assert os.listdir(run / "lock") == ["00000001"]
+
+
+def take_on_node(world: World, folders: list[str]) -> str:
+    """Takes the run folder of this rank's node; a node has one rank."""
+    run_lock.SHARED = 0.3
+    try:
+        return run_lock.take(folders[world.rank], replace(world, local_rank=0))
+    except RankRefused as error:
+        assert error.exit_code == USER_ERROR
+        return str(error)
+
+
+def test_nodes_without_a_shared_run_folder_are_refused(tmp_path):
+    nodes = [tmp_path / "n0", tmp_path / "n1"]
+    for node in nodes:
+        (node / "disk").mkdir(parents=True)
+    apart = [str(node / "disk/run") for node in nodes]
+    found = run_ranks(2, take_on_node, apart)
+    host = socket.gethostname()
+    assert (
+        found
+        == [
+            f"rank 1: {apart[1]} on host {host} is not the folder of that name on host {host}: name a run folder on a file system that all "
+            "nodes share"
+        ]
+        * 2
+    )
+    nodes[1].joinpath("shared").symlink_to(nodes[0] / "disk")
+    first, second = run_ranks(2, take_on_node, [apart[0], str(nodes[1] / "shared/run")])
+    assert first == second and len(first) == 16
 
 
 @pytest.mark.parametrize(("one", "other", "least"), [("", "", 0), ("n1", "n2", LIMIT), ("leaves", "n2", 0)])

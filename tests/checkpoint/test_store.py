@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.checkpoint.manifest import MOMENTS, group_of
+from megabert.checkpoint.format import MOMENTS, group_of
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine import Engine, Snapshot

@@ -10,9 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabert.checkpoint import Checkpoints, load_weights, tensors
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices
-from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
+from megabert.checkpoint import Checkpoints, load_weights
+from megabert.checkpoint import format as checkpoint_format
+from megabert.checkpoint.format import (
+    MOMENTS,
+    WEIGHTS,
+    StoredTensors,
+    check_files,
+    file_name,
+    index_slices,
+    write_slices,
+)
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import ParameterSlice
@@ -147,7 +155,7 @@ SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)
 
 @pytest.mark.parametrize("bucket", [1, 12, 17])
 def test_parameters_are_joined_from_their_slices(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "BUCKET", bucket)
+    monkeypatch.setattr(checkpoint_format, "BUCKET", bucket)
     manifest = written(tmp_path / "step-1", SPLIT)
     stored = StoredTensors.of_checkpoint(tmp_path / "step-1", manifest, ALONE)
     expected = [

@@ -23,7 +23,7 @@ from megabert.commands.plan.step_time import (
 from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, steps_of, with_vocabulary, work
 from megabert.common.logs import aligned
 from megabert.config import Config, accumulation, fit_micro_size
-from megabert.engine.gradients import LEAST
+from megabert.engine.deepspeed_step import LEAST
 
 # tokens/s of a loader process: rows of 128 in batches of 32 on one core, by bench_data.py (docs/measurements.md)
 LOADER = 45_812 * 128
@@ -110,7 +110,7 @@ def software_of(config: Config) -> Software:
         optimizer=OPTIMIZER[config.optimizer.name],
         orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
-        # stage 1 in bf16 is `megabert.engine.gradients`
+        # stage 1 in bf16 is `megabert.engine.deepspeed_step`
         gradient_bytes=GRADIENT_BYTES,
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,

@@ -32,7 +32,7 @@ from megabert.commands.plan.step_time import (
 )
 from megabert.config import Config, ModelConfig, accumulation
 from megabert.distributed.ranks import World
-from megabert.engine.gradients import LEAST
+from megabert.engine.deepspeed_step import LEAST
 from megabert.metrics import training_flops
 from megabert.optim.muon import Matrix
 from tests.commands.plan.cases import FABRIC, H100, PLAIN, base

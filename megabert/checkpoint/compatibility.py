@@ -1,28 +1,18 @@
-"""Start of a run from a checkpoint: compatibility with its own, and weights and moments of another run."""
+"""Which settings, data and tokenizers a run may resume with, or start from."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
-
-from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, read_manifest, seal
-from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
-from megabert.checkpoint.tensors import StoredTensors, write_slices
-from megabert.common import errors
+from megabert.checkpoint.format import MANIFEST, read_manifest
 from megabert.common.logs import log
-from megabert.common.run_files import TOKENIZER_FILES, checkpoint_name
-from megabert.config import CheckpointConfig, Config, ScheduleConfig, flat, phase_at, phases_of
+from megabert.common.run_files import TOKENIZER_FILES
+from megabert.config import Config, ScheduleConfig, flat, phase_at, phases_of
 from megabert.data.shards import Manifest as DataManifest
-from megabert.distributed.ranks import RankRefused, World, discover
-from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
 from megabert.optim.schedule import limit_reached, share_used
-
-if TYPE_CHECKING:
-    from megabert.engine import Engine
 
 # Config fields that must not change during a run: the meaning of weights and moments and the rows of an update depend on them.
 FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
@@ -140,107 +130,3 @@ def _newest_state(source: Path) -> dict[str, Any]:
     folders = [source, *sorted(source.glob("checkpoints/step-*"), reverse=True)]
     newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
     return read_manifest(newest)["state"] if newest else {}
-
-
-def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
-
-    Not a collective; the files of moments are not read. Raises ValueError naming `source` if it has no complete checkpoint.
-    """
-    checkpoints = Checkpoints(source, _lone_rank())
-    path = _newest_of(checkpoints, weights_only=True)
-    stored = StoredTensors.of_checkpoint(path, checkpoints.manifest, checkpoints.world)
-    weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.whole(WEIGHT)}
-    return weights, checkpoints.state
-
-
-def start_engine(
-    engine: Engine,
-    source: str | Path,
-    world: World,
-    moments: bool,
-    check: Callable[[dict[str, Any]], None] = lambda state: None,
-) -> dict[str, Any]:
-    """Load the weights, with `moments` also the moments, of a run folder's newest complete checkpoint or of one checkpoint folder
-    into `engine`, after a `check` of the saved state; returns the state. A collective. The update count for the moments' bias
-    correction restarts at zero.
-
-    Raises ValueError naming `source` if it has no complete checkpoint, or one without moments or with those of another optimizer.
-    """
-    checkpoints = Checkpoints(source, world)
-    try:
-        path = _newest_of(checkpoints, weights_only=not moments)
-    except ValueError as error:
-        raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
-    if moments:
-        _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
-    check(checkpoints.state)
-    engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, world), START | {"primed": moments})
-    world.barrier()
-    return checkpoints.state
-
-
-def _check_moments(manifest: Mapping[str, Any], source: str | Path, current: str) -> None:
-    if not has_moments(manifest["engine"]):
-        raise ValueError(f"init_from={source} holds no moments; set init_moments=false to start from its weights alone")
-    name = manifest["state"]["config"]["optimizer"]["name"]
-    if name != current:
-        raise ValueError(
-            f"init_from={source} holds the moments of optimizer.name={name} and this run's is {current}; set "
-            "init_moments=false to start from its weights alone"
-        )
-
-
-def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """The manifest of each checkpoint of a run, newest first, after verifying its files. Raises ValueError naming a file that was
-    changed."""
-    checkpoints = Checkpoints(run_dir, _lone_rank())
-    for step in checkpoints.steps():
-        if problem := checkpoints.problem(checkpoints.folder / checkpoint_name(step)):
-            raise ValueError(f"{checkpoints.folder}: {problem}")
-        yield checkpoints.manifest
-
-
-def newest_step(run_dir: str | Path) -> int | None:
-    """The step of the newest committed checkpoint of a run folder, or None. The run may be training."""
-    return committed_step(Path(run_dir) / "checkpoints")
-
-
-def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Write fp32 `weights` as the checkpoint of step 0 of a run folder, without moments; returns its folder.
-
-    No other process may write to the run folder. `state` as in `Checkpoints.save`, without "step".
-    """
-    checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
-    folder = checkpoints.folder / f"{SAVING}{0:08d}"
-    folder.mkdir(parents=True)
-    file = file_name(WEIGHTS, 0, 1)
-    slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    fields = {
-        "ranks": 1,
-        "files": {file: write_slices(folder / file, slices)},
-        "parameters": index_slices(shapes, [[(part.name, 0, part.length) for part in slices]]),
-        "first_moment_only": [],
-    }
-    state = dict(state) | {"step": 0, "world_size": 1}
-    checkpoints.commit(folder, 0, seal(fields, state, START))
-    return checkpoints.folder / checkpoint_name(0)
-
-
-def _lone_rank() -> World:
-    return World(0, 0, 1, discover({}).device, "gloo", "single")
-
-
-def _newest_of(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
-    """The newest complete checkpoint of a run folder, or the checkpoint whose folder was given instead. A collective. Raises
-    ValueError."""
-    path = checkpoints.run_dir
-    if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
-        if problem := checkpoints.problem(path, weights_only):
-            raise ValueError(problem)
-        return path
-    newest = checkpoints.latest(weights_only=weights_only)
-    if newest is None:
-        raise ValueError(f"{path}: no checkpoint in it; name a run folder or one of its checkpoints")
-    return newest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megabert.checkpoint.rate_record import RateRecord
+from megabert.optim.rate_record import RateRecord
 from tests.helpers import tiny
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megabert.distributed import ranks
-from megabert.engine import gradients, steps
-from megabert.engine.gradients import bucket_bounds
+from megabert.engine import deepspeed_step
+from megabert.engine.deepspeed_step import bucket_bounds
 from megabert.engine.rank_times import OwnTime
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
@@ -25,8 +25,8 @@ STEPS = 10
 
 
 def test_buckets_cover_a_flat_tensor_once(monkeypatch):
-    monkeypatch.setattr(gradients, "BUCKET", 30)
-    monkeypatch.setattr(gradients, "LEAST", 50)
+    monkeypatch.setattr(deepspeed_step, "BUCKET", 30)
+    monkeypatch.setattr(deepspeed_step, "LEAST", 50)
     found = bucket_bounds(200, 4)
     assert [end - begin for begin, end, _ in found] == [30, 20] * 4
     assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
@@ -51,7 +51,7 @@ def test_deepspeed_selects_the_rank_s_gpu(visible, selected, launcher, monkeypat
     monkeypatch.setattr(engine, "get_accelerator", lambda: device)
     monkeypatch.setattr(engine, "dist", SimpleNamespace(get_world_size=lambda: 4, get_rank=lambda: 3))
     built = SimpleNamespace()
-    with steps.device_as_local_rank(world):
+    with deepspeed_step.device_as_local_rank(world):
         engine.DeepSpeedEngine._configure_with_arguments(built, None, None)
         engine.DeepSpeedEngine._set_distributed_vars(built, None)
     assert (chosen, built.device, world.device) == ([selected], *[torch.device("cuda", selected)] * 2)
@@ -64,7 +64,7 @@ def sums_over_ranks(world: Any) -> dict[str, Any]:
     shape = {"precision": "bf16", "optimizer__clip": 0.0}
     found["stage 2"] = tiny.train(tiny.engine(tiny.config(zero__stage=2, **shape), world), range(STEPS))
     for name, least in (("to owners", 1), ("to all", 1 << 40)):
-        gradients.LEAST, gradients.BUCKET = least, 3000
+        deepspeed_step.LEAST, deepspeed_step.BUCKET = least, 3000
         engine = tiny.engine(tiny.config(zero__stage=1, **shape), world)
         sums, early = engine.step.flat, []
         finish = sums.finish
@@ -96,7 +96,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import importlib, importlib.util, sys, torch
 from megabert.distributed.ranks import World
-from megabert.engine.steps import import_deepspeed
+from megabert.engine.deepspeed_step import import_deepspeed
 import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
 assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
 print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))
@@ -170,6 +170,7 @@ def test_another_deepspeed_is_refused_by_name():
         """With other methods than those that are replaced."""
 
     with pytest.raises(
-        ValueError, match=r"test_steps\.BF16_Optimizer of DeepSpeed 0\.\S+ is not the one whose step is replaced here"
+        ValueError,
+        match=r"test_deepspeed_step\.BF16_Optimizer of DeepSpeed 0\.\S+ is not the one whose step is replaced here",
     ):
-        steps.check_known(BF16_Optimizer)
+        deepspeed_step.check_known(BF16_Optimizer)
