@@ -266,7 +266,7 @@ def described(model: Path) -> dict[str, Any]:
 
     loaded = pretrained.load(model)
     weights = {"weights_sha256": pretrained.fingerprint(loaded.weights)}
-    return model_card.recipe(loaded) | model_card.figures(loaded) | weights
+    return model_card.recipe(loaded) | model_card.metrics(loaded) | weights
 
 
 def exported(name: str, model: Path, work: Path) -> Path:

@@ -128,7 +128,7 @@ def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: P
     (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
     examples = datasets.read(ready.described.task, work / "texts.tsv", labelled=False)
     items = encoding.encode(ready.described.task, examples, ready.tokenizer, LABELS, 512)
-    logits = prediction.logits_of(ready.module, items, ready.described.layout, discover({}))
+    logits = prediction.compute_logits(ready.module, items, ready.described.layout, discover({}))
     shares = np.exp(np.stack(logits).astype(np.float64))
     return (shares / shares.sum(1, keepdims=True)).max(1)
 

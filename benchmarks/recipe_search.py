@@ -65,7 +65,7 @@ def drawn(trial: int) -> dict[str, Any]:
 
 def flops(recipe: RaceRecipe) -> float:
     """FLOPs of a training token."""
-    sizes = recipes.overrides_of({key: value for key, value in recipe.keys.items() if key.startswith("model.")})
+    sizes = recipes.collect_overrides({key: value for key, value in recipe.keys.items() if key.startswith("model.")})
     model = configuration.load(
         recipe.preset, [*sizes, "model.norm=pre", "model.nsp=false", "model.vocab_size=30000"]
     ).model

@@ -56,7 +56,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     began = time.perf_counter()
     problems = Problems(plan.on_error)
     ranges = _listed(plan, problems)
-    account = account_of(plan, ranges)
+    account = describe_input(plan, ranges)
     if plan.url and remote_output.is_done(plan.url, account, plan.options.seq_len, overwrite):
         return None
     opened = output_folder.opened(plan.folder, account, plan.options.seq_len, overwrite, _sources(plan, ranges))
@@ -112,7 +112,9 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     """
     problems = Problems(plan.on_error)
     ranges = _listed(plan, problems)
-    joined = output_folder.joined(plan.folder, account_of(plan, ranges), plan.options.seq_len, _sources(plan, ranges))
+    joined = output_folder.joined(
+        plan.folder, describe_input(plan, ranges), plan.options.seq_len, _sources(plan, ranges)
+    )
     with joined as work:
         if work is None:
             return False
@@ -180,7 +182,7 @@ def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
     )
 
 
-def account_of(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
+def describe_input(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
     """The account that identifies a build: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
     digest = hashlib.blake2b(digest_size=16)
     count, last = 0, ""

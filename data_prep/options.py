@@ -17,7 +17,7 @@ from data_prep.common.records import AUTO, FORMATS, TEXT_DOCUMENTS, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
 from data_prep.filters.functions import FilterFunction
-from megabert.common.files import sha256_of
+from megabert.common.files import hash_file
 
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")
@@ -179,6 +179,6 @@ class BuildOptions:
         """The options in the form of manifests and build.json, with the digests of files of filters; without those of training if a
         tokenizer was given."""
         listed = {name: value for name, value in asdict(self).items() if trained or name not in TRAINING}
-        listed["digests"] = {item.path: sha256_of(Path(item.path)) for item in self.own_filters}
+        listed["digests"] = {item.path: hash_file(Path(item.path)) for item in self.own_filters}
         as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists
         return as_json

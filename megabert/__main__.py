@@ -40,7 +40,7 @@ COMMANDS = {
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, verify, inspect, push"),
     "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
-    "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
+    "evaluate": Command("megabert.commands.evaluate", "held-out metrics of a run, as one JSON line"),
     "pairs": Command("megabert.commands.pairs", "scores of minimal pairs: BLiMP, Zorro"),
     "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
@@ -86,7 +86,7 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
             module = importlib.import_module(command.module)
         return int(module.main(argv))
 
-    code = errors.code_of(run)
+    code = errors.exit_code_from(run)
     if command.saves:
         from megabert.distributed.signals import ignore_signals
 
@@ -96,7 +96,9 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
 
 def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    return start(name, rest, f"{called()} {name}") if name in COMMANDS else errors.code_of(lambda: answer([name]))
+    return (
+        start(name, rest, f"{called()} {name}") if name in COMMANDS else errors.exit_code_from(lambda: answer([name]))
+    )
 
 
 @errors.command

@@ -36,7 +36,7 @@ class Sync:
     tokens: Sum
     # `RowDigest.counts` of all updates of this process
     rows: Sums
-    # `Meter.counts` and `RankFigures.counts` since the last log line
+    # `Meter.counts` and `RankMetrics.counts` since the last log line
     counts: Sums
     ranks: ByRank
 

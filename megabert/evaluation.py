@@ -82,7 +82,7 @@ def batch_sums(
 
 
 def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first, then MLM's of those `sources` with predictions. Raises
+    """`eval/…` metrics from the sums of all ranks, MLM's and NSP's first, then MLM's of those `sources` with predictions. Raises
     ValueError when nothing was predicted."""
     mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
     if not predictions:
@@ -98,13 +98,13 @@ def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]
         values |= {"eval/nsp_loss": nsp_loss / pairs, "eval/nsp_accuracy": nsp_correct / pairs, "eval/pairs": pairs}
     for name, (loss, correct, count) in zip(sources, sums[6:].view(-1, 3).tolist(), strict=False):
         of_source = {"loss": loss / count, "accuracy": correct / count, "predictions": count} if count else {}
-        values |= {f"eval/{figure}_by_source/{name}": value for figure, value in of_source.items()}
+        values |= {f"eval/{metric}_by_source/{name}": value for metric, value in of_source.items()}
     return values
 
 
-def dataset_metrics(name: str, figures: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
+def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
     """Loss and bits a byte of one of several datasets, from its `summary`, under its name."""
-    loss = figures["eval/mlm_loss"]
+    loss = metrics["eval/mlm_loss"]
     return {
         f"eval/loss_by_dataset/{name}": loss,
         f"eval/bits_per_byte_by_dataset/{name}": loss / math.log(2) / bytes_a_token,

@@ -1,6 +1,6 @@
 """Metrics of a run: loss, accuracy, throughput, FLOP utilisation.
 
-They count real tokens only: padding adds neither tokens nor FLOPs. A new metric of the data is one line in `PretrainingMeter.counts_of`, one of the
+They count real tokens only: padding adds neither tokens nor FLOPs. A new metric of the data is one line in `PretrainingMeter.count_work`, one of the
 device (a norm, say) one line in `measured`.
 """
 
@@ -47,7 +47,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     return float(encoder + attention + heads)
 
 
-# -- figures of updates -----------------------------------------------------------------------------------
+# -- metrics of updates -----------------------------------------------------------------------------------
 
 
 def measured(result: UpdateResult, terms: Sequence[str]) -> dict[str, Tensor]:
@@ -64,14 +64,14 @@ def as_row(values: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([value.double() for value in values.values()]).float()
 
 
-def figures(result: UpdateResult, terms: Sequence[str]) -> dict[str, float]:
+def update_metrics(result: UpdateResult, terms: Sequence[str]) -> dict[str, float]:
     """`measured` as floats. Waits for the device."""
     values = measured(result, terms)
     return dict(zip(values, as_row(values).tolist(), strict=True))
 
 
 class Means:
-    """Means of `measured` over the applied updates; the sums stay on the device until `figures`."""
+    """Means of `measured` over the applied updates; the sums stay on the device until `means`."""
 
     def __init__(self, terms: Sequence[str], saved: Mapping[str, float] | None = None) -> None:
         """`saved`: the `state` to continue from."""
@@ -95,8 +95,8 @@ class Means:
         """The sums, exactly. Waits for the device."""
         return self._saved if self._sums is None else dict(zip(self._names, self._sums.tolist(), strict=True))
 
-    def figures(self) -> dict[str, float]:
-        """`train/…` figures; {} where no update was applied. Waits for the device."""
+    def means(self) -> dict[str, float]:
+        """`train/…` metrics; {} where no update was applied. Waits for the device."""
         sums = self.state()
         if not sums.get("updates"):
             return {}
@@ -106,7 +106,7 @@ class Means:
 
 
 class Meter:
-    """Figures of the updates between two log lines. Part of a checkpoint, so that a window with a restart inside is complete.
+    """Metrics of the updates between two log lines. Part of a checkpoint, so that a window with a restart inside is complete.
 
     `counts` are this rank's; `synced` adds their sums over the ranks.
     """
@@ -121,14 +121,14 @@ class Meter:
         self._before: dict[str, int] = {}
         self.resume({})
 
-    def counts_of(self, update: Any) -> dict[str, int]:
+    def count_work(self, update: Any) -> dict[str, int]:
         """Counts of this rank's part of an update, by name. Names with a section are logged: per second of training if they end in
         `_per_sec`, else as the sum since the last log line. All updates have the same names."""
         raise NotImplementedError
 
     def add(self, result: UpdateResult, update: Any) -> None:
-        """Add an update. Figures of a skipped update are not averaged; its counts are added."""
-        for name, count in self.counts_of(update).items():
+        """Add an update. Metrics of a skipped update are not averaged; its counts are added."""
+        for name, count in self.count_work(update).items():
             self.counts[name] = self.counts.get(name, 0) + count
         self._means.setdefault(update.objective, Means(self._terms)).add(result)
 
@@ -138,13 +138,13 @@ class Meter:
         self.totals = {name: count + self._before.get(name, 0) for name, count in sums.items()}
 
     def drain(self) -> dict[str, Any]:
-        """Figures of the window, which is reset. `train/objective` names their objective; causal updates among masked ones have
-        separate figures, `train/causal_...`."""
+        """Metrics of the window, which is reset. `train/objective` names their objective; causal updates among masked ones have
+        separate metrics, `train/causal_...`."""
         seconds = max(self.seconds, 1e-9)
         values: dict[str, Any] = {}
         # masked before causal
         for objective in sorted(self._means, reverse=True):
-            means = self._means[objective].figures()
+            means = self._means[objective].means()
             if values:
                 values |= {name.replace("train/", f"train/{objective}_"): value for name, value in means.items()}
             elif means:
@@ -177,7 +177,7 @@ class PretrainingMeter(Meter):
         cuda = world.device.type == "cuda"
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
-    def counts_of(self, update: Update) -> dict[str, int]:
+    def count_work(self, update: Update) -> dict[str, int]:
         squares = sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
         return {
             "perf/sequences_per_sec": update.sequences,

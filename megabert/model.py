@@ -162,10 +162,10 @@ class Layer(nn.Module):
 
     def __init__(self, cfg: ModelConfig, ops: Ops, index: int):
         super().__init__()
-        self.window = cfg.window_of(index)
+        self.window = cfg.layer_window(index)
         self.qkv = QueriesKeysValues(cfg, ops)
         if cfg.neighbour_heads:
-            self.qkv.start_at_neighbours(cfg.theta_of(index))
+            self.qkv.start_at_neighbours(cfg.layer_theta(index))
         self.attention_output = LinearNorm(cfg.hidden, cfg, ops)
         self.feed_forward = FeedForward(cfg, ops)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, ops)
@@ -377,17 +377,17 @@ class BertForPreTraining(nn.Module):
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
         size = self.cfg.hidden // self.cfg.heads
-        kinds = {(self.cfg.window_of(index), self.cfg.theta_of(index)) for index in range(len(self.layers))}
+        kinds = {(self.cfg.layer_window(index), self.cfg.layer_theta(index)) for index in range(len(self.layers))}
         keys = {w: self.ops.attention_inputs(key_start, key_end, lengths, w, causal) for w, _ in kinds}
         angles = {theta: rotation(position_ids, size, theta) for _, theta in kinds} if self.cfg.gated else {}
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)  # (B, T, D) each
         yield normed, x
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
-            seen = keys[self.cfg.window_of(index)]
+            seen = keys[self.cfg.layer_window(index)]
             if last is not None and not self.training:
                 seen = self.ops.only_queries(seen, last)
-            args = (normed, x, seen, seed, 4 * index + 4, last, angles.get(self.cfg.theta_of(index)))
+            args = (normed, x, seen, seed, 4 * index + 4, last, angles.get(self.cfg.layer_theta(index)))
             if self.cfg.activation_checkpointing and self.training:
                 normed, x = checkpoint(layer, *args, use_reentrant=False)
             else:

@@ -30,7 +30,7 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config, DataConfig, fit_micro_size, phases_of
+from megabert.config import Config, DataConfig, fit_micro_size, list_phases
 from megabert.data import mixture
 from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts, with_vocabulary_size
 from megabert.data.shards import Cache
@@ -138,7 +138,7 @@ def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer
     Raises ValueError naming a dataset with another tokenizer."""
     opened: dict[str, AnyDataset] = {}
     datasets = []
-    for phase in phases_of(config):
+    for phase in list_phases(config):
         data = phase.config.data
         name = f"{data.path} {data.mix}"
         if name not in opened:
@@ -184,7 +184,7 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
 def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
     """The config with the vocabulary's size. Raises ValueError naming the field in which it does not fit the data."""
     refuse_other_vocabulary(config, datasets[0].manifest)
-    for phase, dataset in zip(phases_of(config), datasets, strict=True):
+    for phase, dataset in zip(list_phases(config), datasets, strict=True):
         check_data_fits(phase.config, dataset.manifest)
     if config.eval.patience and members(datasets[0])[0].held_out_path is None:
         raise ValueError(
@@ -316,7 +316,7 @@ def cursor_after(source: Mapping[str, Any], config: Config, dataset: AnyDataset)
     same = source.get("dataset") == dataset.manifest.fingerprint
     if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
         return 0
-    size = phases_of(config)[0].config.batch.global_size
+    size = list_phases(config)[0].config.batch.global_size
     cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
     if cursor:
         log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from megabert.config import Config, Phase, phase_at, phases_of
+from megabert.config import Config, Phase, list_phases, phase_at
 from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 
@@ -71,7 +71,7 @@ class RunSchedule:
     def __init__(self, config: Config, workload: Workload, stop_after: int | None) -> None:
         """`stop_after`: step at which this process ends before the schedule does."""
         self.config, self.workload, self.stop_after = config, workload, stop_after
-        self.phases = phases_of(config)
+        self.phases = list_phases(config)
         self.state = TrainState()
         # recorded rates, where they depend on the training time
         self.rates: RateRecord | None = None

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from megabert.common.files import write_whole
-from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, step_of
+from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config, flat
 
 # TensorBoard sorts groups by name and shows the first one: the losses
@@ -27,16 +27,16 @@ RANK_CURVES = 64
 
 
 class Sink:
-    """A destination for figures of a run; subclasses implement what they can show."""
+    """A destination for metrics of a run; subclasses implement what they can show."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write figures with their "step"."""
+        """Write metrics with their "step"."""
 
     def show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Show samples of an evaluation (`megabert.evaluation.HeldOutSamples`); [] has none."""
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        """Write the final figures."""
+        """Write the final metrics."""
 
     def close(self) -> None:
         """End of the run."""
@@ -50,7 +50,7 @@ class JsonLines(Sink):
         self._path = path
         self._file: TextIO | None = None
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if step_of(line) <= resume_step]
+            kept = [line for line in path.read_text().splitlines() if read_step(line) <= resume_step]
             write_whole(path, "".join(f"{line}\n" for line in kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class SampleLines(JsonLines):
     """`samples.jsonl`: the samples of each evaluation."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Figures are not written to this file."""
+        """Metrics are not written to this file."""
 
     def show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         if samples:
@@ -175,7 +175,7 @@ class Sinks:
             sink.show(step, samples)
 
     def hparams(self, results: Mapping[str, float]) -> None:
-        """Write the run's settings with its final figures to sinks that show them together."""
+        """Write the run's settings with its final metrics to sinks that show them together."""
         for sink in self._sinks if results else ():
             sink.conclude(results)
 
@@ -215,7 +215,7 @@ def _escaped(token: str) -> str:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line: numbers whose name has a section."""
+    """The metrics of a line: numbers whose name has a section."""
     return {name: value for name, value in values.items() if "/" in name and isinstance(value, int | float)}
 
 

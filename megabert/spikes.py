@@ -203,13 +203,13 @@ class UpdateJudge:
 
     def _record(self, done: PendingUpdate, trouble: Trouble) -> None:
         """Append step, data and metrics of an update to `trouble.jsonl`. A collective."""
-        from megabert.metrics import figures  # imports torch
+        from megabert.metrics import update_metrics  # imports torch
 
         rows_by_rank = self._world.gather([row for row in done.row_ids if row >= 0])
         if self._world.is_main:
             entry: dict[str, object] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
-            entry |= figures(done.result, self._terms)
+            entry |= update_metrics(done.result, self._terms)
             entry |= {"score": round(trouble.score, 3), "row_ids": [row for rows in rows_by_rank for row in rows]}
             with open(self._run_dir / TROUBLE, "a") as file:
                 file.write(as_json(entry) + "\n")

@@ -120,7 +120,7 @@ def print_or_check(args: argparse.Namespace) -> int:
     from megabert.config import reference
 
     config = configuration.from_arguments(args)
-    sources = configuration.value_sources(args.config, configuration.overrides_of(args))
+    sources = configuration.value_sources(args.config, configuration.collect_overrides(args))
     if args.explain:
         print(reference.explain(args.explain, config, sources))
     elif args.print_config:
@@ -180,16 +180,16 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     saved = f"saved at step {step:,} in {args.run}"
     if not trainer.schedule.complete:
         return f"--stop-after reached: {saved}; the same command without it resumes"
-    figures = trainer.last_eval
+    metrics = trainer.last_eval
     best, loss = run, ""
     if trainer.state.best_step >= 0:
         best = shlex.quote(f"{args.run}/{BEST}")
         loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
-    elif figures:
-        loss = f"held-out loss {figures['eval/mlm_loss']:.4f}, accuracy {figures['eval/mlm_accuracy']:.2%}; "
+    elif metrics:
+        loss = f"held-out loss {metrics['eval/mlm_loss']:.4f}, accuracy {metrics['eval/mlm_accuracy']:.2%}; "
     saved = f"ended by {trainer.schedule.limit}; {saved}"
     lines = [
-        f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if figures else "",
+        f"evaluate --model {best} --data {shlex.quote(trainer.config.data.path)}" if metrics else "",
         f'fill     --model {best} "The capital of France is [MASK]."',
         f"finetune --model {best} --task sst2 --train train.tsv --dev dev.tsv --output {run}-sst2",
         f"export   --model {best} --output {run}-hf",
@@ -213,14 +213,14 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     missing or invalid, or a folder without a dataset or checkpoint."""
     from megabert.common import storage
     from megabert.common.run_files import holds_checkpoint
-    from megabert.config import phases_of, read_deepspeed
+    from megabert.config import list_phases, read_deepspeed
     from megabert.data.shards import MANIFEST
     from megabert.distributed.signals import end_of_time
 
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
-    for phase in phases_of(config):
+    for phase in list_phases(config):
         path, build = phase.config.data.path, "megabert prep build" + " --nsp" * config.model.nsp
         if not storage.is_url(path) and not Path(path, MANIFEST).is_file():
             option = "--data" if path == config.data.path else "data.path of a phase:"

@@ -26,7 +26,7 @@ from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import RankRefused, World
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine, RankFigures, UpdateResult
+from megabert.engine import Engine, RankMetrics, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
 from megabert.optim.rate_record import RateRecord
@@ -79,7 +79,7 @@ class Trainer:
         self.schedule.state.cursor = cursor
         self.newest: PendingUpdate | None = None
         self.row_digest = RowDigest()
-        self.rank_stats = RankFigures(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
+        self.rank_stats = RankMetrics(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)

@@ -15,11 +15,11 @@ import torch
 from megabert import evaluation
 from megabert.common import errors
 from megabert.common.logs import log
-from megabert.config import Config, fit_micro_size, phases_of, replace
+from megabert.config import Config, fit_micro_size, list_phases, replace
 from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
-from megabert.data.mixture import AnyDataset, members, names_of, skip_rows_of_earlier_phases
+from megabert.data.mixture import AnyDataset, distinct_names, members, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_main, refuse_together
@@ -121,7 +121,7 @@ class Pretraining:
         self.extras = extras
         self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
         self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
-        self.phases = [fit_micro_size(phase.config, world.size) for phase in phases_of(config)]
+        self.phases = [fit_micro_size(phase.config, world.size) for phase in list_phases(config)]
         ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
         self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
         self.samples: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ class Pretraining:
         ValueError if rows cannot be read."""
         phases = zip(self.datasets, self.phases, strict=True)
         parts = {part.manifest.fingerprint: (part, phase.batch) for mix, phase in phases for part in members(mix)}
-        names = names_of([part.place for part, _ in parts.values()])
+        names = distinct_names([part.place for part, _ in parts.values()])
         splits: list[HeldOut] = []
         for name, (part, batch) in zip(names, parts.values(), strict=True):
             if part.held_out_path is None:
@@ -184,21 +184,21 @@ class Pretraining:
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out metrics of the first dataset, and with several datasets also loss and bits per byte of each."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for split in self.held_out:
             summary = self.evaluate_on(split, progress)
-            figures = figures or summary
+            metrics = metrics or summary
             if split.bytes_a_token:
-                figures |= evaluation.dataset_metrics(split.name, summary, split.bytes_a_token)
-        if not figures:
+                metrics |= evaluation.dataset_metrics(split.name, summary, split.bytes_a_token)
+        if not metrics:
             return {}
         if self.evaluate_pairs is not None:
-            figures |= self.evaluate_pairs(progress)
+            metrics |= self.evaluate_pairs(progress)
         hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
-        shown = {k.removeprefix("eval/"): v for k, v in figures.items() if not v >= 1e4 and not k.startswith(hidden)}
+        shown = {k.removeprefix("eval/"): v for k, v in metrics.items() if not v >= 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
         self.samples = self.predict_samples(self.held_out[0].dataset)
-        return figures
+        return metrics
 
     def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
         """`evaluation.summary` of a held-out split. A collective. Raises RankRefused if rows cannot be read."""

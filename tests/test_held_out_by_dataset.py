@@ -15,7 +15,7 @@ import pytest
 from megabert import config as configuration
 from megabert.commands import report
 from megabert.commands.evaluate import evaluate_run
-from megabert.data.mixture import names_of
+from megabert.data.mixture import distinct_names
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
@@ -111,9 +111,9 @@ def test_a_member_without_a_split_is_named(world: World, tmp_path: Path, caplog:
 
 
 def test_names_tell_folders_apart() -> None:
-    assert names_of(["data/wiki", "/data/novels"]) == ["wiki", "novels"]
-    assert names_of(["old/train", "new/train", "new/more"]) == ["old_train", "new_train", "new_more"]
-    assert names_of(["a", "./a"]) == ["1_a", "2_a"]
+    assert distinct_names(["data/wiki", "/data/novels"]) == ["wiki", "novels"]
+    assert distinct_names(["old/train", "new/train", "new/more"]) == ["old_train", "new_train", "new_more"]
+    assert distinct_names(["a", "./a"]) == ["1_a", "2_a"]
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_durations_read_as_people_say_them() -> None:
 
 
 class Counting(Meter):
-    def counts_of(self, update: Any) -> dict[str, int]:
+    def count_work(self, update: Any) -> dict[str, int]:
         return {"perf/rows_per_sec": update.rows, "data/odd_rows": update.rows % 2, "unlogged": 1}
 
 

@@ -23,7 +23,7 @@ from megabert.engine.zero_layout import WEIGHT
 from megabert.finetune.__main__ import main as finetune
 from megabert.finetune.run import best_run, summarise
 from megabert.finetune.tasks import custom
-from megabert.objectives.minimal_pairs import table_of
+from megabert.objectives.minimal_pairs import build_table
 from tests.checkpoint.test_store import state
 from tests.commands.test_convert import make, one_line, rewrite
 from tests.finetune.test_run import result
@@ -168,7 +168,7 @@ def test_finite_weights_that_overflow_give_no_figures(texts: Path, tmp_path: Pat
 def test_pairs_with_a_score_of_nan_have_no_accuracy() -> None:
     scores = {"good": NAN, "bad": -2.0, "best": -1.0}
     of = [Pair("good", "bad", "a", "f"), Pair("bad", "good", "b", "f"), Pair("best", "bad", "c", "g")]
-    table = table_of(of, scores)
+    table = build_table(of, scores)
     assert math.isnan(table["fields"]["f"]) and table["fields"]["g"] == 1.0 and math.isnan(table["accuracy"])
 
 

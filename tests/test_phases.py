@@ -18,7 +18,7 @@ from megabert import hf
 from megabert.checkpoint import load_weights, write_start
 from megabert.commands import verify
 from megabert.commands.evaluate import evaluate_run
-from megabert.config import Config, phase_at, phases_of
+from megabert.config import Config, list_phases, phase_at
 from megabert.data.mixture import open_mixture, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.distributed.ranks import World
@@ -277,9 +277,9 @@ def three(folders: dict[str, Path]) -> tuple[str, ...]:
 
 def test_phases_begin_where_their_shares_say() -> None:
     cfg = config("objective.causal_share=0", "schedule.total_steps=300", "phases=[{share=100},{share=110},{share=90}]")
-    phases = phases_of(cfg)
+    phases = list_phases(cfg)
     assert [sum(phase_at(phases, step / 300) == number for step in range(300)) for number in range(3)] == [100, 110, 90]
-    tenths = phases_of(config("objective.causal_share=0", "phases=[{share=0.1},{share=0.2},{share=0.7}]"))
+    tenths = list_phases(config("objective.causal_share=0", "phases=[{share=0.1},{share=0.2},{share=0.7}]"))
     assert [phase_at(tenths, step / 10) for step in range(10)] == [0, 1, 1, *[2] * 7]
 
 
@@ -295,7 +295,7 @@ def test_micro_batches_are_fitted_to_each_phase(world: World, tmp_path: Path) ->
 def test_another_dataset_has_its_own_row_length() -> None:
     kept, other = 'data.mix={"b"=0.5}', 'data.path="b"'
     tables = f"phases=[{{share=0.2}},{{share=0.2,{kept}}},{{share=0.2,{other}}},{{share=0.4,{other},data.seq_len=256}}]"
-    phases = phases_of(config("objective.causal_share=0", "data.seq_len=64", tables))
+    phases = list_phases(config("objective.causal_share=0", "data.seq_len=64", tables))
     assert [phase.config.data.seq_len for phase in phases] == [64, 64, 0, 256]
 
 
@@ -305,11 +305,11 @@ def test_a_phase_has_its_peak_or_its_own_schedule() -> None:
     cfg = config(
         "objective.causal_share=0", "schedule.total_steps=20", "schedule.name=constant", "optimizer.lr=4.0", parts
     )
-    phases = phases_of(cfg)
+    phases = list_phases(cfg)
     rates = [phase_rate(phases[phase_at(phases, n / 20)], cfg.schedule, n) for n in range(20)]
     assert rates == pytest.approx([2.0, *[4.0] * 9, *[1.0] * 6, 2e-3, 1.0, 2.0, 1.2])
     short = configuration.load("", ["schedule.name=sqrt", "schedule.total_steps=4", "schedule.warmup_steps=0"])
-    assert [phase_rate(phases_of(short)[0], short.schedule, n) for n in range(3)] == pytest.approx(
+    assert [phase_rate(list_phases(short)[0], short.schedule, n) for n in range(3)] == pytest.approx(
         [1e-4, 5e-5, 1e-4 * (1 - 0.5**0.5)]
     )
 

@@ -31,7 +31,7 @@ from transformers import (
 from megabert.common.files import write_whole
 from megabert.finetune import __main__ as ours
 from megabert.finetune import datasets, encoding, scores
-from megabert.finetune.settings import Settings, runs_of
+from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task
 
 CLASSES: dict[str, tuple[Any, Any]] = {
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, task: Task, settings: Settings, folder: Path
     """Fine-tune with one seed, write the predictions, and return what `result.json` holds."""
     set_seed(settings.seed)  # the added layer is initialised before the Trainer sets its own
     examples = {name: datasets.read(task, getattr(args, name)) for name in ("train", "test")}
-    labels = encoding.labels_of(task, examples["train"])
+    labels = encoding.collect_labels(task, examples["train"])
     classes = {label: i for i, label in enumerate(labels)}
     model_class, collator = CLASSES[task.kind]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -137,14 +137,14 @@ def main(argv: list[str] | None = None) -> int:
     usual = vars(ours.parse(["--model=", "--output="]))
     try:
         ours.check(args)
-        task = ours.task_of(args)
+        task = ours.parse_task(args)
         foreign = [name for name, value in vars(args).items() if name not in OBEYED and value != usual[name]]
         if foreign or args.precision != "fp32" or task.kind not in CLASSES:
             raise ValueError(f"the peer is for --precision fp32, texts and tags, not {' '.join(foreign) or task.kind}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, settings in runs_of(args, task.max_length, task.stride).items():
+    for name, settings in list_runs(args, task.max_length, task.stride).items():
         folder = Path(args.output) / name
         if not (folder / RESULT).is_file():
             folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.race.recipes import overrides_of
+from benchmarks.race.recipes import collect_overrides
 from benchmarks.race.training import WEIGHTS
 from megabert import config as configuration
 from megabert.config import ModelConfig
@@ -224,7 +224,7 @@ def recipe_of(fields: dict[str, Any]) -> tuple[PeerRecipe, list[str]]:
         recipe = PeerRecipe(**rest)
     except TypeError as error:
         raise ValueError(f"recipe of the peer: {error}") from None
-    return recipe, overrides_of(sizes)
+    return recipe, collect_overrides(sizes)
 
 
 def main(argv: list[str] | None = None) -> int:

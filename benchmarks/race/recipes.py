@@ -86,10 +86,10 @@ class RaceRecipe:
 
     def overrides(self) -> list[str]:
         """Our keys as `section.key=value`, without those set by the track."""
-        return overrides_of({key: value for key, value in self.keys.items() if key != WARM_UP})
+        return collect_overrides({key: value for key, value in self.keys.items() if key != WARM_UP})
 
 
-def overrides_of(keys: Mapping[str, Any]) -> list[str]:
+def collect_overrides(keys: Mapping[str, Any]) -> list[str]:
     """`section.key=value` of each, with values in TOML syntax except for strings."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
 
@@ -115,7 +115,7 @@ def load(name: str) -> RaceRecipe:
 
 def rows_an_update(settings: Config) -> float:
     """Mean over the phases, whose shares are of updates."""
-    phases = config.phases_of(settings)
+    phases = config.list_phases(settings)
     return sum((phase.end - phase.begin) * phase.config.batch.global_size for phase in phases)
 
 

@@ -34,9 +34,9 @@ from benchmarks.survival.life import (
     failure,
     in_sessions,
     last_step,
+    saved_steps,
     saves_of,
     start_logged,
-    steps_of,
     wait,
     wait_or_fail,
 )
@@ -183,14 +183,14 @@ class Job(KeptRanks):
     def _look(self) -> None:
         """Find the keepers' folders, a link `best` that leads nowhere, and a new checkpoint without that of its best update."""
         for rank, keeper in enumerate(self.processes):
-            if rank not in self.folders and (folder := folder_of(keeper.pid)):
+            if rank not in self.folders and (folder := find_folder(keeper.pid)):
                 self.folders[rank] = folder
         link = self.run / "best"
         self.record.best, before = target_of(link), self.record.best
         reasons = []
         if (self.record.best or before) and not link.exists() and target_of(link) == self.record.best:
             reasons = [f"best leads nowhere: {self.record.best}"]
-        if (newest := max(steps_of(self.run), default=-1)) != self._newest:
+        if (newest := max(saved_steps(self.run), default=-1)) != self._newest:
             self._newest = newest
             reasons += missing_best(self.run, newest)
         self.record.failures += [reason for reason in reasons if reason not in self.record.failures]
@@ -254,7 +254,7 @@ class Job(KeptRanks):
                 keeper.send_signal(signal.SIGTERM)
 
 
-def folder_of(keeper: int) -> Path | None:
+def find_folder(keeper: int) -> Path | None:
     """The folder in memory that a keeper has open."""
     try:
         links = [os.readlink(entry) for entry in os.scandir(f"/proc/{keeper}/fd")]
@@ -337,7 +337,7 @@ def train_disturbed(
             job.stop()
             record.failures.append(str(error))
             record.killed, record.codes = list(range(len(hosts))), job.codes()
-        record.saved = max(steps_of(run), default=0)
+        record.saved = max(saved_steps(run), default=0)
         account(record, job.output(), before.last, before.saved)
         check_best(record, run, job.output())
         lost = {folder for rank, folder in job.folders.items() if rank in record.killed}

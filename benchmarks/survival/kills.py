@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
+from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, saved_steps, wait
 
 # aims of the kills, alternately
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
@@ -70,7 +70,7 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
     if aim == "start":
         time.sleep(rng.uniform(0.0, START_SECONDS))
         return
-    newest = max(steps_of(life.run), default=0)
+    newest = max(saved_steps(life.run), default=0)
     ahead = rng.randint(2, 2 + int(2 * share)) if aim == "any" else 3 * case.interval  # saves may be missed
     reach = min(newest + ahead, case.steps - 1)
     pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": life.slow[1]}[aim])
@@ -96,7 +96,7 @@ def kill_again_and_again(
         if aim == "any" and rng.random() < 0.2:
             aim = "start"
         slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" and number < kills else (0, 0.0)
-        newest = max(steps_of(run), default=0)
+        newest = max(saved_steps(run), default=0)
         life = Life(case, data, run, server, slow)
         outcome.sessions |= {rank.pid for rank in life.ranks}
         try:

@@ -134,7 +134,7 @@ class Life:
         for victim in victims:
             os.kill(self.ranks[victim].pid, signal.SIGKILL)
         wait(lambda: all(self.ranks[v].poll() is not None for v in victims), 10, "a killed rank stays")
-        committed = steps_of(self.run)
+        committed = saved_steps(self.run)
         try:
             wait(lambda: all(rank.poll() is not None for rank in self.ranks), SURVIVORS_END_WITHIN, "")
         except TimeoutError:
@@ -235,6 +235,6 @@ def saves_of(run: Path) -> list[tuple[str, int]]:
         return []
 
 
-def steps_of(run: Path) -> list[int]:
+def saved_steps(run: Path) -> list[int]:
     """Committed checkpoints, oldest first."""
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import steps_of
+from benchmarks.survival.life import saved_steps
 
 # kills of ranks, and ends of jobs, each with its weight
 IN_EVALUATION, IN_SAVE, AGAIN = "a rank in an evaluation", "a rank in a save", "a rank, and again"
@@ -126,7 +126,7 @@ def missing_best(run: Path, newest: int) -> list[str]:
         manifest = (run / "checkpoints" / f"step-{newest:08d}" / "manifest.json").read_text()
     except FileNotFoundError:  # none yet, or just removed
         return []
-    best, saved = json.loads(manifest)["state"]["best_step"], steps_of(run)
+    best, saved = json.loads(manifest)["state"]["best_step"], saved_steps(run)
     return [f"the best update is {best}, saved are {saved}"] if best >= 0 and best not in saved else []
 
 

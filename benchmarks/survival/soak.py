@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
+from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, saved_steps, wait
 
 # seconds between two samples
 EVERY = 0.2
@@ -92,7 +92,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     sessions: set[int] = set()
     try:
         for number in range(restarts):
-            first = max(steps_of(run), default=0)
+            first = max(saved_steps(run), default=0)
             life = Life(case, data, run, server)
             sessions |= {rank.pid for rank in life.ranks}
             share = (updates - first) / (restarts + 1 - number)
@@ -127,7 +127,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
         "first_life": {"early": parts[0], "late": parts[1], "growth": growth(*parts)},
         "restarted": {"early": early, "late": late, "growth": growth(early, late)},
         "shared_memory_files_left": len(left),
-        "checkpoints_left": len(steps_of(run)),
+        "checkpoints_left": len(saved_steps(run)),
         "seconds": round(time.monotonic() - started, 1),
     }
 

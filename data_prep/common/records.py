@@ -50,7 +50,7 @@ class ReadOptions:
         """The kind of documents in a file of text by the options; "" if it is not known."""
         if self.text_documents != AUTO:
             return self.text_documents
-        folder = folder_of(path, self._kinds)
+        folder = find_folder(path, self._kinds)
         return self._kinds[folder] if folder is not None else ""
 
 
@@ -59,7 +59,7 @@ def normalized(path: str) -> str:
     return path.rstrip("/") if storage.is_url(path) else os.path.normpath(path)
 
 
-def folder_of(path: str, known: Container[str]) -> str | None:
+def find_folder(path: str, known: Container[str]) -> str | None:
     """The innermost of the `known` folders above a file."""
     folder = normalized(os.path.dirname(path))
     while folder not in known:

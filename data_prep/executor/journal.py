@@ -54,7 +54,7 @@ def _digest(*values: Any) -> str:
     return digest.hexdigest()
 
 
-def _record_of(job: BuildJob, stage: str, index: int) -> Path:
+def _record_path(job: BuildJob, stage: str, index: int) -> Path:
     return Path(job.work, FOLDER, stage, f"{index:07d}.json")
 
 
@@ -63,7 +63,7 @@ def _run(
 ) -> ItemResult:
     """The result of an item, from its record or computed and recorded. Runs in a worker."""
     index, item = numbered
-    path = _record_of(job, stage, index)
+    path = _record_path(job, stage, index)
     key = _digest(function.__name__, job, item, digest)
     record = _load(path)
     if record and record["key"] == key:

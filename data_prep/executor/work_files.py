@@ -218,13 +218,13 @@ def by_key(records: np.ndarray) -> np.ndarray:
 
 
 def mapped(job: BuildJob, name: str, dtype: np.dtype | str) -> np.ndarray:
-    """Items of a file of the work folder, mapped into memory; `copy_of` copies some."""
+    """Items of a file of the work folder, mapped into memory; `copy_items` copies some."""
     dtype = np.dtype(dtype)
     path = job.path(name)
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
-def copy_of(items: np.ndarray, chosen: Any) -> np.ndarray:
+def copy_items(items: np.ndarray, chosen: Any) -> np.ndarray:
     """A copy of the chosen items of a mapped file, whose pages are then released from this process.
 
     Access to a page maps the whole folio that caches it, up to megabytes since Linux 6.18, so access to many files would map all of
@@ -241,7 +241,7 @@ def key_range(records: np.ndarray, index: int, count: int) -> np.ndarray:
     """Those of the records, ordered by 64-bit `key`, with keys in part `index` of `count` equal key ranges."""
     low, high = ((index + i) * (1 << 64) // count for i in (0, 1))
     keys = records["key"]
-    return copy_of(records, slice(bisect_left(keys, low), bisect_left(keys, high)))
+    return copy_items(records, slice(bisect_left(keys, low), bisect_left(keys, high)))
 
 
 class MergeGroup(NamedTuple):

@@ -3,13 +3,13 @@
 A rule is a file and a line. The file has its `QualityRule`s, each a measure of all documents of a batch at once:
 
     # data_prep/filters/long_words.py
-    from data_prep.filters.measures import QualityRule, segment_sums, share_of
+    from data_prep.filters.measures import QualityRule, segment_sums, compute_share
 
     RULES = (
         QualityRule(
             "max-long-words",
             "words of more than 30 characters",
-            lambda m: share_of(segment_sums(m.characters_of > 30, m.documents), m.words),
+            lambda m: compute_share(segment_sums(m.characters_of > 30, m.documents), m.words),
             share=True,
         ),
     )

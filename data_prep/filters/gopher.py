@@ -20,7 +20,7 @@ from data_prep.filters.measures import (
     NUMBER_SIGN,
     DocumentMeasures,
     QualityRule,
-    share_of,
+    compute_share,
 )
 
 N_GRAM_LIMITS = {2: 0.2, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1}
@@ -33,7 +33,7 @@ def _rule(
 
 
 def _symbol_share(m: DocumentMeasures) -> np.ndarray:
-    return share_of(np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words)
+    return compute_share(np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words)
 
 
 def _n_gram_rule(n: int) -> QualityRule:
@@ -44,9 +44,15 @@ def _n_gram_rule(n: int) -> QualityRule:
 RULES = (
     _rule("min-words", "words", lambda m: m.words, 50),
     _rule("max-words", "words", lambda m: m.words, 100_000),
-    _rule("min-mean-word", "mean characters a word", lambda m: share_of(m.characters, m.words), 3),
-    _rule("max-mean-word", "mean characters a word", lambda m: share_of(m.characters, m.words), 10),
-    _rule("min-letter-words", "words with a letter", lambda m: share_of(m.with_flag(LETTER), m.words), 0.8, share=True),
+    _rule("min-mean-word", "mean characters a word", lambda m: compute_share(m.characters, m.words), 3),
+    _rule("max-mean-word", "mean characters a word", lambda m: compute_share(m.characters, m.words), 10),
+    _rule(
+        "min-letter-words",
+        "words with a letter",
+        lambda m: compute_share(m.with_flag(LETTER), m.words),
+        0.8,
+        share=True,
+    ),
     _rule(
         "max-symbol-share", "words with a '#', or with an ellipsis, whichever are more", _symbol_share, 0.1, share=True
     ),

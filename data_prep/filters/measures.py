@@ -119,7 +119,7 @@ class WordFacts:
         return segment_hashes(self.facts["hash"], self.documents, seed)
 
 
-def share_of(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def compute_share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """`part` / `whole`, float64; NaN if `whole` is 0, which is within any limit."""
     return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
 
@@ -164,7 +164,7 @@ class DocumentMeasures:
 
     def line_share(self, true: np.ndarray) -> np.ndarray:
         """Share of a document's lines with true in the bool array `true`."""
-        return share_of(np.bincount(self.line_spans[2][true], minlength=len(self.lines)), self.lines)
+        return compute_share(np.bincount(self.line_spans[2][true], minlength=len(self.lines)), self.lines)
 
     @cached_property
     def repeated_lines(self) -> np.ndarray:
@@ -180,7 +180,7 @@ class DocumentMeasures:
     def duplicate_line_characters(self) -> np.ndarray:
         sizes = segment_sums(self.characters_of, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
         repeated = np.bincount(self.line_spans[2], np.where(self.repeated_lines, sizes, 0), len(self.lines))
-        return share_of(repeated, self.characters)
+        return compute_share(repeated, self.characters)
 
     @cached_property
     def _n_grams(self) -> dict[int, np.ndarray]:

@@ -32,7 +32,7 @@ class DamagedArchive(BadInput):
     """Nothing more of an archive can be read."""
 
 
-def kind_of(head: bytes) -> str:
+def detect_archive(head: bytes) -> str:
     """zip or tar by the first unpacked bytes of a file; "" for anything else."""
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "zip"
@@ -65,7 +65,7 @@ def chunks(path: str, member: IO[bytes], size: int) -> Iterator[bytes]:
     """Unpacked bytes of a member of `size` bytes, whose compression is recognised by its first bytes; errors begin with `path`."""
     file = _Guarded(member, path, size)
     file.head = file.read(decompress.LONGEST_MAGIC)
-    yield from decompress.read_chunks(path, decompress.compression_of(file.head), file=cast(IO[bytes], file))
+    yield from decompress.read_chunks(path, decompress.detect_compression(file.head), file=cast(IO[bytes], file))
 
 
 class _Guarded:

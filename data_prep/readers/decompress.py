@@ -53,7 +53,7 @@ class RangeEnd:
     end: int | None = None
 
 
-def compression_of(head: bytes) -> str:
+def detect_compression(head: bytes) -> str:
     """Name of the compression whose magic bytes are at the beginning of `head`, or ""."""
     return next((name for name, magic in MAGIC.items() if magic.match(head)), "")
 

@@ -109,7 +109,7 @@ def refused(path: str, what: str, advice: str) -> UnknownFormat:
     return UnknownFormat(f"{path}: {what}, which is not read; {advice}")
 
 
-def suffix_of(path: str) -> str:
+def file_suffix(path: str) -> str:
     """The suffix of a file, or of a member `ARCHIVE: NAME`, without that of a compression."""
     stem, suffix = os.path.splitext(path.rpartition(": ")[2])
     return os.path.splitext(stem)[1] if suffix in SUFFIXES else suffix

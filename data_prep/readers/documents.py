@@ -37,7 +37,7 @@ from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.boundaries import OTHERS, SAMPLED_FILES, TextSample
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, PLAIN_CHUNK, RangeEnd
 from data_prep.readers.formats import ELEMENTS, Slice
-from megabert.common.tables import kind_of
+from megabert.common.tables import detect_kind
 
 # first bytes of a file for format detection
 HEAD_BYTES = 1 << 18
@@ -176,7 +176,7 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
     with files.open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
     suffix = os.path.splitext(file.path)[1]
-    compression = decompress.compression_of(head)
+    compression = decompress.detect_compression(head)
     named = decompress.SUFFIXES.get(suffix)
     if named and compression != named:
         raise BadInput(f"{file.path}: byte 0: no {named} data in spite of its suffix {suffix}")
@@ -203,9 +203,9 @@ def _inspected(part: FileRange, first: bytes, options: ReadOptions) -> FileRange
 def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
     """The range with its format, by the first unpacked bytes; `whole`: these are all. Raises BadInput if they don't determine it."""
     path, format_ = part.path, options.format
-    if archive := archives.kind_of(head):
+    if archive := archives.detect_archive(head):
         return replace(part, format=archive)
-    if format_ in (AUTO, *TABLES) and (table := kind_of(head)):
+    if format_ in (AUTO, *TABLES) and (table := detect_kind(head)):
         if part.compression:
             raise BadInput(f"{path}: a table inside {part.compression} data; unpack it first")
         return replace(part, format=table)
@@ -213,7 +213,7 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
         raise BadInput(f"{path}: no Parquet or Arrow file")
     if format_ == AUTO:
         whole_head = whole and len(head) <= formats.HEAD
-        format_ = detection.detect(path, detection.suffix_of(path), head[: formats.HEAD], whole_head)
+        format_ = detection.detect(path, detection.file_suffix(path), head[: formats.HEAD], whole_head)
     return replace(part, format=format_)
 
 
@@ -251,7 +251,7 @@ def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, f
             chunks = decompress.until_damage(chunks, path, problems, DAMAGED)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
     else:
-        text = _text_of(part, folder)
+        text = _open_text(part, folder)
         if part.start and part.format not in ELEMENTS:
             head = text.read(0, formats.HEAD)
             begin = formats.sync_point(
@@ -268,13 +268,13 @@ def _no_text(file: FileRange, folder: str) -> frozenset[str]:
     """The namespaces by the head of a dump, of which a range is read; those of any language if it is damaged, as its first range says."""
     try:
         packed = file.compression and not file.index
-        chunks = decompress.read_chunks(file.path, file.compression) if packed else _text_of(file, folder).chunks(0)
+        chunks = decompress.read_chunks(file.path, file.compression) if packed else _open_text(file, folder).chunks(0)
         return mediawiki.read_head(chunks)[0]
     except BadInput:
         return mediawiki.NO_TEXT
 
 
-def _text_of(part: FileRange, folder: str) -> spools.SpooledText | spools.PlainText:
+def _open_text(part: FileRange, folder: str) -> spools.SpooledText | spools.PlainText:
     return spools.SpooledText(part, folder) if part.index else spools.PlainText(part.path)
 
 
@@ -383,5 +383,5 @@ def _lines(
 def _json(records: Iterator[Slice], path: str, options: ReadOptions, problems: Problems) -> Iterator[RawDocument]:
     """Documents of JSON records."""
     for offset, record in records:
-        if (text := json_records.text_of(record, offset, path, options, problems)) is not None:
+        if (text := json_records.extract_text(record, offset, path, options, problems)) is not None:
             yield RawDocument(path, offset, text, False)

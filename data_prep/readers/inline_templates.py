@@ -117,7 +117,7 @@ RAISED = str.maketrans("0123456789+-−n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻
 LOWERED = str.maketrans("0123456789+-−", "₀₁₂₃₄₅₆₇₈₉₊₋₋")
 
 
-def text_of(call: str) -> str | None:
+def expand_call(call: str) -> str | None:
     """The text of a template by the content of its braces, with templates and links inside it already resolved; None if not known."""
     head, bar, rest = call.partition("|")
     head = head.strip().replace("_", " ")

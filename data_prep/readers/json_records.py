@@ -72,7 +72,7 @@ def split_array(chunks: Iterator[bytes], base: int, path: str, problems: Problem
         problems.bad(path, base, "bad JSON", "text outside of the array", size=behind)
 
 
-def text_of(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
+def extract_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
     """The text of a JSON record, or of a string; None if it has none, which is counted."""
 
     def bad(reason: str, detail: str, at: int = offset) -> str | None:

@@ -127,14 +127,14 @@ def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Ite
             values = [_values(batch.column(batch.schema.get_field_index(names[0])), names[1:]) for names in columns]
         for record in zip(*values, strict=True):
             text = None
-            values_of = [value for value in record if value is not None]
+            present = [value for value in record if value is not None]
             try:
-                size = sum(map(len, values_of))
+                size = sum(map(len, present))
                 if size > formats.MAX_DOCUMENT:
                     detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
                     problems.bad(path, row, "long document", detail, unit="row", size=size)
-                elif values_of:
-                    text = tables.join([utf8.decode(value, options, problems, path) for value in values_of])
+                elif present:
+                    text = tables.join([utf8.decode(value, options, problems, path) for value in present])
                 else:
                     problems.dropped[formats.NULL] += 1
             except UnicodeDecodeError:

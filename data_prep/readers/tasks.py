@@ -26,7 +26,7 @@ from data_prep.common.records import (
     RangeList,
     ReadOptions,
     ReadTask,
-    folder_of,
+    find_folder,
     normalized,
     source_names,
 )
@@ -63,7 +63,7 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
     _real_folder.cache_clear()
     several = bool(source_names(corpora))
 
-    def ranges_of(number: int, corpus: Corpus) -> Iterator[FileRange]:
+    def corpus_ranges(number: int, corpus: Corpus) -> Iterator[FileRange]:
         planned: Iterator[PlannedFile]
         for place, item in enumerate(corpus.paths):
             source = (number if len(corpora) > 1 else place) if several else 0
@@ -79,7 +79,7 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                     yield from (replace(part, source=source) for part in parts)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        ranges = [RangeList(ranges_of(number, corpus)) for number, corpus in enumerate(corpora)]
+        ranges = [RangeList(corpus_ranges(number, corpus)) for number, corpus in enumerate(corpora)]
     notices.log()
     return ranges
 
@@ -97,7 +97,7 @@ def text_documents(
     sampled: dict[str, list[FileRange]] = {normalized(files.folder_of_input(path)): [] for path in paths}
     seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
     for part in chain.from_iterable(ranges):
-        folder = folder_of(part.path, sampled)
+        folder = find_folder(part.path, sampled)
         if folder is None or part.start or part.format not in (AUTO, "text"):
             continue
         if seen[folder] % step[folder] == 0:
@@ -128,7 +128,7 @@ def _plan_all(
 def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile | BadInput:
     problems = Problems(policy)
     try:
-        ranges = _ranges_of(path, options, problems)
+        ranges = _list_ranges(path, options, problems)
         for part in ranges:
             _check_size(part)
         return _real(path), ranges, problems
@@ -150,7 +150,7 @@ def _real_folder(folder: str) -> str:
     return os.path.realpath(folder)
 
 
-def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
+def _list_ranges(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
     """Ranges of one file; none if it is empty or bad."""
     size = 0
     try:

@@ -233,7 +233,7 @@ def _template(inner: list[str], before: list[str]) -> str:
         line = "".join(part[-INDENT:] for part in before).rpartition("\n")[2].rstrip()
         is_pronunciation = line.endswith("''") or line.rfind("(") > line.rfind(")")
         return "" if is_pronunciation else f"[{sound[1]}]" if sound[1].isalpha() else sound[1]
-    text = inline_templates.text_of(call)
+    text = inline_templates.expand_call(call)
     if text is None:
         return "" if "\n" in call else TEMPLATE_GAP
     return text

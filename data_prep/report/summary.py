@@ -158,15 +158,15 @@ def losses_text(read: ItemResult) -> str:
     reasons, problems = +(read.dropped + lines), +read.problems
     if not reasons and not problems:
         return ""
-    dropped = ", ".join(f"{name} {n:,}{_option_of(name)}" for name, n in sorted(reasons.items())) or "none"
-    options = "".join(sorted({_option_of(name) for name in problems}))
+    dropped = ", ".join(f"{name} {n:,}{_find_option(name)}" for name, n in sorted(reasons.items())) or "none"
+    options = "".join(sorted({_find_option(name) for name in problems}))
     return (
         f"; of {read.counts['documents read']:,} documents read were dropped: {dropped}; "
         f"problems: {describe_losses(problems, read.lost)}{options}"
     )
 
 
-def _option_of(reason: str) -> str:
+def _find_option(reason: str) -> str:
     """The option behind a reason for which documents or lines are dropped, in brackets; "" if there is none."""
     options = dict.fromkeys((*dedup.REASONS.values(), dedup.LOST), "--dedup none") | {
         "left out by weight": "--weight", "null value": "--text-field", "no text field": "--text-field",

@@ -113,11 +113,11 @@ def _signatures(job: BuildJob, numbers: np.ndarray) -> np.ndarray:
     signatures = np.empty((len(numbers), minhash.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
         of_task = tasks == task
-        signatures[of_task] = work_files.copy_of(_signatures_of(job, task), rows[of_task])
+        signatures[of_task] = work_files.copy_items(_compute_signatures(job, task), rows[of_task])
     return signatures
 
 
-def _signatures_of(job: BuildJob, task: int) -> np.ndarray:
+def _compute_signatures(job: BuildJob, task: int) -> np.ndarray:
     """uint32 [documents of the task, PERMUTATIONS]; the open file is cached until masks are made."""
     key = (job.work, task)
     if key not in _mapped_signatures:
@@ -133,7 +133,7 @@ def _dropped(job: BuildJob, task: int, drops: DropList) -> np.ndarray:
     for index in range(drops.ranges):
         listed = work_files.mapped(job, f"{drops.kind}-{index:06d}.drop", "<u8")
         low, high = np.searchsorted(listed, edges)
-        numbers.append(work_files.copy_of(listed, slice(low, high)))
+        numbers.append(work_files.copy_items(listed, slice(low, high)))
     return np.unique(work_files.task_and_place(np.concatenate(numbers))[1])
 
 

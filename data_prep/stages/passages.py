@@ -112,7 +112,7 @@ def _cut(job: BuildJob, unit: Encoded) -> tuple[np.ndarray, np.ndarray]:
     at = np.repeat(first, cuts) + number * size
     ends = np.cumsum(unit.sentence_lengths)
     sentence = ends[np.searchsorted(ends, at)]
-    begins = read.encoder_of(job)[0].word_start[unit.tokens]
+    begins = read.shared_encoder(job)[0].word_start[unit.tokens]
     word = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))[at]
     word = np.where(word > at - size // 2, word, at)
     at = np.where(sentence < at + size // 2, sentence, word)

@@ -42,7 +42,7 @@ MANY_PARTS = 300
 _encoders: dict[tuple[str, str, bool, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
-def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
+def shared_encoder(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
     """The tokenizer, its word cache and the words shared with other workers, cached in the process."""
     key = (job.tokenizer, job.tokenizer_sha256, job.needs_folded(), job.needs_texts())
     if key not in _encoders:
@@ -103,7 +103,7 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
 
 def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
     result, problems = ItemResult(size=task.size), Problems(job.on_error)
-    _, encoder, shared = encoder_of(job)
+    _, encoder, shared = shared_encoder(job)
     for words in shared.read_new():
         encoder.add_words(words)
     with _TaskFiles(job, task, result) as files:
@@ -268,7 +268,7 @@ class _TaskFiles:
         if "documents" in dedup:
             self._keys["documents"].append(work_files.keyed(table["hash"][keep], numbers))
         if "near" in dedup:
-            form = encoder_of(job)[0].form
+            form = shared_encoder(job)[0].form
             units = minhash.units(batch, [document.paragraphs for document in documents], form)
             signatures = minhash.signatures(units, options.near_words, options.near_characters)[keep]
             self._files["signatures"].write(signatures)
@@ -295,7 +295,7 @@ class _TaskFiles:
         )
         counts["kept tokens"] += len(tokens)
         counts["kept characters"] += int(characters.sum())
-        counts["unknown tokens"] += int((tokens == encoder_of(self._job)[0].unk_id).sum())
+        counts["unknown tokens"] += int((tokens == shared_encoder(self._job)[0].unk_id).sum())
         counts["unknown characters"] += int(unknown.sum())
         for i in np.flatnonzero(unknown).tolist():
             self._unknown[documents[i].path] += int(unknown[i])
@@ -326,7 +326,7 @@ def load(job: BuildJob, task: int, units: list[int]) -> tuple[np.ndarray, list[E
     stem = f"read-{task:07d}"
     documents = work_files.read(job, f"{stem}.documents", DOCUMENT)
     sentences = work_files.read(job, f"{stem}.sentences", "uint32").astype(np.int64)
-    tokens = work_files.read(job, f"{stem}.tokens", work_files.id_dtype(encoder_of(job)[0]))
+    tokens = work_files.read(job, f"{stem}.tokens", work_files.id_dtype(shared_encoder(job)[0]))
     sizes = documents["sentences"].astype(np.int64)
     parts, d, s, t = [], 0, 0, 0
     for count in units:

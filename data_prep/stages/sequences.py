@@ -182,12 +182,12 @@ def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> tuple[l
             result.counts["passages"] += int(held.sum())
             result.counts["sentences"] += int(segments.sentences[held].sum())
             result.counts["bytes"] += int(segments.bytes[held].sum())
-    joined = Encoded.join(units, work_files.id_dtype(read.encoder_of(job)[0]))
+    joined = Encoded.join(units, work_files.id_dtype(read.shared_encoder(job)[0]))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)
 
 
 def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator, result: ItemResult) -> SequenceSpans:
-    tokenizer = read.encoder_of(job)[0]
+    tokenizer = read.shared_encoder(job)[0]
     if not job.options.nsp:
         return filled_rows(unit, seq_len - SINGLE_SPECIALS, SHORT_SHARE, tokenizer.word_start, rng)
     capacity = seq_len - PAIR_SPECIALS
@@ -208,7 +208,7 @@ def _write(
     result: ItemResult,
 ) -> None:
     """`sources`: of each token of `units`, uint8 [t], if they are recorded."""
-    tokenizer = read.encoder_of(job)[0]
+    tokenizer = read.shared_encoder(job)[0]
     tokens = np.concatenate([np.zeros(0, work_files.id_dtype(tokenizer)), *(unit.tokens for unit in units)])
     spans = np.concatenate([np.zeros((0, 4), np.int64), *(part.spans for part in parts)])
     labels = np.concatenate([np.zeros(0, np.int8), *(part.labels for part in parts)])

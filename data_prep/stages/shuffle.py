@@ -153,7 +153,7 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
             continue
         first = int(records["start"][0])
         tokens = int(records["start"][-1]) + int(records["length"][-1]) - first
-        ids.append(work_files.copy_of(ids_of_run, slice(first, first + tokens)))
+        ids.append(work_files.copy_items(ids_of_run, slice(first, first + tokens)))
         records["start"] = records["start"] - first + used
         used += tokens
         metas.append(records)

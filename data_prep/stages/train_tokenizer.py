@@ -98,7 +98,7 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
     return same
 
 
-def form_of(options: BuildOptions) -> Form:
+def normal_form(options: BuildOptions) -> Form:
     """The normal form of a trained tokenizer's text, as of `clean_word`."""
     return FORMS[FORM_NAMES[options.normalization]]
 
@@ -155,7 +155,7 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
     read.dropped["empty"] += sum(not any(map(str.strip, documents[i])) for i in np.flatnonzero(wanted).tolist())
     wanted &= words.document_hashes(job.options.seed) >= job.held_limit
     lines: list[str] = []
-    size, form = share.size, form_of(job.options)
+    size, form = share.size, normal_form(job.options)
     for i in np.flatnonzero(wanted).tolist():
         for paragraph in documents[i]:
             for sentence in sentences.split(paragraph):
@@ -173,7 +173,7 @@ def sample(job: BuildJob, share: SampleShare) -> ItemResult:
 
 def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list[str]], WordFacts]:
     """Documents without the lines dropped by rules of lines, and the facts of their words."""
-    folded, form = job.needs_folded(), form_of(job.options)
+    folded, form = job.needs_folded(), normal_form(job.options)
     kept = iter((rules.judge_lines(word_facts(documents, folded, form), job.options.rules) == 0).tolist())
     documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
     return documents, word_facts(documents, folded, form)
@@ -187,7 +187,7 @@ def _own_objection(document: CleanDocument, job: BuildJob) -> str:
         (left,), words = _without_lines([left], job)
         if rules.judge(words, options.rules).any():
             return ""
-    form = form_of(options)
+    form = normal_form(options)
     paragraphs = (" ".join(clean_word(word, form) for word in paragraph.split()).strip() for paragraph in left)
     text = "\n\n".join(filter(None, paragraphs))
     if not text:

@@ -22,10 +22,10 @@ from the step.
 from megabert.checkpoint.compatibility import (
     FREE,
     check_compatible,
+    flatten_settings,
     note_changes,
     refuse_other_tokenizer,
     refuse_other_vocabulary,
-    settings_of,
 )
 from megabert.checkpoint.format import DamagedCheckpoint, refuse_non_finite
 from megabert.checkpoint.loading import kept_manifests, load_weights, newest_step, start_engine, write_start

@@ -14,9 +14,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megabert.checkpoint.format import SEAL, WEIGHTS, group_of
+from megabert.checkpoint.format import SEAL, WEIGHTS, parse_group
 from megabert.common.files import compact, digest, write_whole
-from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, step_of
+from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, read_step
 
 FILE = "chain.jsonl"
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
@@ -31,7 +31,7 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     state = manifest["state"]
     before = _until(folder, state["step"])
     last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
-    files = {name: file["sha256"] for name, file in manifest["files"].items() if group_of(name) == WEIGHTS}
+    files = {name: file["sha256"] for name, file in manifest["files"].items() if parse_group(name) == WEIGHTS}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],
         "checkpoint": manifest[SEAL],
@@ -83,7 +83,7 @@ def check_logs(run: Path, entries: list[dict[str, Any]]) -> int:
                 raise ValueError(f"{run / name}: the lines of steps {step} to {entry['step']} were changed")
             begin, step = end, entry["step"]
         rest = data[begin:].splitlines()
-        if name in (METRICS, SAMPLES) and any(step_of(line) <= step for line in rest):
+        if name in (METRICS, SAMPLES) and any(read_step(line) <= step for line in rest):
             raise ValueError(f"{run / name}: lines of step {step} or earlier were added")
         uncovered += len(rest)
     return uncovered
@@ -96,7 +96,7 @@ def _lines(folder: Path) -> list[bytes]:
 
 def _until(folder: Path, step: int) -> list[bytes]:
     """The lines of the entries before `step`."""
-    return [line for line in _lines(folder) if step_of(line) < step]
+    return [line for line in _lines(folder) if read_step(line) < step]
 
 
 def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
@@ -107,5 +107,5 @@ def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
             file.seek(begin)
             data = file.read()
     lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-    logged: list[bytes] = list(takewhile(lambda line: step_of(line) <= step, lines))
+    logged: list[bytes] = list(takewhile(lambda line: read_step(line) <= step, lines))
     return begin + sum(map(len, logged)), hashlib.sha256(b"".join(logged)).hexdigest()

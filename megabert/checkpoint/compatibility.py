@@ -10,7 +10,7 @@ from typing import Any
 from megabert.checkpoint.format import MANIFEST, read_manifest
 from megabert.common.logs import log
 from megabert.common.run_files import TOKENIZER_FILES
-from megabert.config import Config, ScheduleConfig, flat, phase_at, phases_of
+from megabert.config import Config, ScheduleConfig, flat, list_phases, phase_at
 from megabert.data.shards import Manifest as DataManifest
 from megabert.optim.schedule import limit_reached, share_used
 
@@ -50,13 +50,13 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     starts = saved.get("phase_starts", [0])
     if len(starts) > 1:
         used = share_used(config.schedule, saved["step"], saved["seconds"] / 60, saved["tokens"])
-        number = phase_at(phases_of(config), used) + 1
+        number = phase_at(list_phases(config), used) + 1
         if number < len(starts):
             raise ValueError(
                 f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be back in "
                 f"phase {number}; set a budget or shares by which phase {len(starts) - 1} is over"
             )
-    phases = list(zip(phases_of(saved_config), phases_of(config), strict=False))[: len(starts)]
+    phases = list(zip(list_phases(saved_config), list_phases(config), strict=False))[: len(starts)]
     for number, (old, new) in enumerate(phases):
         datasets = [state["phase_datasets"][number] for state in (saved, current)]
         _check_equal(f"phases.{number + 1}: dataset fingerprint", *datasets)
@@ -68,7 +68,7 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
     """Log each setting that differs from the checkpoint's. Raises ValueError if the run was finished and would continue by the
     new schedule, unless `extend`."""
-    old, new = settings_of(saved["config"]), settings_of(config.model_dump())
+    old, new = flatten_settings(saved["config"]), flatten_settings(config.model_dump())
     for name in old | new:
         if old.get(name) != new.get(name):
             log.info(f"{name} was {old.get(name)!r} and is {new.get(name)!r} from here on")
@@ -78,7 +78,7 @@ def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None
         raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
 
 
-def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Values by `section.key`, and those that phases change by `phases.N.section.key`."""
     settings = flat(tree)
     phases = settings.pop("phases", [])

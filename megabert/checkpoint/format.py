@@ -114,7 +114,7 @@ def file_name(group: str, rank: int, ranks: int) -> str:
     return f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def group_of(name: str) -> str:
+def parse_group(name: str) -> str:
     """The group of a file, WEIGHTS or MOMENTS."""
     return name.partition("-")[0]
 
@@ -137,7 +137,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     """
     manifest = parse_manifest(tried_again(lambda: _read_bytes(path / MANIFEST)), path.name)
     if weights_only:
-        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
+        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if parse_group(n) == WEIGHTS}
     return manifest
 
 
@@ -293,7 +293,7 @@ def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
             _key(kind, name, offset): ("F32", [length])
             for name, offset, length in index.by_rank[rank_of[file]]
             for kind, group in GROUPS.items()
-            if group == group_of(file) and not (kind == OPTIMIZER_MOMENTS[1] and name in single)
+            if group == parse_group(file) and not (kind == OPTIMIZER_MOMENTS[1] and name in single)
         }
         if _headers(path, file) != listed:
             raise DamagedCheckpoint(f"{path.name}/{file} holds other slices than the manifest lists")

@@ -35,7 +35,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     Not a collective; the files of moments are not read. Raises ValueError naming `source` if it has no complete checkpoint.
     """
     checkpoints = Checkpoints(source, _lone_rank())
-    path = _newest_of(checkpoints, weights_only=True)
+    path = _find_newest(checkpoints, weights_only=True)
     stored = StoredTensors.of_checkpoint(path, checkpoints.manifest, checkpoints.world)
     weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.whole(WEIGHT)}
     return weights, checkpoints.state
@@ -56,7 +56,7 @@ def start_engine(
     """
     checkpoints = Checkpoints(source, world)
     try:
-        path = _newest_of(checkpoints, weights_only=not moments)
+        path = _find_newest(checkpoints, weights_only=not moments)
     except ValueError as error:
         raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
     if moments:
@@ -119,7 +119,7 @@ def _lone_rank() -> World:
     return World(0, 0, 1, discover({}).device, "gloo", "single")
 
 
-def _newest_of(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
+def _find_newest(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
     """The newest complete checkpoint of a run folder, or the checkpoint whose folder was given instead. A collective. Raises
     ValueError."""
     path = checkpoints.run_dir

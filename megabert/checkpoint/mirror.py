@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megabert.checkpoint import chain
 from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
-from megabert.checkpoint.run_lock import text_of, this_process, wait_for_end
+from megabert.checkpoint.run_lock import serialize, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, obsolete_steps
 from megabert.common import storage
 from megabert.common.errors import Failed, describe
@@ -254,7 +254,7 @@ class MirrorLock:
             if newest:
                 read = partial(storage.read, self._path(newest))
                 wait_for_end(self.url, "mirror", read, LIMIT, POLL)
-            if storage.create(self._path(newest + 1), text_of(self._owner)):
+            if storage.create(self._path(newest + 1), serialize(self._owner)):
                 self._number = newest + 1
             newest += 1
         for number in self._numbers():
@@ -270,14 +270,14 @@ class MirrorLock:
 
     def release(self) -> None:
         self._ending.set()
-        storage.write(self._path(self._number), text_of(replace(self._owner, released=True)))
+        storage.write(self._path(self._number), serialize(replace(self._owner, released=True)))
 
     def _renew(self) -> None:
         while not self._ending.wait(BEAT):
             self._owner = replace(self._owner, beat=self._owner.beat + 1)
             try:
                 self.check()
-                storage.write(self._path(self._number), text_of(self._owner))
+                storage.write(self._path(self._number), serialize(self._owner))
             except (OSError, ValueError) as error:
                 log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megabert.common.errors import FAILED, Failed, describe, leave_exit_code
 from megabert.common.logs import log, write_notice
-from megabert.common.processes import pid_namespace, start_of
+from megabert.common.processes import pid_namespace, read_start_time
 from megabert.distributed.ranks import World, on_every_rank, on_main
 
 # Seconds between renewals of the owner's file.
@@ -61,7 +61,7 @@ class Owner:
     @property
     def has_ended(self) -> bool:
         """Whether the owner released the lock, or was a process of this machine that has ended."""
-        return self.released or (self.namespace == pid_namespace() and start_of(self.pid) != self.started)
+        return self.released or (self.namespace == pid_namespace() and read_start_time(self.pid) != self.started)
 
 
 class Ownership:
@@ -107,7 +107,7 @@ class Ownership:
     def _write(self, owner: Owner) -> None:
         self.check()
         with open(self.path, "r+b") as file:  # does not create the file
-            file.write(text_of(owner))
+            file.write(serialize(owner))
 
 
 # Run folders that this process owns.
@@ -219,7 +219,7 @@ def _create(path: Path, owner: Owner) -> bool:
     """Create the file of `owner`, and remove those of earlier owners; whether this job became the owner."""
     try:
         with open(path, "xb") as file:
-            file.write(text_of(owner))
+            file.write(serialize(owner))
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
@@ -248,7 +248,7 @@ def this_process() -> Owner:
         host=socket.gethostname(),
         namespace=pid_namespace(),
         pid=pid,
-        started=start_of(pid),
+        started=read_start_time(pid),
         job=os.environ.get("SLURM_JOB_ID", ""),
     )
 
@@ -261,6 +261,6 @@ def parse(text: bytes) -> Owner | None:
         return None
 
 
-def text_of(owner: Owner) -> bytes:
+def serialize(owner: Owner) -> bytes:
     """Content of an owner's file; of constant size, since it is overwritten in place."""
     return json.dumps(asdict(owner)).ljust(511).encode() + b"\n"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.files import appearing, canonical, refuse_existing
 from megabert.common.logs import log
-from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_of
+from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_folder
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -30,7 +30,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
     The mean is computed in fp64 and stored in fp32. Raises ValueError naming a checkpoint that is missing or of another model,
     without writing anything.
     """
-    folder = checkpoints_of(run)
+    folder = checkpoints_folder(run)
     known = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
     chosen = sorted(set(steps)) or known[-last:]
     if missing := sorted(set(chosen) - set(known)):
@@ -96,4 +96,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as, refuse_missing
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.files import appearing, canonical, refuse_existing
 from megabert.common.hub import WEIGHTS, is_model_folder, model_folder
 from megabert.common.logs import log
@@ -61,7 +61,7 @@ def convert(
         foreign = read.load(folder, tokenizer)
     if vocab:
         named = read.named_tokenizer(vocab)
-        sources, similar = vocabulary.sources_of(foreign.tokenizer, named), None
+        sources, similar = vocabulary.find_sources(foreign.tokenizer, named), None
         if Path(vocab, MANIFEST).is_file():
             similar = vocabulary.similar_tokens(foreign.tokenizer, named, Dataset(vocab))
         foreign = vocabulary.with_vocabulary(foreign, named, sources, similar)
@@ -147,4 +147,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

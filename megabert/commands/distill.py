@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser, called_as
-from megabert.common.errors import code_of, command
+from megabert.common.errors import command, exit_code_from
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
 
@@ -52,4 +52,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

@@ -23,7 +23,7 @@ from pathlib import Path
 from megabert.common import environment
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import version
-from megabert.common.errors import OK, USER_ERROR, code_of, command
+from megabert.common.errors import OK, USER_ERROR, command, exit_code_from
 
 SHOWN = {"ok": "ok", "note": "--", "missing": "!!"}
 FAST_CPU = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -227,4 +227,4 @@ def show(lines: Iterable[Finding], as_json: bool) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

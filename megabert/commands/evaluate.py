@@ -1,7 +1,7 @@
 """Held-out MLM loss (next-token loss of a causal run) and NSP loss of a model under a fixed mask.
 
 megabert evaluate --model MODEL --data DIR           prints one JSON line
-megabert evaluate --model MODEL --data DIR DIR …     the first one's figures, and loss and bits a byte of each
+megabert evaluate --model MODEL --data DIR DIR …     the first one's metrics, and loss and bits a byte of each
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser, called_as
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.hub import model_folder
 
 
 def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
+    """Metrics of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
     default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
     first, and loss and bits a byte of each."""
     import torch
@@ -26,7 +26,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
 
     from megabert import evaluation, hf
     from megabert.config import replace
-    from megabert.data.mixture import names_of
+    from megabert.data.mixture import distinct_names
     from megabert.engine import precision
 
     folders = [data] if isinstance(data, str) else list(data)
@@ -46,8 +46,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         cfg = replace(cfg, "eval.rows", rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
-    figures: dict[str, float | int] = {"step": loaded.step}
-    for name, dataset in zip(names_of(folders), datasets, strict=True):
+    metrics: dict[str, float | int] = {"step": loaded.step}
+    for name, dataset in zip(distinct_names(folders), datasets, strict=True):
         batches = evaluation.with_sources(evaluation.fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
         total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
@@ -56,10 +56,10 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         if not sums.isfinite().all():
             raise ValueError(f"{name}: the loss of {run} is not finite; name another model")
         if dataset is datasets[0]:
-            figures |= of_this
+            metrics |= of_this
         if len(folders) > 1:
-            figures |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
-    return figures
+            metrics |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
+    return metrics
 
 
 @command
@@ -83,4 +83,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

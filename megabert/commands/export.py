@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, code_of, command, interrupted
+from megabert.common.errors import OK, command, exit_code_from, interrupted
 from megabert.common.files import appearing, files_below, refuse_existing, write_tensors
 from megabert.common.hub import model_folder
 from megabert.common.hub_upload import MAIN, Repository
 from megabert.common.logs import log
-from megabert.common.run_files import checkpoints_of
+from megabert.common.run_files import checkpoints_folder
 from megabert.common.storage import is_url
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, p
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
     model = pretrained.config.model
-    family = mapping.family_of(model)
+    family = mapping.find_family(model)
     config = mapping.to_huggingface_config(
         model, pretrained.config.data.masking.causal, pretrained.tokenizer.special_ids
     )
@@ -110,7 +110,7 @@ def export_run(args: argparse.Namespace, source: str | Path, output: Path, name:
     log.info(f"{args.push or output}: {kind} of step {pretrained.step:,}, {model.vocab_size:,} tokens")
     if causal:
         log.info("the run is causal: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM")
-    elif mapping.family_of(model).nsp and not (model.nsp or pool):
+    elif mapping.find_family(model).nsp and not (model.nsp or pool):
         log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
     revision = pretrained.state.get("revision", "unknown")
     return f"Step {pretrained.step:,}" + (f", MegaBERT {revision}" if revision != "unknown" else "")
@@ -119,7 +119,7 @@ def export_run(args: argparse.Namespace, source: str | Path, output: Path, name:
 def push(args: argparse.Namespace, finetuned: bool) -> None:
     """Export to the hub, one folder at a time on the disk: the model, or each kept checkpoint of a run as a branch and the newest as
     `main` too. The folder --output, if any, is written last, so that the same command completes a push that was killed."""
-    sources = sorted(checkpoints_of(args.model).glob("step-*")) if args.revisions else [Path(args.model)]
+    sources = sorted(checkpoints_folder(args.model).glob("step-*")) if args.revisions else [Path(args.model)]
     repository = Repository(args.push, args.private)
     for source in sources:
         newest = source == sources[-1]
@@ -194,4 +194,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

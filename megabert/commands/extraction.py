@@ -26,7 +26,7 @@ from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained, tokenizer_files
-from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, width_of
+from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, vector_width
 
 # batches that are sorted by length together, and whose vectors are in memory together
 SORTED = 8
@@ -45,7 +45,7 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
     else:
         texts = ((f"{path}, line {number}", line) for number, line in tables.lines(path))
     for where, value in texts:
-        yield tables.text_of(value, where)
+        yield tables.read_text(value, where)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Extractor:
     ) -> None:
         """`pool`: none, cls, mean or max. `batch_tokens`: tokens of a batch, on the CPU for each core (None: by device)."""
         model = pretrained.config.model
-        self.layers, self.width = layers, width_of(layers, model)
+        self.layers, self.width = layers, vector_width(layers, model)
         self.max_length = max_length or model.max_positions
         if not 5 <= self.max_length <= model.max_positions:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")

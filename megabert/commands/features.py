@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, called_as, layers_of, refuse_missing
-from megabert.common.errors import OK, code_of, command
+from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, called_as, parse_layers, refuse_missing
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.hub import model_folder
 
 POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
@@ -46,7 +46,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-length {args.max_length}: must be 0 or more")
     if args.batch_tokens is not None and args.batch_tokens < 1:
         raise ValueError(f"--batch-tokens {args.batch_tokens}: must be 1 or more")
-    layers_of(args.layers)
+    parse_layers(args.layers)
 
 
 @command
@@ -77,4 +77,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.hub import model_folder
 
 if TYPE_CHECKING:
@@ -103,4 +103,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

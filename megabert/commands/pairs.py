@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.data.pairs import read_pairs
@@ -66,13 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.common.environment import keep_freed_memory
     from megabert.common.files import write_whole
     from megabert.engine import DTYPES
-    from megabert.objectives.minimal_pairs import score_pairs, sentences_of
+    from megabert.objectives.minimal_pairs import list_sentences, score_pairs
 
     keep_freed_memory()
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()
     score = args.score or model.config.data.masking.objective
     table = score_pairs(model, pairs, DTYPES[args.precision], score == "causal")
-    seconds, sentences = time.perf_counter() - started, len(sentences_of(pairs))
+    seconds, sentences = time.perf_counter() - started, len(list_sentences(pairs))
     log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:
         text = json.dumps({"model": args.model, "score": score} | table, indent=1) + "\n"
@@ -82,4 +82,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

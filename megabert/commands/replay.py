@@ -3,7 +3,7 @@
     megabert replay RUN --from A --to B       from the checkpoint of step A (0: from the run's start) through update B
     mpirun -n 2 megabert replay RUN …         the same for a run of two ranks
 
-Training is repeated with the run's configuration in a temporary folder (in TMPDIR, which several nodes must share). Figures of the
+Training is repeated with the run's configuration in a temporary folder (in TMPDIR, which several nodes must share). Metrics of the
 log lines and digests of the weights must be equal bit for bit. If machine, threads, ranks, versions, backends or code differ from
 those of the run, values need only be equal to rounding, with limits that are printed. Exit code 0: they are equal.
 """
@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import INTERRUPTED, OK, code_of, command
-from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_of, json_lines
+from megabert.common.errors import INTERRUPTED, OK, command, exit_code_from
+from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_folder, json_lines
 
 if TYPE_CHECKING:
     from megabert.config import Config
     from megabert.distributed.session import Session
 
-# prefixes of figures that depend on the clock
+# prefixes of metrics that depend on the clock
 TIMES = ("perf/", "time/")
-# figures of a section that are not means over the updates since the last log line
+# metrics of a section that are not means over the updates since the last log line
 OF_THE_UPDATE = ("train/lr", "train/skipped", "train/spikes", "train/phase")
 # name of the weights of a chain entry
 WEIGHTS = "weights"
-# relative limits of figures, by the end of their names, and of weights, relative to their change in the interval
+# relative limits of metrics, by the end of their names, and of weights, relative to their change in the interval
 ROUNDING = {"loss": 0.01, "grad_norm": 0.25, "lr": 1e-9, WEIGHTS: 0.1}
 
 
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interval:
     """The updates to repeat: by default up to the newest checkpoint, from the one before it. Raises ValueError if there is no
     checkpoint of `begin`, or the configuration changed in between."""
-    folder = checkpoints_of(run)
+    folder = checkpoints_folder(run)
     from megabert.checkpoint import chain
 
     entries = chain.read(folder)
@@ -70,10 +70,10 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
             raise ValueError(
                 f"--from {begin} --to {end}: the configuration changed at step {at}; replay up to it, or from it on"
             )
-    return Interval(run, begin, end, inside, config_of(run, inside[0]["config_sha256"], data, begin in kept))
+    return Interval(run, begin, end, inside, read_config(run, inside[0]["config_sha256"], data, begin in kept))
 
 
-def config_of(run: Path, sha256: str, data: str, resumed: bool) -> Config:
+def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
     """The configuration with this digest, from `config.json` or a checkpoint, with `metrics.jsonl` as the only sink. Raises
     ValueError."""
     from megabert.config import from_dict
@@ -99,7 +99,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
 
     from megabert.config import replace
     from megabert.distributed.ranks import on_main
-    from megabert.metrics import figures as update_figures
+    from megabert.metrics import update_metrics
     from megabert.objectives import extras
     from megabert.open_run import open_run
 
@@ -120,7 +120,7 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
         assert done is not None and done.step == of.end
         if ranks.world.is_main:
             place = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch, "skipped": done.result.skipped}
-            print(as_json(place | update_figures(done.result, trainer.engine.terms)))
+            print(as_json(place | update_metrics(done.result, trainer.engine.terms)))
         return OK
     finally:
         trainer.close()
@@ -138,7 +138,7 @@ def copy_start(of: Interval, folder: Path) -> None:
 
 
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
-    """The run's records of the updates, by step and name: figures of log lines, and digests of weights. Means since the last log
+    """The run's records of the updates, by step and name: metrics of log lines, and digests of weights. Means since the last log
     line are left out if that depended on the clock."""
     from megabert.checkpoint import chain
 
@@ -161,7 +161,7 @@ def compare(of: Interval, folder: Path) -> str:
     both = sorted(theirs.keys() & ours.keys())
     if not both:
         raise ValueError(f"{of.run}: has neither a log line nor a checkpoint of steps {of.begin + 1} to {of.end}")
-    what = f"{len(both)} figures and digests of weights of steps {both[0][0]} to {both[-1][0]} are equal"
+    what = f"{len(both)} metrics and digests of weights of steps {both[0][0]} to {both[-1][0]} are equal"
     unequal = [(*key, theirs[key], ours[key]) for key in both if theirs[key] != ours[key]]
     if not unequal:
         return f"{what} bit for bit"
@@ -180,10 +180,10 @@ def compare(of: Interval, folder: Path) -> str:
     allowed = ", ".join(f"{name} {share:g}" for name, share in ROUNDING.items())
     if distance is not None:
         return f"{what} {how} ({allowed}); weights differ by {distance:.2g} of how far they moved"
-    figures, not_kept = len(both) - len(saved), "the weights were not compared, as their checkpoints are not kept"
-    if not figures:
+    metrics, not_kept = len(both) - len(saved), "the weights were not compared, as their checkpoints are not kept"
+    if not metrics:
         raise ValueError(f"{of.run}: {not_kept}, and there is no log line of steps {of.begin + 1} to {of.end}")
-    return f"{figures} figures of steps {both[0][0]} to {both[-1][0]} are equal {how} ({allowed}); {not_kept}"
+    return f"{metrics} metrics of steps {both[0][0]} to {both[-1][0]} are equal {how} ({allowed}); {not_kept}"
 
 
 def near(name: str, was: Any, now: Any) -> bool:
@@ -247,4 +247,4 @@ def repeat(args: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megabert import __version__
 from megabert.common import storage
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 from megabert.common.files import write_whole
 from megabert.common.hub import copied
 from megabert.common.logs import duration, log
@@ -42,7 +42,7 @@ LOGARITHMIC = 100.0
 
 @dataclass(frozen=True)
 class CurveChart:
-    """A chart of the report: figures of metrics.jsonl (the held-out one last), and the format of their values."""
+    """A chart of the report: metrics of metrics.jsonl (the held-out one last), and the format of their values."""
 
     title: str
     unit: str
@@ -79,7 +79,7 @@ class ReportedRun:
 
     folder: Path
     config_json: dict[str, Any]
-    # finite points (update, value) of each figure
+    # finite points (update, value) of each metric
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     # the newest value of each key of metrics.jsonl
     last: dict[str, Any] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class ChartScale:
 
 
 def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
-    """Input of the template for a chart; None if the run has none of its figures."""
+    """Input of the template for a chart; None if the run has none of its metrics."""
     lines: list[dict[str, Any]] = []
     for name in chart.names:
         if points := thinned(run.curves.get(name, [])):
@@ -251,7 +251,7 @@ def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
     for line in lines:
         line["path"] = "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in line["points"])
         of_line = [y for _, y in line["points"]]
-        line["figures"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
+        line["metrics"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
     percent = chart.written.endswith("%}")
     return {
         "title": chart.title,
@@ -335,4 +335,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

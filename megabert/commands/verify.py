@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, code_of, command
-from megabert.common.run_files import CONFIG, STARTS, checkpoints_of
+from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.run_files import CONFIG, STARTS, checkpoints_folder
 
 # fields of `config.json` besides those of a chain entry
 MORE = ("config", "datasets", "command")
@@ -68,11 +68,11 @@ def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[
 def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
     """Verify every byte of the datasets of all phases; returns a line about them. `moved` replaces the first folders. Raises
     ValueError naming what is damaged, or another dataset."""
-    from megabert.config import Config, phases_of
+    from megabert.config import Config, list_phases
     from megabert.data import mixture
     from megabert.data.shards import verify
 
-    phases = [phase.config.data for phase in phases_of(Config.model_validate(state["config"]))]
+    phases = [phase.config.data for phase in list_phases(Config.model_validate(state["config"]))]
     named = list(dict.fromkeys(folder for data in phases for folder in (data.path, *data.mix)))
     if len(moved) > len(named):
         raise ValueError(f"--data names {len(moved)} folders; the run has {len(named)}: {', '.join(named)}")
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", nargs="+", default=[], metavar="DIR", help=moved)
     add("--head", default="", metavar="DIGEST", help="published head, also of an earlier step")
     args = parser.parse_args(argv)
-    run, folder = Path(args.run), checkpoints_of(args.run)
+    run, folder = Path(args.run), checkpoints_folder(args.run)
     from megabert.checkpoint import chain
     from megabert.common import environment
 
@@ -127,4 +127,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

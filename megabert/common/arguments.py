@@ -90,7 +90,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
 
 
-def layers_of(text: str, count: int = sys.maxsize) -> list[int]:
+def parse_layers(text: str, count: int = sys.maxsize) -> list[int]:
     """The layers named by --layers in a model of `count`. Raises ValueError for another form than LAYERS, and for a layer that the
     model lacks."""
     if not re.fullmatch(r"(last|\d+)((,(last|\d+))*|(\+(last|\d+))*)", text):

@@ -144,7 +144,7 @@ def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
     return code
 
 
-def code_of(main: Callable[[], int]) -> int:
+def exit_code_from(main: Callable[[], int]) -> int:
     """The exit code of a command's `main`, also after wrong arguments, or if its output could not be written; written for a launch
     script too."""
     try:

@@ -236,7 +236,7 @@ def sealed(tree: Mapping[str, Any], field: str, text: Any = canonical) -> bytes:
     return canonical({**tree, field: digest(tree, field, text)})
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """SHA-256 in hex of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def start_of(pid: int) -> str:
+def read_start_time(pid: int) -> str:
     """Start time of a process of this namespace in kernel ticks (proc(5), field 22); "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19] if is_alive(pid) else ""

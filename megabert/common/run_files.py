@@ -23,7 +23,7 @@ IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 SINK_IDS = "sinks.json"
 
 
-def checkpoints_of(run: str | Path) -> Path:
+def checkpoints_folder(run: str | Path) -> Path:
     """The folder of a run's checkpoints. Raises ValueError where there is none."""
     folder = Path(run) / "checkpoints"
     if not folder.is_dir():
@@ -42,7 +42,7 @@ def holds_checkpoint(folder: Path) -> bool:
     return alone or any(folder.glob("checkpoints/step-*"))
 
 
-def step_of(line: str | bytes) -> float:
+def read_step(line: str | bytes) -> float:
     """The step of a log line; infinite for a line truncated by a kill."""
     try:
         return int(json.loads(line)["step"])

@@ -80,7 +80,7 @@ def join(texts: Sequence[str | None]) -> str | None:
     return JOINT.join(present) if present else None
 
 
-def text_of(value: Any, where: str) -> str:
+def read_text(value: Any, where: str) -> str:
     """A text field without surrounding space. Raises ValueError naming `where` if it is empty or not a text."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: is no text but {value!r:.40}")
@@ -213,7 +213,7 @@ def is_arrow(path: Path) -> bool:
     return path.suffix in ARROW_ENDINGS or path.is_dir()
 
 
-def kind_of(head: bytes) -> str:
+def detect_kind(head: bytes) -> str:
     """ "parquet" or "arrow" (file or stream) by the first bytes, else ""."""
     return next((name for magic, name in MAGIC if head.startswith(magic)), "")
 
@@ -280,7 +280,7 @@ def batches(
 def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and row, fields) of each row."""
     with path.open("rb") as file:
-        kind = kind_of(file.read(6))
+        kind = detect_kind(file.read(6))
     if not kind:
         raise BadTable(f"{path}: is neither Parquet nor Arrow")
     stream = batches(kind, str(path))

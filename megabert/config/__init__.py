@@ -8,7 +8,7 @@ from megabert.config.deepspeed import (
     shares,
     to_deepspeed,
 )
-from megabert.config.phases import Phase, config_at, phase_at, phases_of
+from megabert.config.phases import Phase, config_at, list_phases, phase_at
 from megabert.config.schema import (
     CheckpointConfig,
     Config,
@@ -26,10 +26,10 @@ from megabert.config.schema import (
 )
 from megabert.config.sources import (
     changed,
+    collect_overrides,
     from_arguments,
     from_dict,
     load,
-    overrides_of,
     refuse_unknown_overrides,
     value_sources,
 )

@@ -35,7 +35,7 @@ class Phase:
     changes: str
 
 
-def phases_of(config: Config) -> list[Phase]:
+def list_phases(config: Config) -> list[Phase]:
     """The phases of a run in order; a run without `phases` is one phase. Raises ValueError naming phase and key."""
     share = config.objective.causal_share
     causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
@@ -59,12 +59,12 @@ def phase_at(phases: Sequence[Phase], share: float) -> int:
 def config_at(config: Config, saved: Mapping[str, Any]) -> Config:
     """A run's configuration with the model of its phase at the checkpoint of this state."""
     number = len(saved.get("phase_starts", [0])) - 1
-    return replace(config, "model", phases_of(config)[number].config.model)
+    return replace(config, "model", list_phases(config)[number].config.model)
 
 
 def check_phases(config: Config) -> None:
     """Raises ValueError naming a phase and key that contradicts another, and what to do."""
-    phases, schedule = phases_of(config), config.schedule
+    phases, schedule = list_phases(config), config.schedule
     if not config.phases:
         return
     if config.objective.causal_share:

@@ -43,7 +43,7 @@ def sections(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, str, 
     inner = {name: field.annotation for name, field in fields if is_section(field.annotation)}
     default = model()
     keys = [
-        Key(prefix + name, getattr(default, name), values_of(field), field.description or "")
+        Key(prefix + name, getattr(default, name), describe_values(field), field.description or "")
         for name, field in fields
         if name not in inner
     ]
@@ -56,7 +56,7 @@ def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def values_of(field: Any) -> str:
+def describe_values(field: Any) -> str:
     """The values of a field: its choices, or its type and range."""
     kind = field.annotation
     if get_origin(kind) is Literal:

@@ -116,18 +116,18 @@ class ModelConfig(Section):
         """Columns of the product before attention: queries, keys and values."""
         return self.hidden + 2 * self.hidden // self.heads * self.key_heads
 
-    def window_of(self, layer: int) -> int:
+    def layer_window(self, layer: int) -> int:
         """The layer's window; 0 for a global layer."""
         return self.window if layer % self.global_every else 0
 
     def layer_pairs(self, tokens: float, pairs: float) -> float:
         """Pairs of a query and a key, summed over the layers: `pairs` for each, in a local layer at most window + 1 a token."""
-        windows = map(self.window_of, range(self.layers))
+        windows = map(self.layer_window, range(self.layers))
         return sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
 
-    def theta_of(self, layer: int) -> float:
+    def layer_theta(self, layer: int) -> float:
         """Base of the layer's rotary positions."""
-        return self.local_rope_theta if self.window_of(layer) else self.rope_theta
+        return self.local_rope_theta if self.layer_window(layer) else self.rope_theta
 
     @property
     def padded_vocab(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megabert.common.arguments import PRESETS, toml_names
-from megabert.config.phases import check_phases, phases_of
+from megabert.config.phases import check_phases, list_phases
 from megabert.config.schema import Config, check, flat, validated
 
 
@@ -53,10 +53,10 @@ def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
 def from_arguments(args: argparse.Namespace) -> Config:
     """The config from the options of `common.arguments.add_config_options`. Raises ValueError naming the wrong option, key or
     value."""
-    return load(args.config, overrides_of(args))
+    return load(args.config, collect_overrides(args))
 
 
-def overrides_of(args: argparse.Namespace) -> list[str]:
+def collect_overrides(args: argparse.Namespace) -> list[str]:
     """The `section.key=value` of the options."""
     return ([f"data.path={args.data}"] if args.data else []) + args.overrides
 
@@ -67,7 +67,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     config = validated(tree)
     for number, phase in enumerate(config.phases, 1):
         refuse_unknown({key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
-    phases_of(config)  # first, as other checks read the tables of phases
+    list_phases(config)  # first, as other checks read the tables of phases
     check(config)
     check_phases(config)
     return config

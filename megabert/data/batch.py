@@ -60,7 +60,7 @@ class Batch:
     epochs: np.ndarray
     # each token attends only to those before it and to itself
     causal: bool = False
-    # bool [N, B, K]: which predictions come from each of N sources; set for figures by source
+    # bool [N, B, K]: which predictions come from each of N sources; set for metrics by source
     sources: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:

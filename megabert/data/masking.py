@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megabert.common.random_numbers import stream_keys
-from megabert.config import Config, MaskingConfig, phases_of
+from megabert.config import Config, MaskingConfig, list_phases
 
 if TYPE_CHECKING:
     from megabert.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def largest_capacity(config: Config, seq_len: int) -> int:
     """The largest number of prediction slots of a row in any update."""
     if config.causal_updates:
         return seq_len
-    return max(phase.config.data.masking.capacity(seq_len) for phase in phases_of(config))
+    return max(phase.config.data.masking.capacity(seq_len) for phase in list_phases(config))
 
 
 def held_out_masking(config: Config) -> MaskingConfig:
@@ -56,7 +56,7 @@ def held_out_masking(config: Config) -> MaskingConfig:
 
     Words and spans are harder to predict; by token the losses of all strategies compare.
     """
-    options = phases_of(config)[-1].config.data.masking
+    options = list_phases(config)[-1].config.data.masking
     update: dict[str, Any] = {} if options.causal else {"strategy": "token"}
     if config.eval.rate:
         # the most predictions of a row are for the run's own rate

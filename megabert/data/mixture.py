@@ -211,7 +211,7 @@ def members(dataset: AnyDataset) -> tuple[Dataset, ...]:
     return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
 
 
-def names_of(folders: Sequence[str | Path]) -> list[str]:
+def distinct_names(folders: Sequence[str | Path]) -> list[str]:
     """A name for each folder: the last parts of its path, as few as distinguish all of them; with its number where none do."""
     return distinct_ends([Path(folder).absolute().parts[1:] for folder in folders])
 

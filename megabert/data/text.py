@@ -240,7 +240,7 @@ def writes_without_spaces(character: str) -> bool:
     return character >= FIRST_WITHOUT and any(first <= ord(character) <= last for first, last in NO_SPACES)
 
 
-def words_of(text: str) -> list[tuple[int, int]]:
+def find_words(text: str) -> list[tuple[int, int]]:
     """First character, and one past the last, of each word: a run of letters, marks and digits, or one other non-blank
     character. In a script without spaces a character with its marks is a word."""
     words: list[tuple[int, int]] = []

@@ -330,7 +330,7 @@ class FastTokenizer(Tokenizer):
         return self.encode_batch([f" {word}" for word in words] if self.spaced else words)
 
     def token_bytes(self) -> list[bytes]:
-        return [_bytes_of(token, raw) for token, raw in zip(self.tokens, self._raw, strict=True)]
+        return [_token_to_bytes(token, raw) for token, raw in zip(self.tokens, self._raw, strict=True)]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         encoded = self.encode_texts(words)
@@ -342,7 +342,7 @@ class FastTokenizer(Tokenizer):
         return str(self.processor.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False))
 
 
-def _bytes_of(token: str, raw: str) -> bytes:
+def _token_to_bytes(token: str, raw: str) -> bytes:
     """UTF-8 of a token whose text is `token` and which the file has as `raw`."""
     if "\ufffd" not in token:
         return token.encode()

@@ -216,9 +216,9 @@ class Engine:
         """
         layout, world = self.layout, self.world
         masters = [master.tensor for master in layout.masters]
-        moments = {n: flat for n, tensor in enumerate(masters) if (flat := self.optimizer.moments_of(tensor))}
+        moments = {n: flat for n, tensor in enumerate(masters) if (flat := self.optimizer.find_moments(tensor))}
         counters = {
-            "optimizer_steps": self.optimizer.updates_of(m.tensor for m in layout.masters if m.segments),
+            "optimizer_steps": self.optimizer.count_updates(m.tensor for m in layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
             | {"skipped_steps": self.skipped_steps},
         }

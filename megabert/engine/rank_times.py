@@ -26,7 +26,7 @@ SLOW_UPDATES = 50
 # for Python's lock, and a round trip within a cluster takes less than 1 ms.
 MESSAGE_RATIO, MESSAGE_SECONDS = 10.0, 0.02
 # Times of each rank: computing, the part of it caused by the host, waiting for rows, and the round trip of a message to rank 0.
-FIGURES = ("compute", "host", "data_wait", "message")
+TIMES = ("compute", "host", "data_wait", "message")
 CAUSES = {
     "data": "it waits for rows",
     "host": "its process waits for a core, or launches its work late",
@@ -104,9 +104,9 @@ class SlowRanks:
     def __init__(self, hosts: Sequence[str], ratio: float, seconds: float) -> None:
         """`hosts` of the ranks."""
         self._hosts, self._ratio, self._least = hosts, ratio, (SLOW_UPDATES, seconds)
-        # updates, seconds, and FIGURES of each rank, by log line and summed
+        # updates, seconds, and TIMES of each rank, by log line and summed
         self._lines: deque[np.ndarray] = deque()
-        self._sum = np.zeros(2 + len(FIGURES) * len(hosts))
+        self._sum = np.zeros(2 + len(TIMES) * len(hosts))
         self.named: list[SlowRank] = []
 
     @property
@@ -114,9 +114,9 @@ class SlowRanks:
         """Minutes of training by which the ranks are judged."""
         return float(self._sum[1]) / 60
 
-    def add(self, updates: int, seconds: float, figures: Mapping[str, Sequence[float]]) -> list[SlowRank]:
-        """Add updates with their seconds and each rank's sums of FIGURES; returns ranks that are newly slow, or for another cause."""
-        line = np.concatenate([[updates, seconds], *(figures[name] for name in FIGURES)])
+    def add(self, updates: int, seconds: float, times: Mapping[str, Sequence[float]]) -> list[SlowRank]:
+        """Add updates with their seconds and each rank's sums of TIMES; returns ranks that are newly slow, or for another cause."""
+        line = np.concatenate([[updates, seconds], *(times[name] for name in TIMES)])
         self._lines.append(line)
         self._sum += line
         while all((left := self._sum - self._lines[0])[:2] >= self._least):
@@ -128,7 +128,7 @@ class SlowRanks:
 
     def _find(self) -> list[SlowRank]:
         updates, seconds = self._sum[:2]
-        compute, host, wait, message = self._sum[2:].reshape(len(FIGURES), -1)
+        compute, host, wait, message = self._sum[2:].reshape(len(TIMES), -1)
         total = compute + wait
         # without the host's part
         device = np.maximum(compute - host, compute / 1e3)
@@ -177,8 +177,8 @@ class SharedCores:
             )
 
 
-class RankFigures:
-    """Times of this rank since the last log line, its memory, and figures from those of all ranks.
+class RankMetrics:
+    """Times of this rank since the last log line, its memory, and metrics from those of all ranks.
 
     Every rank takes as long as the slowest for an update. They differ in computing time (`OwnTime`), waiting time for data, and the
     time of heartbeats.
@@ -209,27 +209,27 @@ class RankFigures:
 
     @property
     def counts(self) -> dict[str, int]:
-        """This rank's bytes, and its nanoseconds of FIGURES."""
+        """This rank's bytes, and its nanoseconds of TIMES."""
         # seconds() also updates host_seconds
         compute, host = self._own.seconds(), self._own.host_seconds
         seconds = (compute, host, self._waited, self._updates * self._watchdog.round_trip)
-        nanoseconds = {name: round(value * 1e9) for name, value in zip(FIGURES, seconds, strict=True)}
+        nanoseconds = {name: round(value * 1e9) for name, value in zip(TIMES, seconds, strict=True)}
         return {"memory": peak_memory_bytes(self._world.device)} | nanoseconds
 
     def drain(self, counts: Mapping[str, Sequence[int]], seconds: float, step: int) -> dict[str, Any]:
         """`perf/…` values, lists by rank, of the updates since the last call up to `step`, from `counts` of all ranks; warns of
         new slow ranks and records them."""
         updates = max(self._updates, 1)
-        figures = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in FIGURES}
+        times = {name: [nanoseconds / 1e9 for nanoseconds in counts[name]] for name in TIMES}
         values: dict[str, Any] = {"perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4)}
-        for name in FIGURES:
-            values[f"perf/rank_{name}_seconds"] = [round(value / updates, 6) for value in figures[name]]
+        for name in TIMES:
+            values[f"perf/rank_{name}_seconds"] = [round(value / updates, 6) for value in times[name]]
         if self._world.size > 1:
             if self._slow is None:
                 self._slow = SlowRanks(self._hosts, self._config.slow_ratio, 60 * self._config.slow_minutes)
             elif self._updates:
-                self._warn(self._slow.add(self._updates, seconds, figures), self._slow.minutes)
-            total = [c + w for c, w in zip(figures["compute"], figures["data_wait"], strict=True)]
+                self._warn(self._slow.add(self._updates, seconds, times), self._slow.minutes)
+            total = [c + w for c, w in zip(times["compute"], times["data_wait"], strict=True)]
             slowest = max(range(len(total)), key=total.__getitem__)
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)

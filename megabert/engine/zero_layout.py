@@ -117,7 +117,7 @@ class ZeroLayout:
     def moments(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
         """Views of this rank's moments, parameter by parameter; none before the first update."""
         for master in self.masters:
-            flat = optimizer.moments_of(master.tensor)
+            flat = optimizer.find_moments(master.tensor)
             for segment in master.segments if flat else ():
                 views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
                 yield ParameterSlice(self.names[segment.index], segment.offset, views)

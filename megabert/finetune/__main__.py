@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def task_of(args: argparse.Namespace) -> Task:
+def parse_task(args: argparse.Namespace) -> Task:
     """The task given by the options. Raises ValueError for none, two, or an unknown one."""
     if bool(args.task) == bool(args.kind):
         raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
@@ -93,13 +93,13 @@ def check(args: argparse.Namespace) -> int:
             raise ValueError(f"--{'text' if args.text else 'id'}: names a column, and with --lines the file has none")
         tasks.located_finetuned(args.model)
         return OK
-    task = task_of(args)
+    task = parse_task(args)
     if args.lines:
         raise ValueError("--lines: is for --predict, not for training")
     for name in ("train", "dev"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
-    options.runs_of(args, task.max_length, task.stride)
+    options.list_runs(args, task.max_length, task.stride)
     model_folder(args.model)
     return OK
 
@@ -108,7 +108,7 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
     """Train every run without a result, then write the table and `summary.json`."""
     from megabert.finetune import datasets, run
 
-    task = task_of(args)
+    task = parse_task(args)
     files = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
     return run.train_tasks(
         args,

@@ -17,7 +17,7 @@ from typing import Any
 
 from megabert.common import tables
 from megabert.common.logs import log
-from megabert.data.text import words_of
+from megabert.data.text import find_words
 from megabert.finetune.tasks import Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
@@ -188,7 +188,7 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
 
 
 def _known(task: Task, where: str, label: str) -> str:
-    label = task.label_of(label)
+    label = task.find_label(label)
     if task.labels and label not in task.labels:
         raise ValueError(f"{where}: label {label!r:.60} is none of {', '.join(task.labels)}")
     return label
@@ -239,7 +239,7 @@ def _plain_sentences(task: Task, path: Path, labelled: bool) -> Iterator[Sentenc
     widened = 0
     columns = ["text", "spans"] if labelled else ["text"]
     for count, (where, (text, *spans)) in enumerate(tables.rows(path, columns)):
-        tables.text_of(text, where)
+        tables.read_text(text, where)
         sentence = _sentence(str(count), where, text)
         if spans:
             tags, wider = _tags_of_spans(sentence, spans[0])
@@ -251,7 +251,7 @@ def _plain_sentences(task: Task, path: Path, labelled: bool) -> Iterator[Sentenc
 
 
 def _sentence(identity: str, where: str, text: str) -> SentenceExample:
-    places = words_of(text)
+    places = find_words(text)
     if not places:
         raise ValueError(f"{where}: has no word in it")
     words = tuple(text[start:end] for start, end in places)

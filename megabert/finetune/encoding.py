@@ -59,7 +59,7 @@ def natural_order(label: str) -> tuple[tuple[str, int, str], ...]:
     return tuple((text, int(number or -1), number) for text, number in parts)
 
 
-def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
+def collect_labels(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     """The labels of a task in the order of their classes; () for kinds without labels.
 
     Raises ValueError if the examples have fewer than two labels, or more than two for an F1 of two classes.
@@ -330,7 +330,7 @@ def _spans(
     longest = min(MAX_QUESTION, (max_length - 3) // 2)
     for i, (example, asked) in enumerate(zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)):
         question, (tokens, char_spans) = asked[:longest], contexts[example.context]
-        answer = _tokens_of(example, char_spans[1:])
+        answer = _answer_tokens(example, char_spans[1:])
         room = max_length - 3 - len(question)
         for start in _windows(len(tokens), room, stride):
             end = min(start + room, len(tokens))
@@ -345,7 +345,7 @@ def _spans(
             yield TaskItem(i, ids, second, positions, targets, inside)
 
 
-def _tokens_of(example: QuestionExample, offsets: np.ndarray) -> tuple[int, int] | None:
+def _answer_tokens(example: QuestionExample, offsets: np.ndarray) -> tuple[int, int] | None:
     """First and last token of the question's first answer; None without one, or if no token has one of its characters."""
     if not example.answers:
         return None

@@ -129,17 +129,17 @@ def read_splits(task: Task, files: Mapping[str, Path]) -> dict[str, list[TextExa
 # ---- the table
 
 
-def page_of(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
     """The results page of the finished tasks (`run.train_missing`), in percent."""
     lines = ["| task | metric | mean | deviation | seeds | learning rate |", "|---|---|--:|--:|--:|---|"]
     for summary in summaries:
         points = summary["points"]
         tried = f" ({len(points)} tried)" if len(points) > 1 else ""
-        for split, figures in points[0]["scores"].items():
+        for split, metrics in points[0]["scores"].items():
             row = GLUE[summary["settings"]["task"]] + split.removeprefix("reported")
-            for metric, figure in figures.items() if split != "dev" else ():
-                deviation = f"{100 * figure['std']:.1f}" if points[0]["runs"] > 1 else "–"
-                cells = [row, metric, f"{100 * figure['mean']:.1f}", deviation]
+            for metric, score in metrics.items() if split != "dev" else ():
+                deviation = f"{100 * score['std']:.1f}" if points[0]["runs"] > 1 else "–"
+                cells = [row, metric, f"{100 * score['mean']:.1f}", deviation]
                 cells += [str(points[0]["runs"]), f"{points[0]['point']['lr']:g}{tried}"]
                 lines.append(f"| {' | '.join(cells)} |")
     notes = ["Percent, of the dev files; correlations times 100. The deviation is the sample's over seeds. Epoch and rate were "
@@ -154,7 +154,7 @@ def publish(output: Path, model: str) -> str:
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
-    page = page_of(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
+    page = render_page(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
     write_whole(output / PAGE, page.encode())
     return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"
 
@@ -177,7 +177,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> int:
     """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options."""
     refuse_missing(args, "tokenizer")
-    options.runs_of(args, Task.max_length, Task.stride)
+    options.list_runs(args, Task.max_length, Task.stride)
     model_folder(args.model)
     args.tasks = [task.name for task, _ in find_tasks(Path(args.data), args.tasks)]
     return OK

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config, ModelConfig, OpsConfig
-from megabert.hf.inference import read_layers, width_of
+from megabert.hf.inference import read_layers, vector_width
 from megabert.model import BertForPreTraining, Linear
 
 # Kinds read at tokens; the others at [CLS].
@@ -44,7 +44,7 @@ class Head(nn.Module):
         # The published span head has no dropout.
         self.dropout = nn.Dropout(0.0 if kind == "span" and not cfg.modern else cfg.dropout)
         # as ModernBERT's classes draw it (Warner et al. 2024); from BERT's 0.02 a narrow model learns rare tags many updates later
-        self.output = OutputLayer(width_of(layers, cfg), outputs, cfg.hidden**-0.5)
+        self.output = OutputLayer(vector_width(layers, cfg), outputs, cfg.hidden**-0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:  # (P, D') -> (P, K)
         if self.transform is not None:

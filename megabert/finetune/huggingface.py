@@ -44,7 +44,7 @@ def load(source: str | Path) -> Finetuned:
             "train with --layers last, or predict with megabert finetune --predict"
         )
     # Its dropout is that of fine-tuning, which EuroBERT's classes lack.
-    family = mapping.family_of(finetuned.described.config.model.model_copy(update={"dropout": 0.0}))
+    family = mapping.find_family(finetuned.described.config.model.model_copy(update={"dropout": 0.0}))
     kind = family.prefix + HUB_KINDS[finetuned.described.task.kind].class_of
     if not family.text_layer:
         raise ValueError(f"{finetuned.folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
@@ -77,7 +77,7 @@ HUB_KINDS = {
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return mapping.family_of(described.config.model).prefix + HUB_KINDS[described.task.kind].class_of
+    return mapping.find_family(described.config.model).prefix + HUB_KINDS[described.task.kind].class_of
 
 
 def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
     )
     model = finetuned.described.config.model
     renamed = mapping.to_huggingface(encoder, model, heads=False)
-    kind, family = finetuned.described.task.kind, mapping.family_of(model)
+    kind, family = finetuned.described.task.kind, mapping.find_family(model)
     added = family.text_layer if model.modern or kind not in TOKEN_KINDS else HUB_KINDS[kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")

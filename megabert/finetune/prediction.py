@@ -39,7 +39,7 @@ BATCH_TOKENS = 1024
 
 
 @torch.no_grad()
-def logits_of(
+def compute_logits(
     module: Finetuner,
     items: Sequence[TaskItem],
     layout: ItemLayout,
@@ -136,7 +136,7 @@ def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: 
         threads, layout = workers(world.device), model.described.layout
         with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):
             for examples, items in chunks:
-                logits = logits_of(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
+                logits = compute_logits(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
                 described = model.described
                 yield examples, scores.decode(task, examples, items, logits, described.labels, described.threshold)
                 bar.update(len(examples))

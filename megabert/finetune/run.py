@@ -34,9 +34,9 @@ from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import Checkpoints, run_lock
 from megabert.common import tables
-from megabert.common.arguments import layers_of
+from megabert.common.arguments import parse_layers
 from megabert.common.errors import OK
-from megabert.common.files import sha256_of, write_whole
+from megabert.common.files import hash_file, write_whole
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.tokenizer import Tokenizer
@@ -49,9 +49,9 @@ from megabert.finetune import encoding, heads, save, scores
 from megabert.finetune.batches import TaskUpdate, steps_per_epoch, updates
 from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.prediction import logits_of
+from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Described
-from megabert.finetune.settings import Settings, runs_of
+from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task, find, goodness
 from megabert.hf import Pretrained
 from megabert.metrics import Meter
@@ -71,7 +71,7 @@ def configure(model: Config, settings: Settings, items: int, world_size: int, lo
     micro = min(settings.micro_batch or share, share)
     if share % micro:
         raise ValueError(f"--micro-batch {micro} does not divide a rank's {share} items of --batch")
-    layers_of(settings.layers, model.model.layers)
+    parse_layers(settings.layers, model.model.layers)
     total = settings.epochs * steps_per_epoch(items, settings.batch)
     dropout = {"dropout": settings.dropout, "attention_dropout": settings.dropout}
     return configuration.from_dict(
@@ -112,7 +112,7 @@ def encode_splits(
 
     Raises ValueError naming file and line of another label.
     """
-    labels = encoding.labels_of(task, examples["train"])
+    labels = encoding.collect_labels(task, examples["train"])
     if settings.threshold != "half" and (task.kind != "classify" or len(labels) != 2):
         raise ValueError(
             f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
@@ -126,7 +126,7 @@ def encode_splits(
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
     """The model of a run. Raises ValueError naming an option that does not fit."""
     config = configure(start.config, settings, len(data.items["train"]), world_size, log_interval)
-    last = layers_of(settings.layers, config.model.layers) == [config.model.layers]
+    last = parse_layers(settings.layers, config.model.layers) == [config.model.layers]
     layers = "last" if last else settings.layers
     every_token = encoding.tags_every_token(data.task, data.labels)
     lengths = settings.max_length, settings.stride
@@ -147,7 +147,7 @@ class Best:
 class TaskMeter(Meter):
     """Items and tokens a second, loss and accuracy, between two log lines."""
 
-    def counts_of(self, update: TaskUpdate) -> dict[str, int]:
+    def count_work(self, update: TaskUpdate) -> dict[str, int]:
         items = sum(batch.items for batch in update.batches)
         return {"perf/items_per_sec": items, "perf/tokens_per_sec": update.tokens}
 
@@ -264,10 +264,10 @@ class FineTuning:
         collective."""
         task, labels = self.data.task, self.data.labels
         examples, items = self.data.examples[split], self.data.items[split]
-        logits = logits_of(module, items, self.described.layout, self.world, progress=progress)
+        logits = compute_logits(module, items, self.described.layout, self.world, progress=progress)
         if threshold is None:
             chosen = self.settings.threshold == "f1"
-            threshold = scores.best_threshold(scores.truth_of(task, examples), logits, labels) if chosen else 0.5
+            threshold = scores.best_threshold(scores.collect_truth(task, examples), logits, labels) if chosen else 0.5
         predictions = scores.decode(task, examples, items, logits, labels, threshold)
         return scores.score(task, examples, predictions, labels, logits), predictions, threshold
 
@@ -348,7 +348,7 @@ def train_tasks(
     args.precision = precision.choose(args.precision, world)
     start, (first, *_) = load_start(args.model, args.tokenizer), tasks[0]
     model = start.config.model
-    runs = runs_of(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
+    runs = list_runs(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
     settings, limit = next(iter(runs.values())), args.limit
     for task, files, _ in tasks:
         configure(start.config, settings, len(read(task, files)["train"][: limit or None]), world.size)
@@ -394,7 +394,7 @@ def common_settings(
 ) -> dict[str, Any]:
     """Values common to all runs of a folder that affect their results: model, task, files, and settings."""
     task = data.task
-    digests = {name: [sha256_of(part) for part in tables.files(path)] for name, path in files.items()}
+    digests = {name: [hash_file(part) for part in tables.files(path)] for name, path in files.items()}
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
     return {
         "model_sha256": hf.fingerprint(start.trained_weights),
@@ -487,8 +487,8 @@ def summarise(results: Sequence[Mapping[str, Any]], metric: str) -> list[dict[st
     for lr in dict.fromkeys(result["settings"]["lr"] for result in results):
         runs = [result for result in results if result["settings"]["lr"] == lr]
         scores: dict[str, dict[str, dict[str, float]]] = {}
-        for split, figures in runs[0]["scores"].items():
-            seen = {name: [run["scores"][split][name] for run in runs] for name in figures}
+        for split, metrics in runs[0]["scores"].items():
+            seen = {name: [run["scores"][split][name] for run in runs] for name in metrics}
             scores[split] = {
                 name: {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(runs) > 1 else 0.0}
                 for name, values in seen.items()
@@ -522,14 +522,14 @@ def closing(best: Mapping[str, Any]) -> str:
 
 def table(points: Sequence[Mapping[str, Any]]) -> str:
     """Learning rates as aligned lines: runs, metrics by split as mean ± standard deviation (for several runs), seconds a run."""
-    names = [f"{split} {name}" for split, figures in points[0]["scores"].items() for name in figures]
+    names = [f"{split} {name}" for split, metrics in points[0]["scores"].items() for name in metrics]
     lines = [["lr", "runs", *names, "seconds"]]
     for point in points:
         several = point["runs"] > 1
         cells = [
             f"{f['mean']:.4f}" + f" ± {f['std']:.4f}" * several
-            for figures in point["scores"].values()
-            for f in figures.values()
+            for metrics in point["scores"].values()
+            for f in metrics.values()
         ]
         lines.append([f"{point['point']['lr']:g}", str(point["runs"]), *cells, f"{point['seconds']:.0f}"])
     return aligned(lines)

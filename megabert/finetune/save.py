@@ -68,7 +68,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Finetuned:
-    """A model in its compute dtype and eval mode; `results`: its figures in training."""
+    """A model in its compute dtype and eval mode; `results`: its metrics in training."""
 
     folder: Path
     described: Described

@@ -136,7 +136,7 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
 # ---- predictions to metrics
 
 
-def truth_of(task: Task, examples: Sequence[Example]) -> list[Any]:
+def collect_truth(task: Task, examples: Sequence[Example]) -> list[Any]:
     """The correct predictions. Raises ValueError for examples without labels."""
     field = {"tag": "tags", "span": "answers"}.get(task.kind, "label")
     truth: list[Any] = [getattr(example, field) for example in examples]
@@ -157,25 +157,25 @@ def score(
     `labels` as in training: with two classes F1 and AUROC are of the second one; AUROC is of `logits`. Raises ValueError for
     examples without labels.
     """
-    truth = truth_of(task, examples)
+    truth = collect_truth(task, examples)
     with warnings.catch_warnings():
         # The libraries warn about divisions by zero.
         warnings.simplefilter("ignore")
         if task.kind == "classify":
-            figures = _classified(truth, predictions, labels)
+            values = _classified(truth, predictions, labels)
             if "auroc" in task.metrics:
-                figures["auroc"] = _area(truth, logits, labels)
+                values["auroc"] = _area(truth, logits, labels)
         elif task.kind == "multilabel":
-            figures = _label_sets(truth, predictions, labels)
+            values = _label_sets(truth, predictions, labels)
         elif task.kind == "score":
-            figures = _correlated(truth, predictions)
+            values = _correlated(truth, predictions)
             if set(RANKING_METRICS) & set(task.metrics):
-                figures |= _ranked([getattr(example, "a", "") for example in examples], truth, predictions)
+                values |= _ranked([getattr(example, "a", "") for example in examples], truth, predictions)
         elif task.kind == "tag":
-            figures = _tagged(*([list(tags) for tags in of] for of in (truth, predictions)))
+            values = _tagged(*([list(tags) for tags in of] for of in (truth, predictions)))
         else:
-            figures = _answered(truth, predictions, task.unanswerable)
-    return {name: float(figures[name]) for name in task.metrics}
+            values = _answered(truth, predictions, task.unanswerable)
+    return {name: float(values[name]) for name in task.metrics}
 
 
 def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
@@ -266,11 +266,11 @@ def by_label(
 
     if task.kind not in LABELLED:
         return []
-    truth: list[Any] = truth_of(task, examples)
+    truth: list[Any] = collect_truth(task, examples)
     if task.kind == "tag" and ENTITY_METRICS & set(task.metrics):
         truth, predictions = ([list(tags) for tags in of] for of in (truth, predictions))
         names = sorted({tag[2:] for of in (truth, predictions) for tags in of for tag in tags if tag != "O"})
-        figures = of_entities(truth, predictions, average=None, zero_division=0) if names else ()
+        values = of_entities(truth, predictions, average=None, zero_division=0) if names else ()
     else:
         if task.kind == "tag":
             truth, predictions = ([tag for tags in of for tag in tags] for of in (truth, predictions))
@@ -280,9 +280,9 @@ def by_label(
                 [[label in chosen for label in labels] for chosen in of] for of in (truth, predictions)
             )
         numbers = range(len(labels)) if task.kind == "multilabel" else names
-        figures = metrics.precision_recall_fscore_support(truth, predictions, labels=numbers, zero_division=0)
+        values = metrics.precision_recall_fscore_support(truth, predictions, labels=numbers, zero_division=0)
     return (
-        [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *figures, strict=True)]
+        [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *values, strict=True)]
         if names
         else []
     )
@@ -299,9 +299,9 @@ def _answered(
         # 2.0 drops answers that are empty once normalised, and has "" for none; 1.1 takes them as they are.
         gold = [[text for text in texts if normalized(text)] or [""] for texts in gold]
 
-    def mean(figure: Callable[[str, str], float]) -> float:
+    def mean(score: Callable[[str, str], float]) -> float:
         pairs = zip(gold, predictions, strict=True)
-        return sum(max(figure(p["text"], answer) for answer in answers) for answers, p in pairs) / len(gold)
+        return sum(max(score(p["text"], answer) for answer in answers) for answers, p in pairs) / len(gold)
 
     return {
         "em": mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
@@ -351,7 +351,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
                 answers[example.id] = prediction["text"]
                 doubts[example.id] = prediction["no_answer_probability"]
             elif task.kind == "tag" and example.text:
-                tree = {"text": example.text, "spans": spans_of(task, example, prediction)}
+                tree = {"text": example.text, "spans": find_spans(task, example, prediction)}
                 file.write((json.dumps(tree, ensure_ascii=False) + "\n").encode())
             elif task.kind == "tag":
                 file.write((("\n" if count else "") + _tagged_words(example, prediction)).encode())
@@ -366,7 +366,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
     return count
 
 
-def spans_of(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, Any]]:
+def find_spans(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, Any]]:
     """The spans in characters of a plain text's tags, of tokens where they are known, as transformers' pipeline gives them with
     aggregation_strategy="simple"; one for each word if the tags are not of entities."""
     from seqeval.metrics.sequence_labeling import get_entities

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from megabert.common import errors
-from megabert.common.arguments import LAYERS, Parser, layers_of
+from megabert.common.arguments import LAYERS, Parser, parse_layers
 from megabert.common.environment import keep_freed_memory, launched
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def add_options(parser: Parser, seeds: int, rates: int) -> None:
             add(name, type=kind, choices=choices or None, default=each.default, help=about)
 
 
-def runs_of(args: argparse.Namespace, max_length: int, stride: int, hidden: int = BASE_WIDTH) -> dict[str, Settings]:
+def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: int = BASE_WIDTH) -> dict[str, Settings]:
     """The settings of each run of a command line, by name: `seed1`, or `lr2e-05-seed1` with several rates.
 
     `max_length` and `stride` are defaults; without rates those usual for the width `hidden` are used. Raises ValueError naming an
@@ -103,7 +103,7 @@ def runs_of(args: argparse.Namespace, max_length: int, stride: int, hidden: int 
     seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 else args.seeds
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: give how many, or several different ones")
-    layers_of(args.layers)
+    parse_layers(args.layers)
     if args.layers != "last" and not args.freeze:
         raise ValueError(f"--layers {args.layers}: is for --freeze; fine-tuning reads the last layer")
     if not all(0 < lr < 1 for lr in args.lr) or len(set(args.lr)) < len(args.lr):

@@ -113,7 +113,7 @@ class Task:
         """The columns of a table in order: texts, label, id."""
         return [*self.text, *([self.label] if labelled else []), *([self.id] if self.id else [])]
 
-    def label_of(self, value: str) -> str:
+    def find_label(self, value: str) -> str:
         """The label for a value in a file: the hub's tables of GLUE have numbers, or other names."""
         if value in self.labels or (names := HUB_CLASSES.get(self.name)) is None:
             return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import NOMIC, refuse_others, value_of
+from megabert.hf.mapping import NOMIC, refuse_others, read_value
 
 # their first names -> the present ones
 FIELDS = {
@@ -45,7 +45,7 @@ def upgrade_legacy_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]
     refuse_others(tree, where, FIXED)
     present = {FIELDS.get(name, name): value for name, value in tree.items() if name not in FIXED}
     usual = {"n_positions": None, "max_trained_positions": 2048}
-    lengths = [value_of(tree, name, where, value, int) for name, value in usual.items()]
+    lengths = [read_value(tree, name, where, value, int) for name, value in usual.items()]
     present["max_position_embeddings"] = min(length for length in lengths if length > 0)
     return present | {"rope_theta": tree.get("rotary_emb_base", 10_000)}
 

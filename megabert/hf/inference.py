@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megabert.common.arguments import layers_of
+from megabert.common.arguments import parse_layers
 from megabert.common.streaming import in_order
 from megabert.config import ModelConfig
 from megabert.model import BertForPreTraining, FeedForward, Linear
@@ -26,9 +26,9 @@ R = TypeVar("R")
 ROWS = 1024
 
 
-def width_of(layers: str, cfg: ModelConfig) -> int:
+def vector_width(layers: str, cfg: ModelConfig) -> int:
     """D' of `read_layers`. Raises ValueError for a layer that the model lacks."""
-    return cfg.hidden * (1 if "+" in layers else len(layers_of(layers, cfg.layers)))
+    return cfg.hidden * (1 if "+" in layers else len(parse_layers(layers, cfg.layers)))
 
 
 def read_layers(model: BertForPreTraining, layers: str, at: Tensor | None = None, **inputs: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def read_layers(model: BertForPreTraining, layers: str, at: Tensor | None = None
 
     They are those of `BertForPreTraining.hidden_states`, so in a pre-LN model only the last one is normalised.
     """
-    numbers = layers_of(layers, len(model.layers))
+    numbers = parse_layers(layers, len(model.layers))
     if at is not None and numbers == [len(model.layers)]:
         return model.encode(**inputs, keep=at)
     states = model.hidden_states(**inputs, count=1 + max(numbers))

@@ -81,7 +81,7 @@ class Family:
         return self.embeddings["embeddings.word.weight"].partition(".")[0] + "."
 
 
-def value_of(tree: Tree, name: str, where: str, usual: Any, allowed: type | tuple[type, ...]) -> Any:
+def read_value(tree: Tree, name: str, where: str, usual: Any, allowed: type | tuple[type, ...]) -> Any:
     """A field's value, checked, or its usual one where it is missing."""
     value = tree.get(name, usual)
     if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
@@ -104,7 +104,7 @@ def _theta(tree: Tree, where: str, kind: str, old: str, usual: float) -> float:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
         raise ValueError(f"{where}: rope_parameters: only rotary positions without scaling are supported")
     value = rope.get("rope_theta", tree.get(old, usual))
-    return float(value_of({"rope_theta": value}, "rope_theta", where, usual, (int, float)))
+    return float(read_value({"rope_theta": value}, "rope_theta", where, usual, (int, float)))
 
 
 # Published are all four of ModernBERT false, and those of its ancestor true.
@@ -112,29 +112,29 @@ MODERN_BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
 
 
 def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
-    biases = {name: value_of(tree, name, where, False, bool) for name in MODERN_BIASES}
+    biases = {name: read_value(tree, name, where, False, bool) for name in MODERN_BIASES}
     for name, value in biases.items():
         if value != biases["attention_bias"]:
             raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
-    layers = value_of(tree, "num_hidden_layers", where, None, int)
-    every = max(1, value_of(tree, "global_attn_every_n_layers", where, 3, int))
+    layers = read_value(tree, "num_hidden_layers", where, None, int)
+    every = max(1, read_value(tree, "global_attn_every_n_layers", where, 3, int))
     types = tree.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     full = [i for i, name in enumerate(types) if name == "full_attention"]
     if full != list(range(0, layers, every)):  # what releases before 5 read is not there
         every = full[1] if len(full) > 1 else layers
     if len(types) != layers or full != list(range(0, layers, every)):
         raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
-    window = value_of(tree, "local_attention", where, 128, int)
+    window = read_value(tree, "local_attention", where, 128, int)
     local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
     if local:
         local["local_rope_theta"] = _theta(tree, where, "sliding_attention", "local_rope_theta", 10_000.0)
     theta = _theta(tree, where, "full_attention", "global_rope_theta", 160_000.0)
-    bias = {"bias": biases["attention_bias"], "decoder_bias": value_of(tree, "decoder_bias", where, True, bool)}
+    bias = {"bias": biases["attention_bias"], "decoder_bias": read_value(tree, "decoder_bias", where, True, bool)}
     return bias | local | {"rope_theta": theta}
 
 
 def _write_modern(cfg: ModelConfig) -> dict[str, Any]:
-    local = [bool(cfg.window_of(i)) for i in range(cfg.layers)]
+    local = [bool(cfg.layer_window(i)) for i in range(cfg.layers)]
     full, sliding = ({"rope_type": "default", "rope_theta": theta} for theta in (cfg.rope_theta, cfg.local_rope_theta))
     return dict.fromkeys(MODERN_BIASES, cfg.bias) | {
         "decoder_bias": cfg.decoder_bias,
@@ -151,8 +151,8 @@ def _write_modern(cfg: ModelConfig) -> dict[str, Any]:
 
 def _read_roberta(tree: Tree, where: str) -> dict[str, Any]:
     """Positions count from the one behind the padding's, whose row is there but not used."""
-    first = value_of(tree, "pad_token_id", where, 1, int) + 1
-    rows = value_of(tree, "max_position_embeddings", where, None, int)
+    first = read_value(tree, "pad_token_id", where, 1, int) + 1
+    rows = read_value(tree, "max_position_embeddings", where, None, int)
     return {"first_position": first, "max_positions": rows - first}
 
 
@@ -162,8 +162,8 @@ def _write_roberta(cfg: ModelConfig) -> dict[str, Any]:
 
 def _heads(tree: Tree, where: str) -> int:
     """Number of heads, which are as wide as their share of the residual stream."""
-    heads = value_of(tree, "num_attention_heads", where, None, int)
-    hidden = value_of(tree, "hidden_size", where, None, int)
+    heads = read_value(tree, "num_attention_heads", where, None, int)
+    hidden = read_value(tree, "hidden_size", where, None, int)
     size = tree.get("head_dim")
     if size is not None and size * heads != hidden:
         raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
@@ -172,7 +172,7 @@ def _heads(tree: Tree, where: str) -> int:
 
 def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
     heads = _heads(tree, where)
-    shared = value_of(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
+    shared = read_value(tree, "num_key_value_heads", where, None, int) if tree.get("num_key_value_heads") else heads
     theta = _theta(tree, where, "", "rope_theta", 10_000.0)
     return {"kv_heads": 0 if shared == heads else shared, "rope_theta": theta, "dropout": 0.0}
 
@@ -384,7 +384,7 @@ NEAREST = {
 }
 
 
-def type_of(cfg: ModelConfig) -> str:
+def find_model_type(cfg: ModelConfig) -> str:
     """The model_type of Hugging Face that has a model's shape. Raises ValueError naming a field that none has."""
     values = cfg.model_dump() | {"kv_heads": 0 if cfg.key_heads == cfg.heads else cfg.kv_heads}
     wrong = {}
@@ -402,14 +402,14 @@ def type_of(cfg: ModelConfig) -> str:
     )
 
 
-def family_of(cfg: ModelConfig) -> Family:
-    """The architecture of Hugging Face that a model is. Errors as of `type_of`."""
-    return FAMILIES[type_of(cfg)]
+def find_family(cfg: ModelConfig) -> Family:
+    """The architecture of Hugging Face that a model is. Errors as of `find_model_type`."""
+    return FAMILIES[find_model_type(cfg)]
 
 
 def _norms(cfg: ModelConfig) -> dict[str, str]:
     """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
-    family = family_of(cfg)
+    family = find_family(cfg)
     first, middle, end, final = family.norms
     names = {"embeddings.norm": first}
     for i in range(cfg.layers):
@@ -421,7 +421,7 @@ def _norms(cfg: ModelConfig) -> dict[str, str]:
 
 def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
     """Our name of each parameter -> theirs, several where ours stacks them; with the pre-training heads or without."""
-    family = family_of(cfg)
+    family = find_family(cfg)
     single = dict(family.embeddings)
     if heads:
         single |= family.head | (family.nsp if cfg.nsp else {})
@@ -443,7 +443,7 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig, heads: bool = 
 
     Raises ValueError naming a tensor that is missing or left over.
     """
-    family, left = family_of(cfg), dict(state)
+    family, left = find_family(cfg), dict(state)
     result: dict[str, Tensor] = {}
     for ours, theirs in names(cfg, heads).items():
         tensor = _take(left, ours)
@@ -473,7 +473,7 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 
     Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg has.
     """
-    family = family_of(cfg)
+    family = find_family(cfg)
     copies = {family.bias_copy, *([family.decoder] if cfg.tied else []), *({} if cfg.nsp else family.nsp.values())}
     left = {name: tensor for name, tensor in state.items() if name not in copies and not name.endswith(BUFFERS)}
     result: dict[str, Tensor] = {}
@@ -513,7 +513,7 @@ def to_huggingface_config(
     Raises ValueError where Hugging Face has no such model.
     """
     assert not (causal and cfg.nsp)
-    kind = type_of(cfg)
+    kind = find_model_type(cfg)
     family = FAMILIES[kind]
     if causal and not family.causal:
         raise ValueError(
@@ -549,10 +549,10 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     for name in ("pruned_heads", "quantization_config"):
         if tree.get(name):
             raise ValueError(f"{where}: {name} is not supported; save the model without it")
-    tied = value_of(tree, "tie_word_embeddings", where, kind not in UNTIED, bool)
+    tied = read_value(tree, "tie_word_embeddings", where, kind not in UNTIED, bool)
     fields: dict[str, Any] = family.ours | {"tied": tied}
     for ours, (theirs, usual) in family.fields.items():
-        fields[ours] = value_of(tree, theirs, where, usual, int if usual is None else (int, float))
+        fields[ours] = read_value(tree, theirs, where, usual, int if usual is None else (int, float))
         fields[ours] = fields[ours] if usual is None else float(fields[ours])
     fields |= family.read(tree, where)
     if tree.get("embedding_size", fields["hidden"]) != fields["hidden"]:
@@ -564,9 +564,9 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         model = configuration.from_dict({"model": fields}).model
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return model if type_of(model) == kind else model.model_copy(update={"hub_type": kind})
+    return model if find_model_type(model) == kind else model.model_copy(update={"hub_type": kind})
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
     """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
-    return bool(value_of(tree, "is_decoder", where, False, bool))
+    return bool(read_value(tree, "is_decoder", where, False, bool))

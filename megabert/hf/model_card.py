@@ -1,4 +1,4 @@
-"""Model card of an exported model: its config keys, figures from the run's files, and "not measured" for the rest."""
+"""Model card of an exported model: its config keys, metrics from the run's files, and "not measured" for the rest."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabert.checkpoint import settings_of
+from megabert.checkpoint import flatten_settings
 from megabert.common.logs import duration
 from megabert.common.run_files import METRICS, json_lines
 from megabert.config import changed, flat
 from megabert.hf.read import Pretrained
 
 UNKNOWN = "not measured"
-FIGURES = {
+SHOWN_METRICS = {
     "eval/mlm_loss": "{} loss, held out",
     "eval/perplexity": "{} perplexity, held out",
     "eval/mlm_accuracy": "{} accuracy, held out",
@@ -45,7 +45,7 @@ def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
     task, example = ("text-generation", CONTINUE) if pretrained.config.data.masking.causal else ("fill-mask", FILL)
     about = f"A BERT pre-trained with MegaBERT; all of its weights are in transformers' `{architecture}`."
-    tables = {"Settings": recipe(pretrained), "Figures": figures(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
+    tables = {"Settings": recipe(pretrained), "Metrics": metrics(pretrained) | {"GLUE, SQuAD, social bias": UNKNOWN}}
     tokenizer = pretrained.tokenizer
     example = example.format(name=json.dumps(name, ensure_ascii=False)).replace(
         "[MASK]", tokenizer.tokens[tokenizer.mask_id]
@@ -56,7 +56,7 @@ def render(pretrained: Pretrained, name: str, architecture: str) -> str:
 def recipe(pretrained: Pretrained) -> dict[str, Any]:
     """How a model was trained: the model's config keys and those that differ from the defaults, paths by their last name."""
     config, state = pretrained.config, pretrained.state
-    keys = settings_of(flat({"model": config.model.model_dump()}) | changed(config.model_dump()))
+    keys = flatten_settings(flat({"model": config.model.model_dump()}) | changed(config.model_dump()))
     rows = {key: Path(value).name if isinstance(value, str) else value for key, value in keys.items()}
     rows = {key: value for key, value in rows.items() if not re.match(r"(phases\.\d+\.)?data\.(path|mix)", key)}
     names = {"dataset": "dataset fingerprint", "revision": "revision", "config_sha256": "config SHA-256"}
@@ -64,8 +64,8 @@ def recipe(pretrained: Pretrained) -> dict[str, Any]:
     return {"updates": f"{pretrained.step:,}"} | rows | {"tokenizer SHA-256": pretrained.tokenizer.sha256}
 
 
-def figures(pretrained: Pretrained) -> dict[str, Any]:
-    """Figures that its run measured up to its checkpoint, or "not measured"."""
+def metrics(pretrained: Pretrained) -> dict[str, Any]:
+    """Metrics that its run measured up to its checkpoint, or "not measured"."""
     seconds = pretrained.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     newest: dict[str, tuple[int, Any]] = {}
@@ -73,7 +73,7 @@ def figures(pretrained: Pretrained) -> dict[str, Any]:
         if entry["step"] <= pretrained.step:
             newest |= {key: (entry["step"], value) for key, value in entry.items() if isinstance(value, int | float)}
     model = "next-token" if pretrained.config.data.masking.causal else "masked-LM"
-    for key, shown in FIGURES.items():
+    for key, shown in SHOWN_METRICS.items():
         if "nsp" not in key or pretrained.config.model.nsp:
             step, value = newest.get(key, (0, None))
             rows[shown.format(model)] = UNKNOWN if value is None else f"{value:.4g} (update {step:,})"

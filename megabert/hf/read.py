@@ -262,7 +262,7 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
                 raise ValueError(f"{part}: {name} is no floating-point tensor; save the model unquantised")
             tensor = tensor.float()
             checkpoint.refuse_non_finite({name: tensor}, part)
-            tensors[present_name(name, mapping.family_of(model).encoder, renamed)] = tensor
+            tensors[present_name(name, mapping.find_family(model).encoder, renamed)] = tensor
     return path, tensors
 
 
@@ -318,7 +318,7 @@ def complete(
     if model.layers > len(tensors):  # before anything of that size is built
         raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
     left = dict(tensors)
-    family = mapping.family_of(model)
+    family = mapping.find_family(model)
     embedding, decoder = family.embeddings["embeddings.word.weight"], family.decoder
     bias, original = left.pop(family.bias_copy, None), family.head.get("embeddings.word.bias", "")
     if bias is not None and not left.setdefault(original, bias).equal(bias):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import BERT, value_of
+from megabert.hf.mapping import BERT, read_value
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def upgrade_legacy_config(relative: Relative, tree: Mapping[str, Any], where: st
     """A relative's config.json as BERT's. Raises ValueError for embeddings of another width than the layers."""
     present = {relative.fields.get(name, name): value for name, value in tree.items()} | {"model_type": "bert"}
     if tree["model_type"] == "electra":  # 128 is the class's own default
-        present["embedding_size"] = value_of(tree, "embedding_size", where, 128, int)
+        present["embedding_size"] = read_value(tree, "embedding_size", where, 128, int)
     return present
 
 

@@ -130,7 +130,7 @@ def cooccurrence(dataset: Dataset, size: int) -> Tensor:
     return F.normalize(u * s.sqrt(), dim=1) * (rows > 0)
 
 
-def sources_of(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
+def find_sources(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
     """Of each new token the old ones that stand for it: one with the same bytes or the same role, or those of its text; none
     where the old vocabulary cannot express it."""
     known = {token: i for i, token in enumerate(old.token_bytes()) if i not in old.special_ids.values()}

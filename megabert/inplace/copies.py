@@ -67,7 +67,7 @@ class Copies:
                 shutil.rmtree(run_dir / kept_rank.IN_PLACE, ignore_errors=True)
             kept_rank.introduce(folder, generation, world.rank)
         self._generation = generation
-        self._peer = generation.peer_of(world.rank)
+        self._peer = generation.find_peer(world.rank)
         self._writing: BackgroundTask | None = None
         self._last: CopyName | None = None
 

@@ -411,7 +411,7 @@ class Keeper:
             if (place := self.look_up()) is None or not (self.folder / WRITTEN).exists():
                 continue
             (generation, rank), written = place, json.loads((self.folder / WRITTEN).read_text())
-            peer, copy = generation.peer_of(rank), COPY.fullmatch(written["copy"])
+            peer, copy = generation.find_peer(rank), COPY.fullmatch(written["copy"])
             if peer is None or copy is None or copy[4] != generation.name or copy[0] == delivered:
                 continue
             path = self.folder / copy[0]

@@ -85,7 +85,7 @@ class Generation:
         """The keeper of the next rank, which that of `rank` asks whether it is there."""
         return self.members[(rank + 1) % len(self.members)]
 
-    def peer_of(self, rank: int) -> Member | None:
+    def find_peer(self, rank: int) -> Member | None:
         """The keeper on another host that receives the copies of `rank`; None where all are on one host. The peers of a host's
         ranks are spread over the ranks of other hosts."""
         host, size = self.members[rank].host, len(self.members)

@@ -24,4 +24,4 @@ def evaluate_pairs(
 ) -> Callable[[Callable[[], None]], dict[str, float]]:
     """The evaluation of the pairs of `eval.pairs`. Raises ValueError naming file and line."""
     scorer = SentenceScorer(engine.module, config, tokenizer, world.device, line=False)
-    return PairsWhileTraining(read_pairs(config.eval.pairs, config.eval.pairs_each), scorer, world).figures
+    return PairsWhileTraining(read_pairs(config.eval.pairs, config.eval.pairs_each), scorer, world).evaluate

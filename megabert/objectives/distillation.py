@@ -32,7 +32,7 @@ SAME = ("kind", "hidden", "heads", "ffn", "norm", "tied", "max_positions", "voca
 class Student(BertForPreTraining):
     """In training its losses are `terms`, and the teacher runs too; in evaluation it is a plain BERT.
 
-    Figures beside the losses: of `soft`, how often student and teacher prefer the same id; of `cosine`, the mean cosine.
+    Metrics beside the losses: of `soft`, how often student and teacher prefer the same id; of `cosine`, the mean cosine.
     `provenance`: the teacher as recorded in checkpoints.
     """
 

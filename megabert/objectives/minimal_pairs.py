@@ -125,10 +125,10 @@ class PairsWhileTraining:
 
     def __init__(self, pairs: Sequence[Pair], scorer: SentenceScorer, world: World) -> None:
         self.pairs, self.scorer, self.world = pairs, scorer, world
-        self.sentences = sentences_of(pairs)
+        self.sentences = list_sentences(pairs)
         self.encoded = scorer.encode(self.sentences)
 
-    def figures(self, progress: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, progress: Callable[[], None]) -> dict[str, float]:
         """`eval/pairs_accuracy`, and of each field `eval/pairs_FIELD`. Leaves train/eval as it was. A collective. At ZeRO stage 3
         each batch is one too, so all ranks have the same number."""
         model, jobs = self.scorer.model, self.scorer.jobs(self.encoded)
@@ -141,19 +141,19 @@ class PairsWhileTraining:
                 scored += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
                 progress()
         scores = {self.sentences[i]: score for part in self.world.gather(scored) for i, score in part}
-        table = table_of(self.pairs, scores)
+        table = build_table(self.pairs, scores)
         fields = {
             f"eval/pairs_{re.sub('[^a-zA-Z0-9]+', '_', field)}": value for field, value in table["fields"].items()
         }
         return {"eval/pairs_accuracy": table["accuracy"]} | fields
 
 
-def sentences_of(pairs: Sequence[Pair]) -> list[str]:
+def list_sentences(pairs: Sequence[Pair]) -> list[str]:
     """The distinct sentences of pairs."""
     return sorted({sentence for pair in pairs for sentence in (pair.good, pair.bad)})
 
 
-def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
+def build_table(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
     """How often the acceptable sentence of a pair has the higher score: {"accuracy", "pairs", "ties", "fields": {name: accuracy},
     "paradigms": {name, or FIELD/name if several fields have it: {"field", "pairs", "accuracy"}}}. A tie counts half. A field is the mean of its paradigms, `accuracy` the mean
     of all paradigms, as in BLiMP."""
@@ -186,7 +186,7 @@ def table_of(pairs: Sequence[Pair], scores: dict[str, float]) -> dict[str, Any]:
 def score_pairs(
     pretrained: Pretrained, pairs: Sequence[Pair], precision: torch.dtype = torch.float32, causal: bool | None = None
 ) -> dict[str, Any]:
-    """`table_of` for a model; each distinct sentence is scored once. Arguments and errors as of `score_sentences`."""
-    sentences = sentences_of(pairs)
+    """`build_table` for a model; each distinct sentence is scored once. Arguments and errors as of `score_sentences`."""
+    sentences = list_sentences(pairs)
     scores = score_sentences(pretrained, sentences, precision, causal)
-    return table_of(pairs, dict(zip(sentences, scores.tolist(), strict=True)))
+    return build_table(pairs, dict(zip(sentences, scores.tolist(), strict=True)))

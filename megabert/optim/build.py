@@ -30,7 +30,7 @@ def build_optimizer(
     `dtype`: type of Muon's matrix products.
     """
     betas = (config.beta1, config.beta2)
-    groups = parameter_groups(model, config.weight_decay, rates_of(config, model))
+    groups = parameter_groups(model, config.weight_decay, build_rate_factors(config, model))
     if config.name == "muon":
         return Muon(model, groups, config.lr, betas, config.eps, dtype)
     rules: dict[str, Any] = (
@@ -41,7 +41,7 @@ def build_optimizer(
     return rules[config.name](groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
-def rates_of(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
+def build_rate_factors(config: OptimizerConfig, model: nn.Module) -> Callable[[str], float]:
     """Factor of the learning rate by a parameter's name: `layer_decay` for each layer above it, with the embeddings below all layers
     (Clark et al. 2020, ELECTRA, appendix B), and `embedding_lr` for the embeddings. A tied decoder's weight is the word embedding; one
     of its own, and the decoder's bias, belong to the head."""

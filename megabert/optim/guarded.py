@@ -129,13 +129,13 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Names of the moments that this rule keeps for a tensor."""
         return MOMENTS
 
-    def updates_of(self, tensors: Iterable[Tensor]) -> int:
+    def count_updates(self, tensors: Iterable[Tensor]) -> int:
         """Number of applied updates of `tensors`, the same for all of them."""
         counts = {int(self.state[t]["step"]) if self.state.get(t) else 0 for t in tensors}
         assert len(counts) <= 1, counts
         return counts.pop() if counts else 0
 
-    def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
+    def find_moments(self, tensor: Tensor) -> dict[str, Tensor]:
         """Flat views of a tensor's moments; {} before its first update, unless the run started with moments."""
         state = self.state.get(tensor)
         if not state or not (self.primed or int(state["step"])):

@@ -242,7 +242,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> None:
     task = tasks.custom(kind, () if kind == "tag" else ("a", "b"), "" if kind == "tag" else "label")
     examples = datasets.read(task, tuned / file)
-    labels = encoding.labels_of(task, examples)
+    labels = encoding.collect_labels(task, examples)
     tokenizer = trainer.AutoTokenizer.from_pretrained(tuned / "hf")
     rows, _ = trainer.rows_of(task, examples, tokenizer, {label: i for i, label in enumerate(labels)}, 8)
     items = encoding.encode(task, examples, Tokenizer.load(tuned / "run/vocab.txt"), labels, 8)

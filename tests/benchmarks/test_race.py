@@ -19,7 +19,7 @@ from benchmarks.race.records import Records
 from megabert import config as configuration
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf.mapping import type_of
+from megabert.hf.mapping import find_model_type
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests/data/golden/dataset"
@@ -74,7 +74,7 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
         config = configuration.load(
             recipe.preset, [*sizes, f"model.norm={'pre' if modern else 'post'}", "model.nsp=false"]
         )
-        assert type_of(config.model) == ("modernbert" if modern else "bert")
+        assert find_model_type(config.model) == ("modernbert" if modern else "bert")
         with pytest.raises(ValueError, match="lrr"):
             peer.recipe_of({"minutes": 1.0, "lrr": 1})
         return
@@ -109,7 +109,7 @@ def test_the_preset_of_ten_million_words_is_the_recipe() -> None:
 
 def test_the_control_ramps_batch_and_masking_as_published() -> None:
     _, config = recipes.our_config(recipes.load("gpt-bert"), track_of("20m-tokens"), tokens_a_row=128.0, seed=1)
-    phases = [phase.config for phase in configuration.phases_of(config)]
+    phases = [phase.config for phase in configuration.list_phases(config)]
     # 32,768 tokens, from a quarter on: 7,812 updates are 160 M tokens
     assert [phase.batch.global_size for phase in phases] == [64, 128, 192, 256] and recipes.rows_an_update(
         config

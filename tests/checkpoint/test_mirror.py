@@ -17,7 +17,7 @@ from megabert.checkpoint.format import file_name, seal
 from megabert.checkpoint.mirror import Mirror
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.files import sha256_of
+from megabert.common.files import hash_file
 from megabert.config import CheckpointConfig
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
 
@@ -42,7 +42,7 @@ def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name("weights", 0, 1)
     (folder / name).write_bytes(text or b"weights of %d" % step)
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}}
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}}
     parameters = {"w": {"shape": [1], "pieces": [[0, 1, 1]]}}
     fields = {"ranks": 1, "files": files, "parameters": parameters, "first_moment_only": []}
     (folder / "manifest.json").write_bytes(seal(fields, {"step": step, "best_step": best}, {"optimizer_steps": 0}))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.checkpoint.format import MOMENTS, group_of
+from megabert.checkpoint.format import MOMENTS, parse_group
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine import Engine, Snapshot
@@ -81,7 +81,7 @@ def stored(folder: Path) -> float:
 def at_moments(write: Any) -> Any:
     """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
     plain = store.write_slices
-    return lambda path, slices: (write if group_of(path.name) == MOMENTS else plain)(path, slices)
+    return lambda path, slices: (write if parse_group(path.name) == MOMENTS else plain)(path, slices)
 
 
 def test_a_best_checkpoint_that_is_saved_again_is_always_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def make(folder: Path, *overrides: str, **provenance: Any) -> Path:
     return folder
 
 
-def page_of(run: Path, output: Path) -> tuple[str, list[list[str]]]:
+def render_page(run: Path, output: Path) -> tuple[str, list[list[str]]]:
     """The page, and its tables' rows."""
     assert report.main([str(run), "--output", str(output)]) == 0
     source = output.read_text()
@@ -89,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
     more.append(logged(120, train__phase=2, train__objective="masked", train__grad_norm="nan"))
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in more)
-    return page_of(run, folder / "report.html")
+    return render_page(run, folder / "report.html")
 
 
 def test_the_page_is_whole_and_fetches_nothing(made: tuple[str, list[list[str]]]) -> None:
@@ -142,7 +142,7 @@ def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) ->
 def test_a_continuation_is_not_the_word_it_spells(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     write_lines(run / "samples.jsonl", [samples(0, "cat"), samples(100, " cat")])
-    _, rows = page_of(run, tmp_path / "report.html")
+    _, rows = render_page(run, tmp_path / "report.html")
     assert ["cat", "✗ ##cat 75%, dog 0%", "✓ cat 75%, dog 0%"] in rows
 
 
@@ -150,7 +150,7 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>&amp;'
     run = make(tmp_path / evil.replace("/", "∕"), command=evil, backends={evil: evil})
     write_lines(run / "samples.jsonl", [samples(0, evil, tokens=[evil, " cat", "<b>", "&lt;", '"', "'>", "."])])
-    source, rows = page_of(run, tmp_path / "r.html")
+    source, rows = render_page(run, tmp_path / "r.html")
     assert "<script" not in source and "<b>&" not in source
     assert ["command", evil] in rows and [f"backend of {evil}", evil] in rows
     assert ["cat", f"✗ {evil} 75%, dog 0%"] in rows
@@ -163,19 +163,19 @@ def test_the_budget_is_shown_in_its_unit(unit: str, shown: str, tmp_path: Path) 
     run = make(tmp_path / "run", f"schedule.by={unit.split('=')[0]}", f"schedule.budget_{unit}")
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 100, "data/tokens": 2000, "time/train_seconds": 0.0}) + "\n")
-    assert ["updates", shown] in page_of(run, tmp_path / "r.html")[1]
+    assert ["updates", shown] in render_page(run, tmp_path / "r.html")[1]
 
 
 def test_a_beginning_run_has_a_report(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('garbage\n[1]\n{"step": 11')
-    assert ["updates", "100 of 200"] in page_of(run, tmp_path / "r.html")[1]
+    assert ["updates", "100 of 200"] in render_page(run, tmp_path / "r.html")[1]
     for name in ("metrics.jsonl", "samples.jsonl", "starts.jsonl"):
         (run / name).unlink()
     # in place of the one before
-    source, rows = page_of(run, tmp_path / "r.html")
-    assert "No figures were logged." in source and "no curves: metrics.jsonl is not there" in source
+    source, rows = render_page(run, tmp_path / "r.html")
+    assert "No metrics were logged." in source and "no curves: metrics.jsonl is not there" in source
     assert source.count("None were recorded.") == 2 and ["restarts", "not recorded"] in rows
 
 
@@ -210,7 +210,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     losses = [1 + (step * 7919 % 5000) / 5000 for step in range(1, 5001)]
     losses[1666], losses[3333] = 5e6, 1e-3
     write_lines(run / "metrics.jsonl", [logged(step, train__loss=loss) for step, loss in enumerate(losses, 1)])
-    source, _ = page_of(run, tmp_path / "r.html")
+    source, _ = render_page(run, tmp_path / "r.html")
     assert len(source) < 300_000 and "5e+06" in source and "0.001" in source and "logarithmic" in source
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
-from megabert.common.errors import BadTraining, Failed, code_of, command, describe, exit_code, leave_exit_code
+from megabert.common.errors import BadTraining, Failed, command, describe, exit_code, exit_code_from, leave_exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,13 +57,13 @@ def test_a_command_that_nobody_reads_ends_with_4(words: str, also: str, shown: b
     """Not with 120 and a traceback of the interpreter's own flush."""
     script = f"""
 import os, signal, sys
-from megabert.common.errors import code_of, command
+from megabert.common.errors import exit_code_from, command
 from megabert.common.logs import log
 @command
 def main(argv=None):
     {words}
     return 0
-sys.exit(code_of(main))"""
+sys.exit(exit_code_from(main))"""
     receiving, sending = os.pipe()
     os.close(receiving)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -108,7 +108,7 @@ def test_exit_codes_are_left_for_the_launch_script(end: SystemExit | int, code: 
         raise end
 
     monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
-    assert code_of(main) == code
+    assert exit_code_from(main) == code
     assert [file.read_text() for file in tmp_path.iterdir()] == [f"{code}\n"]
     monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
     assert leave_exit_code(code) == code

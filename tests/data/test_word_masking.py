@@ -34,7 +34,7 @@ def one_sequence(tokens: list[int], copies: int) -> tuple[np.ndarray, np.ndarray
     return ids, np.full((copies, 1, 2), ids.shape[1], np.uint16)
 
 
-def runs_of(positions: list[int]) -> list[list[int]]:
+def list_runs(positions: list[int]) -> list[list[int]]:
     """Neighbouring positions together."""
     found: list[list[int]] = []
     for position in positions:
@@ -159,7 +159,7 @@ def test_spans_have_the_published_lengths() -> None:
     """Runs in long rows of one-token words at 1%, of which few are cut by the budget or touch: within 2% of 0.2 * 0.8^(k-1)
     without its tail (Joshi et al. 2020: a mean of 3.8)."""
     out = masked(*one_sequence([10] * 32_766, 60), "span", vocabulary(), rate=0.01)
-    lengths = [len(run) for row in range(60) for run in runs_of(chosen(out, row))]
+    lengths = [len(run) for row in range(60) for run in list_runs(chosen(out, row))]
     shares = Counter(lengths)
     for k in range(1, 11):
         assert shares[k] / len(lengths) == pytest.approx(0.2 * 0.8 ** (k - 1) / (1 - 0.8**10), abs=0.02)
@@ -171,7 +171,7 @@ def test_a_run_of_predictions_is_shown_in_one_way() -> None:
     out = masked(ids, bounds, "span", vocabulary())
     kinds: Counter[str] = Counter()
     for row in range(len(ids)):
-        for run in runs_of(chosen(out, row)):
+        for run in list_runs(chosen(out, row)):
             hidden, kept = out.ids[row, run] == 4, out.ids[row, run] == ids[row, run]
             assert hidden.all() or not hidden.any()
             # a random token may be the one it replaces

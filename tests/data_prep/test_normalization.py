@@ -15,7 +15,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
-from data_prep.stages.train_tokenizer import form_of, train_files
+from data_prep.stages.train_tokenizer import normal_form, train_files
 from data_prep.text import clean
 from data_prep.tokens.encoder import WordEncoder
 from megabert.data.text import prepared
@@ -53,7 +53,7 @@ LINES = [line for language in HARD for line in sentences(language)]
 @cache
 def files(kind: str, *lines: str, **options: Any) -> dict[str, bytes]:
     made = BuildOptions(model_type=kind, character_coverage=1.0, **options)
-    return train_files([prepared(line, form_of(made)) for line in lines or LINES], made)
+    return train_files([prepared(line, normal_form(made)) for line in lines or LINES], made)
 
 
 def trained(folder: Path, kind: str, *lines: str, **options: Any) -> Tokenizer:

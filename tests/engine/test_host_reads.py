@@ -96,7 +96,7 @@ def run(world: Any, reads: HostReads, **settings: Any) -> dict[str, Any]:
         saved = trainer.checkpoints.state
         trouble = (Path(folder) / "trouble.jsonl").read_text().splitlines()
         state = trainer.state
-        made = engine.optimizer.updates_of(m.tensor for m in engine.layout.masters)
+        made = engine.optimizer.count_updates(m.tensor for m in engine.layout.masters)
     return {
         "intervals": intervals,
         "trouble": trouble,

@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
-from megabert.finetune.encoding import labels_of
+from megabert.finetune.encoding import collect_labels
 from megabert.finetune.tasks import HUB_CLASSES, PRESETS, custom
 
 PLAIN = custom("classify", text=["text"], label="label")
@@ -186,7 +186,7 @@ def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
     for e, line in zip(examples, lines, strict=True):
         assert e.text == line["text"] and e.words == tuple(e.text[start:end] for start, end in e.places)
     assert "1 spans begin or end inside a word" in caplog.text
-    assert labels_of(TAG, examples[2:3]) == ("B-LOC", "I-LOC", "O")
+    assert collect_labels(TAG, examples[2:3]) == ("B-LOC", "I-LOC", "O")
     path.write_text('{"text": "a b"}\n')
     assert read(TAG, path, labelled=False)[0].tags is None
     for bad, message in {

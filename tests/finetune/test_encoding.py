@@ -14,7 +14,7 @@ import transformers
 
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
-from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
+from megabert.finetune.encoding import MAX_QUESTION, collect_labels, encode
 from megabert.finetune.tasks import PRESETS, custom
 from megabert.hf import tokenizer_files
 from tests.helpers import wordpiece
@@ -58,20 +58,20 @@ def exported(tokenizer: Tokenizer, folder: Path) -> Any:
 
 
 def test_labels_of_task_or_training_file() -> None:
-    assert labels_of(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
+    assert collect_labels(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
     numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5")
     in_order = ("1.5", "2", "2 stars", "10", "10 stars", "b")
-    assert labels_of(PLAIN, [text("a", label=label) for label in numbered]) == in_order
-    assert labels_of(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
+    assert collect_labels(PLAIN, [text("a", label=label) for label in numbered]) == in_order
+    assert collect_labels(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
     tagged = [SentenceExample("0", "", ("a", "b"), ("O", "B-x")), SentenceExample("1", "", ("c",), ("I-x",))]
-    assert labels_of(TAG, tagged) == ("B-x", "I-x", "O")
-    assert labels_of(PRESETS["stsb"], []) == labels_of(SPAN, []) == ()
+    assert collect_labels(TAG, tagged) == ("B-x", "I-x", "O")
+    assert collect_labels(PRESETS["stsb"], []) == collect_labels(SPAN, []) == ()
     with pytest.raises(ValueError, match="'x' is the only label; two at least"):
-        labels_of(PLAIN, [text("a"), text("b")])
+        collect_labels(PLAIN, [text("a"), text("b")])
     three = [text("a", label=label) for label in "xyz"]
     with pytest.raises(ValueError, match="f1 is of two labels, there are 3; take macro_f1"):
-        labels_of(custom("classify", ["text"], "label", ["accuracy", "f1"]), three)
-    assert labels_of(custom("classify", ["text"], "label", ["macro_f1"]), three) == ("x", "y", "z")
+        collect_labels(custom("classify", ["text"], "label", ["accuracy", "f1"]), three)
+    assert collect_labels(custom("classify", ["text"], "label", ["macro_f1"]), three) == ("x", "y", "z")
 
 
 def test_layout_of_a_text_and_a_pair(tokenizer) -> None:

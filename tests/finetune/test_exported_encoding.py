@@ -13,7 +13,7 @@ import transformers
 
 from megabert.commands import export
 from megabert.commands.extraction import Extractor
-from megabert.data.text import words_of
+from megabert.data.text import find_words
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import datasets, prediction, save, tasks
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
@@ -41,7 +41,7 @@ def tokenizer(folder: Path, kind: str) -> Tokenizer:
     return Tokenizer.load(fast_tokenizers.write(folder / "tokenizer.json", kind.removeprefix("json-")))
 
 
-def peer_of(found: Tokenizer, folder: Path) -> Any:
+def find_peer(found: Tokenizer, folder: Path) -> Any:
     for name, data in tokenizer_files.files(found, LENGTH).items():
         (folder / name).write_bytes(data)
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -50,7 +50,7 @@ def peer_of(found: Tokenizer, folder: Path) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_items_have_the_exports_ids(kind: str, tmp_path: Path) -> None:
     found = tokenizer(tmp_path, kind)
-    peer = peer_of(found, tmp_path)
+    peer = find_peer(found, tmp_path)
     texts = peer(TEXTS, truncation=True, max_length=LENGTH)["input_ids"]
     examples = [TextExample("0", "", text, None, None) for text in TEXTS]
     assert [item.ids.tolist() for item in encode(PLAIN, examples, found, ("x", "y"), LENGTH)] == texts
@@ -70,7 +70,7 @@ def test_items_have_the_exports_ids(kind: str, tmp_path: Path) -> None:
 def test_features_and_pairs_have_the_exports_ids(tmp_path: Path) -> None:
     path = fast_tokenizers.write(tmp_path / "tokenizer.json")
     model = load(runs.make(tmp_path / "run", str(path), max_positions=100))
-    want = peer_of(model.tokenizer, tmp_path)(TEXTS)["input_ids"]
+    want = find_peer(model.tokenizer, tmp_path)(TEXTS)["input_ids"]
     scorer = SentenceScorer(model.model(CPU), model.config, model.tokenizer, CPU, line=True)
     assert [ids.tolist() for ids in scorer.encode(TEXTS)] == want
     assert [ids.tolist() for ids in Extractor(model)._tokenize(TEXTS)] == want
@@ -140,8 +140,8 @@ def test_words_without_tokens_have_a_place(every_token: bool, tmp_path: Path) ->
 def test_odd_texts_are_read_in_their_windows(kind: str, tmp_path: Path) -> None:
     """Also where a token reaches across words: every word once, and never at [SEP]."""
     found = tokenizer(tmp_path, kind)
-    peer = peer_of(found, tmp_path)
-    texts = [text for text in wordpiece.odd_texts(100, seed=3) if words_of(text)]
+    peer = find_peer(found, tmp_path)
+    texts = [text for text in wordpiece.odd_texts(100, seed=3) if find_words(text)]
     examples = [datasets._sentence(str(i), "", text) for i, text in enumerate(texts)]
     for every_token in (False, True):
         whole = encode(TAG, examples, found, ("O", "B-x", "I-x"), 10_000, 128, every_token)

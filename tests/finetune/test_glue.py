@@ -107,10 +107,10 @@ def test_page_has_a_row_a_metric() -> None:
     scores = {"dev": {}, "reported": {"accuracy": {"mean": 0.61, "std": 0.014}}}
     points = [{"point": {"lr": lr}, "runs": 2, "scores": scores} for lr in (2e-5, 5e-5)]
     summary = {"settings": {"task": "rte", "limit": 0}, "points": points}
-    page = glue.page_of("runs/mini", [summary])
+    page = glue.render_page("runs/mini", [summary])
     assert page.startswith("# GLUE: runs/mini\n") and "--limit" not in page
     assert "| RTE | accuracy | 61.0 | 1.4 | 2 | 2e-05 (2 tried) |" in page.splitlines()
-    assert "`--limit`" in glue.page_of("m", [summary | {"settings": {"task": "rte", "limit": 100}}])
+    assert "`--limit`" in glue.render_page("m", [summary | {"settings": {"task": "rte", "limit": 100}}])
 
 
 def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:

@@ -33,7 +33,7 @@ def batch_of(items: list[TaskItem], kind: str) -> TaskBatch:
     return collate(items, ItemLayout(kind, 16))
 
 
-def logits_of(module: Finetuner, batch: TaskBatch) -> torch.Tensor:
+def compute_logits(module: Finetuner, batch: TaskBatch) -> torch.Tensor:
     return module.logits(batch.read, **batch.packed.inputs())
 
 
@@ -42,8 +42,8 @@ def logits_of(module: Finetuner, batch: TaskBatch) -> torch.Tensor:
 def test_packed_items_have_the_logits_of_single_ones(kind: str) -> None:
     module = build(kind).eval()
     items = label_items(kind) if kind == "multilabel" else finetune_items.items(kind, 9)
-    together = logits_of(module, batch_of(items, kind))
-    alone = torch.cat([logits_of(module, batch_of([item], kind)) for item in items])
+    together = compute_logits(module, batch_of(items, kind))
+    alone = torch.cat([compute_logits(module, batch_of([item], kind)) for item in items])
     assert together.shape == (sum(len(item.positions) for item in items), OUTPUTS[kind])
     assert together.dtype == torch.float32
     assert (together - alone).abs().max() < 1e-6
@@ -68,7 +68,7 @@ def test_loss_is_its_definition(kind: str) -> None:
     if kind == "classify":
         assert module.head.pooler.weight.equal(finetune_items.weights(finetune_items.config())["pooler.weight"])
     want, count = 0.0, 0
-    for row, item in zip(logits_of(module, batch).detach().double(), items, strict=True):
+    for row, item in zip(compute_logits(module, batch).detach().double(), items, strict=True):
         if kind == "score":
             want += float((row[0] - item.targets[0]) ** 2)
         elif kind == "multilabel":
@@ -100,7 +100,7 @@ def test_layers_are_concatenated_or_summed(layers: str) -> None:
     }[layers]
     assert module.head.output.weight.shape == (2, 128 if layers == "1,2,3,4" else 32)
     assert (
-        logits_of(module, batch) - (want @ module.head.output.weight.T + module.head.output.bias)
+        compute_logits(module, batch) - (want @ module.head.output.weight.T + module.head.output.bias)
     ).abs().max() < 1e-5
 
 
@@ -130,7 +130,7 @@ def test_frozen_parts_have_no_dropout_and_no_gradients(kind: str, nsp: bool) -> 
     assert module.head.dropout.training and not module.encoder.training
     module.head.dropout.p = 0.0
     batch = batch_of(finetune_items.items(kind, 5), kind)
-    assert torch.equal(logits_of(module, batch), logits_of(module, batch))
+    assert torch.equal(compute_logits(module, batch), compute_logits(module, batch))
     loss, _ = module(**batch.inputs())
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
@@ -142,7 +142,7 @@ def test_span_loss_is_over_each_items_positions() -> None:
     module = build("span").eval()
     batch = batch_of(items, "span")
     loss, correct = module(**batch.inputs())
-    logits = logits_of(module, batch).detach()
+    logits = compute_logits(module, batch).detach()
     want, hits, at = 0.0, 0, 0
     for item in items:
         own = logits[at : at + len(item.positions)].log_softmax(0)

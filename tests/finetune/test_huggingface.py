@@ -17,7 +17,7 @@ from megabert.commands import export
 from megabert.distributed.ranks import discover
 from megabert.finetune import datasets, onnx, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
-from megabert.finetune.prediction import logits_of
+from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
 from tests.helpers import finetuned
@@ -70,7 +70,7 @@ def encoded(found: Finetuned, path: Path) -> tuple[list[Any], list[TaskItem], li
     """Examples, their items, and our logits of these."""
     examples = datasets.read(found.described.task, path)
     items = found.items(found.described.task, examples)
-    return examples, items, logits_of(found.module, items, found.described.layout, discover({}))
+    return examples, items, compute_logits(found.module, items, found.described.layout, discover({}))
 
 
 def loaded(kind: str, folder: Path) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
 from megabert.finetune import datasets, glue, run
-from megabert.finetune.__main__ import main, parse, task_of
-from megabert.finetune.settings import Settings, runs_of
+from megabert.finetune.__main__ import main, parse, parse_task
+from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
 
@@ -85,9 +85,9 @@ def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, c
 
 
 def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
-    described = task_of(parse(arguments(base, tmp_path, labels="odd even", id="number", metric="f1")))
+    described = parse_task(parse(arguments(base, tmp_path, labels="odd even", id="number", metric="f1")))
     assert described == custom("classify", ["text"], "label", ["f1"], id="number", labels=["odd", "even"])
-    preset = task_of(parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n")))
+    preset = parse_task(parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n")))
     assert (preset.labels, preset.id, preset.label) == (("bad", "good"), "n", "label")
 
 
@@ -102,7 +102,7 @@ def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
 
 
 def runs(*argv: str) -> dict[str, Settings]:
-    return runs_of(parse(["--model", "", "--output", "", *argv]), 32, 8)
+    return list_runs(parse(["--model", "", "--output", "", *argv]), 32, 8)
 
 
 def test_runs_are_every_rate_and_seed() -> None:
@@ -111,13 +111,13 @@ def test_runs_are_every_rate_and_seed() -> None:
     assert found["lr3e-05-seed2"] == Settings(epochs=4, lr=3e-5, seed=2, max_length=32, stride=8)
     assert runs("--max-length", "16") == {"seed1": Settings(max_length=16, stride=8)}
     assert list(runs("--seeds", "7", "9")) == ["seed7", "seed9"]
-    assert [each.lr for width in (256, 768) for each in runs_of(parse(["--model", "", "--output", ""]), 32, 8, width).values()] == [
+    assert [each.lr for width in (256, 768) for each in list_runs(parse(["--model", "", "--output", ""]), 32, 8, width).values()] == [
         3e-4, 5e-5
     ]  # fmt: skip
     assert [each.lr for each in runs("--freeze", "--layers", "1,2").values()] == [1e-2]
     swept = glue.parse(["--model", "", "--data", "", "--output", "", "--seeds", "1"])
-    assert list(runs_of(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.001", "0.0001", "5e-05")]
-    assert list(runs_of(swept, 32, 8, 768)) == [f"lr{rate}-seed1" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]
+    assert list(list_runs(swept, 32, 8, 256)) == [f"lr{rate}-seed1" for rate in ("0.0003", "0.001", "0.0001", "5e-05")]
+    assert list(list_runs(swept, 32, 8, 768)) == [f"lr{rate}-seed1" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]
 
 
 @pytest.mark.parametrize(

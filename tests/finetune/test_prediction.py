@@ -106,7 +106,7 @@ def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> 
 def logits_on_ranks(world: World, folder: str, *tokens: int) -> list[list[np.ndarray]]:
     found = save.load(folder, CPU)
     items = found.items(found.described.task, datasets.read(found.described.task, Path(folder) / "texts.tsv"))
-    return [prediction.logits_of(found.module, items, found.described.layout, world, n) for n in tokens]
+    return [prediction.compute_logits(found.module, items, found.described.layout, world, n) for n in tokens]
 
 
 @pytest.mark.dist

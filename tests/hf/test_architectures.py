@@ -35,7 +35,7 @@ SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base"
 ROWS = {"full": ([64, 64], 64), "padded": ([40, 17], 64), "packed": ([5, 33, 1, 12, 50, 2, 25], 64)}
 
 
-def peer_of(tree: dict[str, Any], seed: int = 0) -> Any:
+def find_peer(tree: dict[str, Any], seed: int = 0) -> Any:
     """transformers' model of a config.json, every parameter random."""
     cls = getattr(transformers, tree["architectures"][0])
     torch.manual_seed(seed)
@@ -59,7 +59,7 @@ def largest(left: Tensor, right: Tensor) -> float:
 
 def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsConfig) -> None:
     """Logits of every token and the gradients of their mean loss, packed by us, each sequence alone in transformers."""
-    peer = peer_of(tree)
+    peer = find_peer(tree)
     ours, draw = ours_of(tree, peer, choice), np.random.default_rng(3)
     texts = [draw.integers(5, 140, length, np.int32) for length in lengths]
     batch = pack(texts, [length // 2 for length in lengths], width)
@@ -106,7 +106,7 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     folder.mkdir()
     tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
     tree = published.shrunk(name) | {"vocab_size": tokens, "pad_token_id": 0}
-    peer = peer_of(tree)
+    peer = find_peer(tree)
     peer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(tree))  # as it was published
     convert.convert(folder, tmp_path / "run")
@@ -149,7 +149,7 @@ def test_updates_equal_those_of_a_plain_loop(name: str) -> None:
     """Losses and weights of 20 updates with AdamW, against transformers' model on the same rows."""
     (ours,) = run_ranks(1, our_updates, name)
     fields = settings(name)
-    peer, cfg = peer_of(fields.pop("tree")), tiny.config(**fields)
+    peer, cfg = find_peer(fields.pop("tree")), tiny.config(**fields)
     start = mapping.to_huggingface(ours["start"], cfg.model)
     peer = type(peer).from_pretrained(None, config=peer.config, state_dict=start).train()
     matrices, vectors = ([p for p in peer.parameters() if (p.dim() > 1) is many] for many in (True, False))

@@ -15,7 +15,7 @@ from megabert.data.packing import pack
 from megabert.hf import read
 from tests.helpers import wordpiece
 from tests.hf import published
-from tests.hf.test_architectures import peer_of
+from tests.hf.test_architectures import find_peer
 
 # nomic-ai/nomic-bert-2048's config.json, small, without the fields of GPT-2 that its code does not read
 FIRST: dict[str, Any] = {
@@ -35,7 +35,7 @@ def write(folder: Path, prefix: str, heads: bool) -> tuple[Any, int]:
     folder.mkdir()
     tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
     rows = tokens // 64 * 64 + 64
-    peer = peer_of(published.shrunk("nomic-embed-text") | {"vocab_size": rows, "pad_token_id": 0})
+    peer = find_peer(published.shrunk("nomic-embed-text") | {"vocab_size": rows, "pad_token_id": 0})
     torch.nn.init.zeros_(peer.cls.predictions.transform.dense.bias)
     torch.nn.init.zeros_(peer.cls.predictions.bias)
     peer.save_pretrained(folder)

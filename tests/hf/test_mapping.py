@@ -32,7 +32,7 @@ OPS = [runs.PLAIN, OpsConfig(attention="native", mlm_loss="native", layer="nativ
 needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 
 
-def peer_of(built: Ours) -> Any:
+def find_peer(built: Ours) -> Any:
     """transformers' model of the config that export writes, with the weights that export writes."""
     tree = to_huggingface_config(built.cfg)
     kind = getattr(transformers, tree["architectures"][0])
@@ -49,7 +49,7 @@ def peer_of(built: Ours) -> Any:
 def test_a_round_trip_is_bit_equal(name: str) -> None:
     """Ours -> a real Hugging Face model -> its state dict and config -> ours; every parameter of the peer is written."""
     built = runs.model(ModelConfig(**MODELS[name]))
-    cfg, state, peer = built.cfg, built.state_dict(), peer_of(built)
+    cfg, state, peer = built.cfg, built.state_dict(), find_peer(built)
     theirs = revert_weight_conversion(peer, peer.state_dict())
     assert to_huggingface(state, cfg).keys() == {key for key in theirs if not key.endswith("_ids")}
     back = from_huggingface(theirs, cfg)
@@ -72,7 +72,7 @@ def test_logits_are_transformers_own(name: str, lengths: list[int], choice: OpsC
     for parameter in built.parameters():  # so that a misplaced bias or norm shows
         parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) * 0.05)
     built.embeddings.word.weight[300:] = 0
-    peer, draw = peer_of(built), np.random.default_rng(3)
+    peer, draw = find_peer(built), np.random.default_rng(3)
     texts = [draw.integers(5, 300, length, np.int32) for length in lengths]
     batch = pack(texts, [length // 2 for length in lengths], 24)
     hidden = built.encode(**batch.inputs()).flatten(0, 1)
@@ -156,7 +156,7 @@ def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change:
 @pytest.mark.parametrize("shape", [MODERN, NOMIC], ids=["modern", "nomic"])
 def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_path: Path) -> None:
     built = runs.model(ModelConfig(**shape))
-    peer_of(built).base_model.save_pretrained(tmp_path)
+    find_peer(built).base_model.save_pretrained(tmp_path)
     model = from_huggingface_config(read.read_json(tmp_path / "config.json"), "config.json")
     file, tensors = read.read_weights(tmp_path, model, {})
     before = torch.get_rng_state()

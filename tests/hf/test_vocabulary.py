@@ -18,7 +18,7 @@ from megabert.commands import convert, export
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import Pretrained
-from megabert.hf.vocabulary import similar_tokens, sources_of
+from megabert.hf.vocabulary import similar_tokens, find_sources
 from megabert.model import unpacked_inputs
 from tests.helpers import fast_tokenizers, rows, runs, wordpiece
 
@@ -66,7 +66,7 @@ def test_shared_tokens_keep_others_get_means(tmp_path, capsys):
     parts = [vectors(old, id_of(old.tokenizer, text)) for text in (" s", "h", "e", "l", "l", "s")]
     for found, *wanted in zip(vectors(new, id_of(new.tokenizer, " shells")), *parts, strict=True):
         torch.testing.assert_close(found, torch.stack(wanted).mean(0))
-    ells = sources_of(old.tokenizer, new.tokenizer)[id_of(new.tokenizer, "ells")]
+    ells = find_sources(old.tokenizer, new.tokenizer)[id_of(new.tokenizer, "ells")]
     assert ells == [id_of(old.tokenizer, letter) for letter in "ells"], "tokens inside a word"
     roles = zip(old.tokenizer.special_ids.items(), new.tokenizer.special_ids.items(), strict=True)
     for (role, i), (same, j) in roles:
@@ -84,7 +84,7 @@ def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
     theirs, ours = tokenizer(tmp_path / "old", old), tokenizer(tmp_path / "new", new)
     lower = str.lower if old == "uncased" else str
     compared = 0
-    for text, ids in zip(ours.tokens, sources_of(theirs, ours), strict=True):
+    for text, ids in zip(ours.tokens, find_sources(theirs, ours), strict=True):
         spelled = "".join(theirs.tokens[i] for i in ids)
         if not text.strip().isalpha() or not text.isascii() or len(spelled.strip()) < len(text.strip()):
             continue
@@ -98,10 +98,10 @@ def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
 def test_punctuation_cut_off_has_both_forms(tmp_path):
     """A mark of WordPiece stands for one with a space before it and one without."""
     theirs, ours = tokenizer(tmp_path / "old", "bytes"), tokenizer(tmp_path / "new", "uncased")
-    found = sources_of(theirs, ours)
+    found = find_sources(theirs, ours)
     assert found[id_of(ours, " (")] == [id_of(theirs, " ("), id_of(theirs, "(")]
     assert found[id_of(ours, " ;")] == [id_of(theirs, ";")]
-    assert sources_of(ours, theirs)[id_of(theirs, "(")] == [id_of(ours, " (")]
+    assert find_sources(ours, theirs)[id_of(theirs, "(")] == [id_of(ours, " (")]
 
 
 def test_new_tokens_are_means_of_similar_shared_ones(tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_new_tokens_are_means_of_similar_shared_ones(tmp_path, capsys):
     old = hf.load(runs.make(tmp_path / "old", "uncased", tied=False))
     path = fast_tokenizers.write(tmp_path / "tokenizer.json")
     new = Tokenizer.load(path)
-    sources, known = sources_of(old.tokenizer, new), set(old.tokenizer.token_bytes())
+    sources, known = find_sources(old.tokenizer, new), set(old.tokenizer.token_bytes())
     shared = [i for i, token in enumerate(new.token_bytes()) if token in known and i not in new.special_ids.values()]
     only, never = id_of(new, " shells"), id_of(new, " sells")
     draw = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def test_parts_of_characters_are_means_of_bytes(tmp_path):
     ]
     old, new = tokenizers
     single = {token: i for i, token in enumerate(old.token_bytes()) if len(token) == 1}
-    found = dict(zip(new.token_bytes(), sources_of(old, new), strict=True))
+    found = dict(zip(new.token_bytes(), find_sources(old, new), strict=True))
     assert found["е".encode()] == [single[b"\xd0"], single[b"\xb5"]]
     assert found[b" \xd1"] == [single[b" "], single[b"\xd1"]]
 

@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 KEEPER = """
 import os, sys
 from pathlib import Path
-from megabert.common.errors import code_of
+from megabert.common.errors import exit_code_from
 from megabert.inplace import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
 keeper.RESPAWN_SECONDS = 0.1
 sys.orig_argv = [sys.executable, *sys.argv[2:]]
-sys.exit(code_of(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
+sys.exit(exit_code_from(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
 """
 # A rank of the first generation meets the others by files, copies its number, waits until its peer has the copy, and does what
 # `act` says. One of a later generation ends with 0.
@@ -292,7 +292,7 @@ def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
     members = tuple(Member(f"n{host}", "localhost", port) for port, host in enumerate(hosts))
     generation, load = Generation("0" * 16, "secret", members), Counter[int]()
     for rank, member in enumerate(members):
-        peer = generation.peer_of(rank)
+        peer = generation.find_peer(rank)
         assert peer is not None and peer.host != member.host
         load[peer.port] += 1
     most_ranks_a_host, fewest_elsewhere = max(sizes), len(hosts) - max(sizes)
@@ -301,4 +301,4 @@ def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
 
 
 def test_ranks_of_one_host_have_no_peer() -> None:
-    assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2).peer_of(1) is None
+    assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2).find_peer(1) is None

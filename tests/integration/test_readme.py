@@ -122,7 +122,7 @@ STEPS = (
     Step("megabert plan", has("projection, not measured: h100", r"\n +512 ")),
     Step("megabert report", wrote("runs/mini/report.html")),
     Step("megabert verify", has("every file as it was saved", "every byte as it was written")),
-    Step("mpirun -n 2 megabert replay", has("figures and digests .* are equal bit for bit")),
+    Step("mpirun -n 2 megabert replay", has("metrics and digests .* are equal bit for bit")),
     Step("megabert train", has("finished: held-out loss"), f"{SECONDS} model.layers=2"),
     Step(
         "sbatch -N 4 launch/prep.slurm",

@@ -46,7 +46,7 @@ def objects(*words: str, **values: str) -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
 
-def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+def build_job(jobset: dict[str, Any]) -> dict[str, Any]:
     return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
@@ -63,14 +63,14 @@ def test_objects_have_only_fields_of_their_apis(values: dict[str, str]) -> None:
     for kind, model in known.items():
         # from_dict drops what it does not know
         assert model.from_dict(rendered[kind]).to_dict() == rendered[kind]
-    job = models.IoK8sApiBatchV1JobSpec.from_dict(job_of(rendered["JobSet"]))
+    job = models.IoK8sApiBatchV1JobSpec.from_dict(build_job(rendered["JobSet"]))
     assert job.parallelism == job.completions == int(values.get("NODES", 1))
     assert rendered["TrainingRuntime"]["spec"]["template"]["spec"] == rendered["JobSet"]["spec"]
 
 
 def test_nodes_share_a_claim_and_one_node_needs_none() -> None:
     def runs(**values: str) -> dict[str, Any]:
-        pod = job_of(objects("jobset", **values)["JobSet"])["template"]["spec"]
+        pod = build_job(objects("jobset", **values)["JobSet"])["template"]["spec"]
         (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "runs")
         assert pod["containers"][0]["args"][1].startswith(mount["mountPath"] + "/")
         return next(each for each in pod["volumes"] if each["name"] == "runs")
@@ -110,7 +110,7 @@ def test_exit_codes_restart_as_documented() -> None:
     documented = {int(code): end for code, end in re.findall(r"^\| (\d+) \|.*\| (\w+) \|$", table, re.M)}
     assert set(documented) >= {0, 2, 3, 4, 85}
     jobset = objects("jobset", RESTARTS="5")["JobSet"]
-    job = job_of(jobset)
+    job = build_job(jobset)
     (container,) = job["template"]["spec"]["containers"]
 
     def of_pod(code: int) -> str:
@@ -141,7 +141,7 @@ class Pod:
     """The container of a rendered JobSet, as a process of this machine; `disks` holds its /local and /runs, of all pods."""
 
     def __init__(self, jobset: dict[str, Any], index: int, disks: Path, port: int, **more: str) -> None:
-        (container,) = job_of(jobset)["template"]["spec"]["containers"]
+        (container,) = build_job(jobset)["template"]["spec"]["containers"]
         env = {each["name"]: each.get("value", str(index)) for each in container["env"]}
         assert env["PET_MASTER_ADDR"] == f"{jobset['metadata']['name']}-node-0-0.{jobset['metadata']['name']}"
         assert container["workingDir"] == "/opt/megabert"

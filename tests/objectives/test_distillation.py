@@ -15,7 +15,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
 from megabert.distributed.ranks import World
 from megabert.engine import Engine
-from megabert.metrics import figures
+from megabert.metrics import update_metrics
 from megabert.model import BertForPreTraining
 from megabert.objectives import distillation
 from tests.helpers import runs, tiny
@@ -187,7 +187,7 @@ def weighed(world: World, teacher: str) -> dict[str, Any]:
         weights = {"distill__mlm": mlm, "distill__soft": soft, "distill__cosine": cosine}
         cfg = config(Path(teacher), model__nsp=False, optimizer__clip=1e9, **weights)
         result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(tiny.update(0, cfg, world), 0.003)
-        values = figures(result, ("mlm", "", "soft", "cosine"))
+        values = update_metrics(result, ("mlm", "", "soft", "cosine"))
         found[f"{mlm:g} {soft:g} {cosine:g}"] = values | {"host": float(result.host_loss)}
     return found
 

@@ -18,7 +18,7 @@ from megabert.commands import export, pairs
 from megabert.data.pairs import Pair, read_pairs
 from megabert.hf import tokenizer_files
 from megabert.objectives import minimal_pairs
-from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, score_sentences, table_of
+from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 
@@ -90,8 +90,8 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
     options = ["--pairs", str(published), "--each", "4", "--json", str(out)]
     assert pairs.main(["--model", str(tmp_path / "hf"), *options]) == 0
     found, each = json.loads(out.read_text()), read_pairs(published, each=4)
-    sentences = minimal_pairs.sentences_of(each)
-    want = table_of(each, dict(zip(sentences, plain_scores(tmp_path / "hf", sentences, causal), strict=True)))
+    sentences = minimal_pairs.list_sentences(each)
+    want = build_table(each, dict(zip(sentences, plain_scores(tmp_path / "hf", sentences, causal), strict=True)))
     assert found["pairs"] > 200 and found["ties"] < 4
     for name, values in want["paradigms"].items():
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
@@ -100,7 +100,7 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
 def test_fields_are_means_and_ties_count_half() -> None:
     scores = {"right": -1.0, "wrong": -2.0, "same": -2.0}
     of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
-    table = table_of([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], scores)
+    table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], scores)
     assert table["fields"] == {"f": 0.75, "g": 0.5}
     assert table["paradigms"]["a"] == {"field": "f", "pairs": 2, "accuracy": 0.5}
     assert (table["accuracy"], table["pairs"], table["ties"]) == (pytest.approx(2 / 3), 4, 1)
@@ -108,7 +108,7 @@ def test_fields_are_means_and_ties_count_half() -> None:
 
 def test_equal_names_of_fields_and_folders_stay_apart(tmp_path: Path) -> None:
     scores = {"right": -1.0, "wrong": -2.0}
-    table = table_of(
+    table = build_table(
         [Pair("right", "wrong", "a", "f"), Pair("wrong", "right", "a", "g"), Pair("right", "wrong", "b", "g")], scores
     )
     assert {name: values["pairs"] for name, values in table["paradigms"].items()} == {"f/a": 1, "g/a": 1, "b": 1}
@@ -183,7 +183,7 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     calls: list[None] = []
     whole = mock.patch.object(tokenizer_files, "exported", lambda _: None)  # numbers have no tokenizer to export
     with whole, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
-        found = PairsWhileTraining(pairs, scorer, world).figures(lambda: calls.append(None))
+        found = PairsWhileTraining(pairs, scorer, world).evaluate(lambda: calls.append(None))
     return found, len(calls)
 
 

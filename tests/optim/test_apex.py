@@ -102,9 +102,9 @@ def test_updates_by_apex_equal_ours(apex: Any, name: str, scale: float) -> None:
     for a, b in zip(ours[1], theirs[1], strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)  # a step moves by 1e-2
         for kind in MOMENTS:
-            x, y = (optimizer.moments_of(p)[kind] for optimizer, p in ((ours[0], a), (theirs[0], b)))
+            x, y = (optimizer.find_moments(p)[kind] for optimizer, p in ((ours[0], a), (theirs[0], b)))
             torch.testing.assert_close(y, x, rtol=2e-6, atol=1e-8)
-    assert ours[0].updates_of(ours[1]) == theirs[0].updates_of(theirs[1]) == 4 - (skipped >= 0)
+    assert ours[0].count_updates(ours[1]) == theirs[0].count_updates(theirs[1]) == 4 - (skipped >= 0)
 
 
 def test_what_apex_cannot_do_is_refused_by_name(apex: Any, monkeypatch: pytest.MonkeyPatch) -> None:

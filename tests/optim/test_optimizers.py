@@ -184,7 +184,7 @@ def test_a_guarded_step_clips_and_skips(kind):
     guarded, usual = built(kind, layer), built(kind, plain)
     for bad in (math.nan, None, math.inf, -math.inf, None, None):
         before = [p.detach().clone() for p in layer.parameters()]
-        moments = [t.clone() for p in layer.parameters() for t in guarded.moments_of(p).values()]
+        moments = [t.clone() for p in layer.parameters() for t in guarded.find_moments(p).values()]
         for p in layer.parameters():
             p.grad = torch.randn_like(p)
         if bad is None:
@@ -204,7 +204,7 @@ def test_a_guarded_step_clips_and_skips(kind):
                 torch.testing.assert_close(p, q, rtol=1e-6 if kind is not Muon else 1e-4, atol=1e-7)
         else:
             assert norm == math.inf
-            after = [t for p in layer.parameters() for t in guarded.moments_of(p).values()]
+            after = [t for p in layer.parameters() for t in guarded.find_moments(p).values()]
             for old, new in zip([*before, *moments], [*layer.parameters(), *after], strict=True):
                 assert torch.equal(old, new)
-        assert guarded.updates_of(layer.parameters()) == usual.updates_of(plain.parameters())
+        assert guarded.count_updates(layer.parameters()) == usual.count_updates(plain.parameters())

@@ -12,7 +12,7 @@ import math
 import sys
 
 from megabert.common.arguments import Parser, add_config_options, called_as
-from megabert.common.errors import OK, code_of, command
+from megabert.common.errors import OK, command, exit_code_from
 
 
 @command
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     from megabert.data.shards import Manifest
 
     config, extra = configuration.from_arguments(args), configuration.read_deepspeed(args.deepspeed_config)
-    phases = configuration.phases_of(config)
+    phases = configuration.list_phases(config)
     for path in {phase.config.data.path for phase in phases} - {""}:
         Manifest.load(path)
     if not args.gpus:
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     place = f"{args.gpus}, nodes of {fabric.node}{f', network {network}' * bool(network)}{assumed}"
     jobs: list[forecast.ForecastJob] = []
     for phase in phases:
-        jobs.append(forecast.job_of(phase.config, phase.end - phase.begin, sum(job.steps for job in jobs)))
+        jobs.append(forecast.build_job(phase.config, phase.end - phase.begin, sum(job.steps for job in jobs)))
     if args.price and not any(map(quality.applies, jobs)):
         raise ValueError(
             "--price is for MLPerf's target, which this run does not have: leave it out, or plan large_phase2"
@@ -112,4 +112,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(code_of(main))
+    sys.exit(exit_code_from(main))

@@ -20,7 +20,15 @@ from megabert.commands.plan.step_time import (
     launch_seconds,
     step_seconds,
 )
-from megabert.commands.plan.workload import GRADIENT_BYTES, Work, manifest_of, matrices, steps_of, with_vocabulary, work
+from megabert.commands.plan.workload import (
+    GRADIENT_BYTES,
+    Work,
+    count_steps,
+    matrices,
+    read_manifest_or_none,
+    with_vocabulary,
+    work,
+)
 from megabert.common.logs import aligned
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.deepspeed_step import LEAST
@@ -81,21 +89,21 @@ class ForecastPoint:
     seconds: float
 
 
-def job_of(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob:
+def build_job(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob:
     """The work of a phase after `before` updates of the run, by the manifests of its data if it names any, including padding.
 
     Backends of `EVERY_PAIR` compute more than the sequences' pairs.
     """
-    manifest = manifest_of(config)
+    manifest = read_manifest_or_none(config)
     config = with_vocabulary(config, manifest)
     update = work(config, manifest)
     pairs = float(update.rows * update.seq_len**2) if config.ops.attention in EVERY_PAIR else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    steps = steps_of(config, part, update, before)
+    steps = count_steps(config, part, update, before)
     return ForecastJob(config, part, steps=steps, counts=counts, update=update, operations=update.flops(config))
 
 
-def software_of(config: Config) -> Software:
+def describe_software(config: Config) -> Software:
     """This trainer under a configuration. Raises ValueError for settings that the model does not cover."""
     if config.precision == "fp32":
         raise ValueError(f"precision={config.precision}: --gpus forecasts 16-bit training alone; set precision=bf16")
@@ -122,7 +130,7 @@ def software_of(config: Config) -> Software:
 
 def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[ForecastPoint]:
     """A point for each of `sizes`, which must be whole nodes beyond one node. Raises ValueError naming an invalid value."""
-    system = System(device, fabric, software_of(job.config))
+    system = System(device, fabric, describe_software(job.config))
     points = []
     for size in sizes:
         share = job.share(size)
@@ -161,7 +169,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
 
 def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
     """A warning about the first point whose micro-steps may be bound by Python's launches; "" without one."""
-    launching = launch_seconds(job.config.model, software_of(job.config))
+    launching = launch_seconds(job.config.model, describe_software(job.config))
     for point in points:
         terms = (point.step.products, point.step.attention, point.step.elementwise, point.step.kernels)
         running = math.fsum(terms) / point.micro_steps

@@ -59,7 +59,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, pri
     """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, a line for each number of
     GPUs.
 
-    Batches outside the reference's range have no figure.
+    Batches outside the reference's range have no metric.
     """
     batch = job.update.tokens / SAMPLE_TOKENS
     head = (

@@ -2,7 +2,7 @@
 
 A pure model. On one GPU: matrix products at their achieved rate, everything else by its bytes over the memory's bandwidth, a
 minimum for each kernel, and the host's launches where they take longer. Between GPUs: the collectives of the ZeRO stage, minus
-the part overlapped with the backward pass. docs/planner.md has the formulas, and the sources of the devices' figures.
+the part overlapped with the backward pass. docs/planner.md has the formulas, and the sources of the devices' metrics.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _device(
     return Device(generation, peak * 1e12, achieved, memory * GB, link * GB, processors, power, domain)
 
 
-# memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink figures are the sum of both
+# memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink metrics are the sum of both
 # directions; PCIe 4.0 x16 has 32 GB/s a direction, 5.0 64. V100-SXM3 is that of DGX-2H. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
     "v100": _device("V100", "volta", achieved=0.528, memory=900, link=150, processors=80, power=300),

@@ -20,8 +20,8 @@ from megabert.config import (
     ModelConfig,
     accumulation,
     fit_micro_size,
+    list_phases,
     merge_deepspeed,
-    phases_of,
     replace,
     shares,
     to_deepspeed,
@@ -89,7 +89,7 @@ def assumed_rows(phase: Config, number: int) -> str:
     return f"no dataset named: full rows of {phase.model.max_positions} tokens assumed (model.max_positions); or give {key}=N"
 
 
-def steps_of(config: Config, share: float, update: Work, before: int) -> int:
+def count_steps(config: Config, share: float, update: Work, before: int) -> int:
     """Updates of a phase with this share of the budget, after `before` of the run, which `schedule.total_steps` limits as a whole;
     with a budget of minutes the most that it may have."""
     schedule = config.schedule
@@ -99,7 +99,7 @@ def steps_of(config: Config, share: float, update: Work, before: int) -> int:
     return steps
 
 
-def manifest_of(config: Config) -> Manifest | None:
+def read_manifest_or_none(config: Config) -> Manifest | None:
     """The manifest of the run's dataset or mixture, read without its shards; None where no dataset is named.
 
     Raises ValueError naming a folder that is not a dataset or does not fit.
@@ -166,7 +166,7 @@ def activations(config: Config, seq_len: int) -> float:
     attention = tokens * (5 * width * d + 4 * model.heads) + width * pairs
     rest = width * (3 * d + model.ffn_inputs + model.ffn + gate) + 2 * mask + 16
     layer = attention + tokens * rest
-    kinds = {(model.window_of(index), model.theta_of(index)) for index in range(model.layers)}
+    kinds = {(model.layer_window(index), model.layer_theta(index)) for index in range(model.layers)}
     shared = tokens * (8 + 4 * d // model.heads * model.gated) * len(kinds)
     embeddings = tokens * (width * d + mask + 20)
     if model.activation_checkpointing:
@@ -186,15 +186,15 @@ def report(
 ) -> str:
     """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits.
     Raises ValueError naming a value that contradicts another."""
-    phases, lines, largest, named = phases_of(config), [], (0.0, config, 0), bool(config.phases)
+    phases, lines, largest, named = list_phases(config), [], (0.0, config, 0), bool(config.phases)
     before = 0
     for number, phase in enumerate(phases, 1):
-        manifest = manifest_of(phase.config)
+        manifest = read_manifest_or_none(phase.config)
         config = with_vocabulary(fit_micro_size(phase.config, world_size), manifest)
         update = work(config, manifest)
         lines += [f"phase {number} of {len(phases)}: {phase.changes}"] if len(phases) > 1 else []
         share = phase.end - phase.begin
-        steps = steps_of(config, share, update, before)
+        steps = count_steps(config, share, update, before)
         before += steps
         lines += _work_lines(config, manifest=manifest, update=update, share=share, steps=steps, world_size=world_size)
         if assumed := assumed_rows(config, number * named):

@@ -21,7 +21,7 @@ COMMAND = ["--config", "large_phase1", "--gpus", "h100", "--network", "8x400", *
 
 
 def job(*overrides: str) -> planner.ForecastJob:
-    return planner.job_of(configuration.load("large_phase1", [*LARGE, *overrides]))
+    return planner.build_job(configuration.load("large_phase1", [*LARGE, *overrides]))
 
 
 def test_the_work_of_an_update_is_dealt_out() -> None:
@@ -97,7 +97,7 @@ def test_micro_steps_that_the_host_binds_are_named() -> None:
 def test_presets_fill_gpus_and_fit(preset: str, length: int, gib: float) -> None:
     config = configuration.load(preset, ["model.vocab_size=30000", f"model.max_positions={length}"])
     assert workload.needed(config, length, 8) <= (1 - workload.SPARE) * gib * workload.GIB
-    whole = planner.job_of(config)
+    whole = planner.build_job(config)
     for name in ("a100", "h100", "h200"):
         assert planner.host_bound(whole, forecast(whole, [1], DEVICES[name], FABRIC)) == ""
 
@@ -145,7 +145,7 @@ def test_the_target_of_mlperfs_task(capsys) -> None:
     target = text[text.index("to MLPerf's target") :].splitlines()
     assert "batch of 4,635 of its samples" in target[0]
     cells = dict(zip(target[2].split(), target[3].split(), strict=True))
-    whole = planner.job_of(configuration.load("large_phase2", [*TARGET[4:], "batch.global_size=2304"]))
+    whole = planner.build_job(configuration.load("large_phase2", [*TARGET[4:], "batch.global_size=2304"]))
     (point,) = forecast(whole, [8], H100, Fabric(8))
     hours = target_samples(whole.update.tokens / 254.5) * 254.5 / whole.update.tokens * point.step.seconds / 3_600
     assert float(cells["minutes"]) == pytest.approx(60 * hours, abs=0.05)

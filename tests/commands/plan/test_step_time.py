@@ -160,10 +160,10 @@ def test_traffic_is_that_of_the_engine() -> None:
     """Gradients in fp32; at stage 1 each share to its rank during the backward pass, until the shares are smaller than the
     engine reduces so."""
     for stage in range(4):
-        software = planner.software_of(base("precision=bf16", f"zero.stage={stage}"))
+        software = planner.describe_software(base("precision=bf16", f"zero.stage={stage}"))
         found = software.gradient_bytes, software.overlap, software.least_share
         assert found == (4, stage in (1, 3), LEAST if stage == 1 else math.inf)
-    size, moved = parameters(MODEL), system(planner.software_of(base("precision=bf16")), FREE)
+    size, moved = parameters(MODEL), system(planner.describe_software(base("precision=bf16")), FREE)
     assert size / 512 < LEAST < size / 256
     for ranks, times in ((256, 1), (512, 2)):
         found = traffic(MODEL, 1, ranks, moved).during[1]
@@ -202,7 +202,7 @@ def count_bytes(world: World) -> list[tuple[Config, int]]:
 @pytest.mark.slow
 def test_traffic_is_what_two_ranks_send() -> None:
     for config, counted in run_ranks(2, count_bytes)[0]:
-        moved = traffic(config.model, accumulation(config, 2), 2, system(planner.software_of(config), FREE))
+        moved = traffic(config.model, accumulation(config, 2), 2, system(planner.describe_software(config), FREE))
         # of a reduce-scatter over two ranks half travels
         planned = 2 * H100.link * (moved.during[0] + moved.after[0])
         assert counted == pytest.approx(planned, rel=0.02), config.zero.stage

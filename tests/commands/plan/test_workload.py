@@ -141,7 +141,7 @@ def test_windows_save_attention_unless_a_mask_hides_pairs() -> None:
     assert attention(replace(PLAIN, every_pair=True), cfg) == pytest.approx(whole, rel=1e-9)
     # a configuration's backend decides
     ops = {name: base(f"ops.attention={name}") for name in ("sdpa", "varlen", "fused_softmax")}
-    assert {n: planner.software_of(c).every_pair for n, c in ops.items()} == {
+    assert {n: planner.describe_software(c).every_pair for n, c in ops.items()} == {
         "sdpa": True, "varlen": False, "fused_softmax": True,
     }  # fmt: skip
 
@@ -224,11 +224,11 @@ def test_the_plan_counts_all_the_data(tmp_path) -> None:
         make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=counts)
     named = [f"data.path={tmp_path / 'a'}", f'data.mix={{"{tmp_path / "b"}"=0.5}}']
     cfg = configuration.load("tiny", [*named, "batch.global_size=64", "precision=bf16"])
-    manifest = workload.manifest_of(cfg)
-    assert manifest is not None and workload.manifest_of(configuration.load("tiny")) is None
+    manifest = workload.read_manifest_or_none(cfg)
+    assert manifest is not None and workload.read_manifest_or_none(configuration.load("tiny")) is None
     update = workload.work(cfg, manifest)
     assert update.tokens == 64 * (90 + 128) / 2 and update.sequences == 64 * 4
-    assert planner.job_of(cfg).update.tokens == update.tokens
+    assert planner.build_job(cfg).update.tokens == update.tokens
 
 
 def test_the_report_says_what_the_run_needs() -> None:

@@ -22,10 +22,10 @@ def test_copied_pages_are_released(tmp_path):
         return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
     assert int(items[::512].sum()) and resident() >= 8 << 10
-    copy = work_files.copy_of(items, slice(1000, 5000))
+    copy = work_files.copy_items(items, slice(1000, 5000))
     assert resident() == 0 and copy.tolist() == list(range(1000, 5000))
-    assert work_files.copy_of(items, np.array([7, 5])).tolist() == [7, 5] and resident() == 0
-    assert work_files.copy_of(np.arange(3), slice(1, None)).tolist() == [1, 2]
+    assert work_files.copy_items(items, np.array([7, 5])).tolist() == [7, 5] and resident() == 0
+    assert work_files.copy_items(np.arange(3), slice(1, None)).tolist() == [1, 2]
 
 
 def test_failed_attempt_leaves_the_file_of_another(tmp_path):

@@ -8,7 +8,7 @@ import zstandard
 
 from data_prep.common.errors import BadInput
 from data_prep.readers import decompress
-from data_prep.readers.decompress import RangeEnd, compression_of, first_stream, read_chunks
+from data_prep.readers.decompress import RangeEnd, detect_compression, first_stream, read_chunks
 from tests.helpers.prep_reading import PACK, read_all
 
 DATA = random.Random(1).randbytes(50_000) + b"line of text\n" * 400_000
@@ -18,7 +18,7 @@ DATA = random.Random(1).randbytes(50_000) + b"line of text\n" * 400_000
 def test_streams_and_padding_unpack(kind, tmp_path):
     path = tmp_path / "file"
     packed = PACK[kind](DATA)
-    assert compression_of(packed) == kind
+    assert detect_compression(packed) == kind
     for more, want in ((b"", DATA), (bytes(300) + PACK[kind](b"tail"), DATA + b"tail"), (bytes(512), DATA)):
         path.write_bytes(packed + more)
         chunks = list(read_chunks(str(path), kind))
@@ -58,7 +58,7 @@ def test_skippable_frames_are_skipped(number, tmp_path):
     path = tmp_path / "file"
     frame = bytes([number]) + b"\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
     path.write_bytes((frame + PACK["zst"](b"text ")) * 2 + frame)
-    assert compression_of(path.read_bytes()) == "zst"
+    assert detect_compression(path.read_bytes()) == "zst"
     assert b"".join(read_chunks(str(path), "zst")) == b"text text "
 
 

@@ -27,7 +27,7 @@ def make(folder, *names):
         (folder / name).write_bytes(os.fsencode(name))
 
 
-def names_of(folder, item):
+def distinct_names(folder, item):
     return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"))]
 
 
@@ -36,15 +36,15 @@ def test_folders_are_walked_once_in_order(tmp_path):
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "other")
     for name in ("loop", "b/up", "b/again"):
         (tmp_path / "in" / name).symlink_to(tmp_path / "in")
-    assert names_of(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
+    assert distinct_names(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
     make(tmp_path, "in/b/c.md")
-    assert names_of(tmp_path, tmp_path / "i*" / "**" / "*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
+    assert distinct_names(tmp_path, tmp_path / "i*" / "**" / "*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
 
 
 def test_walk_is_sorted_by_whole_paths(tmp_path):
     make(tmp_path, "in/a/x", "in/a.txt", "in/a-b/y/1", "in/a-b/y.txt", "in/b", "in/ä/1", "in/a/\udcff.txt")
     want = ["a-b/y.txt", "a-b/y/1", "a.txt", "a/x", "a/\udcff.txt", "b", "ä/1"]
-    assert names_of(tmp_path / "in", f"{tmp_path}/in/") == want
+    assert distinct_names(tmp_path / "in", f"{tmp_path}/in/") == want
     assert [part.path for part in plan([tmp_path / "in"])[0].ranges] == [str(tmp_path / "in" / name) for name in want]
 
 

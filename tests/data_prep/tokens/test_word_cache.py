@@ -12,7 +12,7 @@ from data_prep.tokens.word_cache import SHARING_TASKS, SharedWords, WordNumbers,
 from megabert.data.tokenizer import Tokenizer
 
 
-def words_of(rng, count):
+def find_words(rng, count):
     letters = "abcdefghijklmnopqrstuvwxyzäöü東\u0301.,"
     return ["".join(rng.choices(letters, k=rng.randint(1, 5))) for _ in range(count)]
 
@@ -21,7 +21,7 @@ def test_numbers_equal_those_of_a_dictionary():
     rng = random.Random(5)
     lexicon, expected = WordNumbers(), {}
     for _ in range(60):
-        words = list(dict.fromkeys(words_of(rng, 4000)))
+        words = list(dict.fromkeys(find_words(rng, 4000)))
         unknown = [i for i, word in enumerate(words) if word not in expected]
         for i in unknown:
             expected[words[i]] = len(expected)
@@ -34,7 +34,7 @@ def test_numbers_equal_those_of_a_dictionary():
 def test_hashes_distinguish_words():
     rng = random.Random(1)
     blocks = ["p" * 64 + "q" * 64, "q" * 64 + "p" * 64]
-    words = list(dict.fromkeys(words_of(rng, 50_000) + ["a" * n for n in range(1, 300)] + blocks))
+    words = list(dict.fromkeys(find_words(rng, 50_000) + ["a" * n for n in range(1, 300)] + blocks))
     hashes = word_hashes(pa.array(words))
     assert len(np.unique(hashes)) == len(words) and hashes.all()
     # Whatever a word lies beside: in a slice, in another order.
