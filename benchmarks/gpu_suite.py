@@ -273,7 +273,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.make_pack:
         record = pack.read(args.pack)
         if not record:
-            parser.error(f"--pack {args.pack}: is no finished pack; --make-pack makes one")
+            parser.error(f"--pack {args.pack}: is not a finished pack; --make-pack makes one")
         hardware.carry(record["about"]["revision"], record["about"].get("changes", ()))
         hardware.refuse_dirty(parser, args)
     return args

@@ -2,7 +2,7 @@
 
     python benchmarks/on_paper.py [--gpu h100] [--shapes 128x128 …] [--optimizers adamw lamb] [--json FILE]
 
-The model, gradient hooks and optimizer run on torch's `meta` device; every operation that is no view counts as launches and moves its
+The model, gradient hooks and optimizer run on torch's `meta` device; every operation that is not a view counts as launches and moves its
 inputs and outputs once. Milliseconds are bytes over a share of the memory's bandwidth plus FLOPs over a rate, products at `PRODUCTS` of
 the datasheet, attention at `ATTENTION`. One rank, bf16, ZeRO-1, dropout 0.1, full rows.
 """

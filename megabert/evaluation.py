@@ -167,7 +167,7 @@ class HeldOutSamples:
 
     def predict(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
         """The samples with the predictions of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
-        tokens, "shown": the token in the input, "" of a causal model, "said": [[token, probability] …]}]}.
+        tokens, "shown": the token in the input, "" of a causal model, "predicted": [[token, probability] …]}]}.
 
         Leaves train/eval as it was, and draws no random numbers. At ZeRO stage 3 a collective.
         """
@@ -179,7 +179,7 @@ class HeldOutSamples:
             best = logits.float().softmax(-1).topk(min(SAMPLE_WORDS, logits.shape[1]))
             words = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             for sample in sampled.samples:
-                masks = [mask | {"said": self._words(*next(words))} for mask in sample["masks"]]
+                masks = [mask | {"predicted": self._words(*next(words))} for mask in sample["masks"]]
                 samples.append(sample | {"masks": masks})
         return samples
 

@@ -201,7 +201,7 @@ def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
         tokens = [_escaped(token) for token in sample["tokens"]]
         answers = []
         for number, mask in enumerate(sample["masks"], 1):
-            words = ", ".join(f"{_escaped(word)} {p:.0%}" for word, p in mask["said"])
+            words = ", ".join(f"{_escaped(word)} {p:.0%}" for word, p in mask["predicted"])
             answers.append(f"{number}. **{tokens[mask['at']]}**: {words}")
             tokens[mask["at"]] = f" **[{number}]**"
         lines += ["".join(tokens).strip(), "", *answers, ""]

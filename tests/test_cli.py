@@ -146,7 +146,7 @@ def test_train_is_the_same_by_every_name() -> None:
 
 NO_FOLDER, NO_MODEL, NO_DATASET = (
     ": no such folder; name a run folder",
-    ": no checkpoint in it, so it is no run",
+    ": no checkpoint in it, so it is not a run",
     ": no dataset (manifest.json) there; `megabert prep build",
 )
 NO_MANIFEST, CHECKPOINTS = (
@@ -286,14 +286,14 @@ MISTAKES = {
     "pairs --model empty --pairs text.txt": f"empty{NO_MODEL}",
     "pairs --model run --pairs nowhere": "nowhere: neither a .jsonl or .txt file nor a folder",
     "pairs --model run --pairs empty": "empty: neither a .jsonl or .txt file nor a folder",
-    PAIRS: "text.txt: has 1 lines, which are no pairs; ",
+    PAIRS: "text.txt: has 1 lines, which are not pairs; ",
     PAIRS + "--preciison bf16": "unknown option --preciison; did you mean --precision?",
     PAIRS + "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     PAIRS + "--each -1": "--each -1: must be 0 or more",
     PAIRS + "--json nowhere/x": "nowhere: no such folder",
     "report": "the following arguments are required: RUN",
-    "report nowhere": "nowhere: is no run folder ",
-    "report empty": "empty: is no run folder ",
+    "report nowhere": "nowhere: is not a run folder ",
+    "report empty": "empty: is not a run folder ",
     "report run --otuput x": "unknown option --otuput; did you mean --output?",
     "fill text": "the following arguments are required: --model",
     "fill --modle x text": "unknown option --modle; did you mean --model?",
@@ -309,7 +309,7 @@ MISTAKES = {
     "export --model run --otuput x": "unknown option --otuput; did you mean --output?",
     "export --model nowhere --output x": f"nowhere{NO_FOLDER}",
     "export --model empty --output x": f"empty{NO_MODEL}",
-    "export --model run --output text.txt": "text.txt: is no folder; name another place",
+    "export --model run --output text.txt": "text.txt: is not a folder; name another place",
     "export --model run --output glue": "glue: is not empty; name another folder",
     "export --model run --output x --sentence-transformers max": "argument --sentence-transformers: invalid choice: 'max'",
     "average --run run": "the following arguments are required: --output",

@@ -59,8 +59,8 @@ def test_what_is_said_is_what_the_logits_of_every_position_say(causal: bool) -> 
             assert sample["tokens"][mask["at"]] == tokenizer.tokens[hidden_at[at]]
             assert mask["shown"] == ("" if causal else tokenizer.tokens[batch.input_ids[row, at]])
             best = shares[at].topk(evaluation.SAMPLE_WORDS)
-            assert [word for word, _ in mask["said"]] == [tokenizer.tokens[i] for i in best.indices]
-            assert [p for _, p in mask["said"]] == pytest.approx(best.values.tolist(), abs=6e-5)
+            assert [word for word, _ in mask["predicted"]] == [tokenizer.tokens[i] for i in best.indices]
+            assert [p for _, p in mask["predicted"]] == pytest.approx(best.values.tolist(), abs=6e-5)
         window = [at for at in sorted(hidden_at) if first <= at < first + len(sample["tokens"]) - causal]
         assert len(sample["masks"]) == len(window) // (evaluation.CAUSAL_STRIDE if causal else 1)
 

@@ -34,7 +34,7 @@ from tests.helpers.ranks import run_ranks
 from tests.test_trainer import trainer
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
-SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "said": [[" b", 0.5]]}]}]
+SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
 RANKS = 8
 
 
@@ -388,7 +388,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_text_of_tensorboard_numbers_masks_and_escapes_markup() -> None:
-    masks = [{"at": 1, "shown": "[MASK]", "said": [[" <b>*", 0.5], ["x", 0.25]]}]
+    masks = [{"at": 1, "shown": "[MASK]", "predicted": [[" <b>*", 0.5], ["x", 0.25]]}]
     shown = sinks.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 

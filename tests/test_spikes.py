@@ -1,4 +1,4 @@
-"""Scores by the published formula; noise and a falling curve are no spikes, a jump is."""
+"""Scores by the published formula; noise and a falling curve are not spikes, a jump is."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_spike_leads_to_what_the_policy_says(name, skipped, decision, kinds):
 
 
 def test_losses_compare_within_their_objective():
-    """Causal updates at twice the loss of the masked ones are no spikes; one that stands out among them is, also after a resume."""
+    """Causal updates at twice the loss of the masked ones are not spikes; one that stands out among them is, also after a resume."""
     of = policy("skip")
     for loss in (4.0, 4.1, 3.9, 4.0):
         assert judged(of, loss, objective="causal").decision is Decision.OK

@@ -140,7 +140,7 @@ def make(
 ) -> dict[str, Any]:
     """Write the pack; `library`: a library already built from this tree. Raises ValueError."""
     if folder.exists() and not (folder / RECORD).is_file():
-        raise ValueError(f"{folder}: is there and is no pack; name another folder")
+        raise ValueError(f"{folder}: exists and is not a pack; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / LIBRARY).parent.mkdir(parents=True)
     (folder / RECORD).write_text("{}")

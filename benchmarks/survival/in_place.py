@@ -76,7 +76,7 @@ CASES = (
     (Case("2 hosts, ZeRO-1, Muon, modern, no checkpoints", 2, 0, 0, ("zero.stage=1", *MODERN_MUON)), (0, 1)),
 )
 MOST_KILLS = 5  # of a job before its end
-# seconds of `--max-time`, of which a start and 5 s for saving are no training
+# seconds of `--max-time`, of which a start and 5 s for saving are not training
 LIMITS = (7.5, 12.0)
 # seconds by which one rank's first save after each start is delayed, in half of the jobs
 SLOW = (0.05, 1.0)

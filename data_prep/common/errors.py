@@ -32,7 +32,7 @@ class UnknownFormat(BadInput):
 
 
 class Damaged(BadInput):
-    """A packed file of which nothing more can be read: `lost` bytes of it, as far as they are known. `whole`: these are no part of
+    """A packed file of which nothing more can be read: `lost` bytes of it, as far as they are known. `whole`: these are not part of
     its text."""
 
     def __init__(self, message: str, lost: int = 0, whole: bool = False) -> None:

@@ -13,7 +13,7 @@ from data_prep.readers.wikitext import NO_TEXT, namespace, prose
 from data_prep.text.entities import unescape
 
 REDIRECT, NAMESPACE, DISAMBIGUATION = "redirect", "page of another namespace", "disambiguation page"
-EMPTY, OTHER_MODEL = "page without prose", "page that is no wikitext"
+EMPTY, OTHER_MODEL = "page without prose", "page that is not wikitext"
 # namespaces of media, files and categories
 NAMES = re.compile(r'<namespace key="(?:-2|6|14)"[^<>]*>([^<>]*)</namespace>')
 # bytes at the beginning of a dump that may hold its `<siteinfo>`

@@ -57,7 +57,7 @@ OTHER_WIKI = re.compile(r"\s*:?[a-z][a-z-]{1,14}:")
 # possessive, since an unclosed one would be tried at every length
 EXTERNAL = re.compile(r"\[(?:(?:https?:|ftp:)?//|mailto:)[^\s\[\]]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE)
 BREAK = re.compile(r"<(?:br|p|hr|/p|/div|div|li|/li|blockquote|/blockquote|poem|/poem|center|/center)\b[^<>]*>", re.IGNORECASE)  # fmt: skip
-# bare or with attributes; a comparison (a<b) is no tag
+# bare or with attributes; a comparison (a<b) is not a tag
 TAG = re.compile(r"</?[a-zA-Z][\w-]*(?:\s*/?>|\s[^<>]{0,200}=[^<>]*>)|<ref\b[^<>\n]*", re.IGNORECASE)
 # the apostrophe of ''Eagle'''s, behind italics
 POSSESSIVE = re.compile(r"(?<!')''([^'\n]{1,80})'''(?=s\b)")

@@ -44,7 +44,7 @@ def convert(
     folder, run = model_folder(source), Path(run)
     if not vocab and not is_model_folder(folder):
         raise ValueError(
-            f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is no Hugging Face folder; a run needs --vocab"
+            f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is not a Hugging Face folder; a run needs --vocab"
         )
     refuse_existing(run, "config.toml")
     from megabert import checkpoint

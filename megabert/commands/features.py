@@ -39,7 +39,7 @@ def check(args: argparse.Namespace) -> None:
     if target.suffix == ".npy" and args.pool == "none":
         raise ValueError(f"{target}: .npy holds one vector a text; for --pool none write .parquet")
     if os.path.lexists(target):
-        raise ValueError(f"{target}: is there already; name another file")
+        raise ValueError(f"{target}: already exists; name another file")
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent}: no such folder")
     if args.max_length < 0:

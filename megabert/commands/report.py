@@ -94,7 +94,7 @@ def read_run(folder: Path) -> ReportedRun:
     """Read the files of the run in `folder`. Raises ValueError naming an unusable file."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder}: is no run folder (no {CONFIG}); name one written by megabert train")
+        raise ValueError(f"{folder}: is not a run folder (no {CONFIG}); name one written by megabert train")
     try:
         config_json = json.loads(path.read_bytes())
         assert isinstance(config_json["config"], dict)
@@ -112,7 +112,7 @@ def read_run(folder: Path) -> ReportedRun:
         (SAMPLES, run.samples, "held-out samples"),
     ):
         if not content:
-            run.missing.append(f"no {what}: {file} is not there or empty")
+            run.missing.append(f"no {what}: {file} is missing or empty")
     return run
 
 
@@ -280,8 +280,10 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
     for number, sample in enumerate(run.samples[-1]["samples"] if run.samples else []):
         rows, tokens = [], sample["tokens"]
         for i, mask in enumerate(sample["masks"]):
-            hidden, said = tokens[mask["at"]], [line["samples"][number]["masks"][i]["said"] for line in run.samples]
-            predictions = [[(displayed(word), p, word == hidden) for word, p in words] for words in said]
+            hidden, masks = tokens[mask["at"]], [line["samples"][number]["masks"][i] for line in run.samples]
+            # "said": as runs before 0.1.0 name them
+            predicted = [mask.get("predicted") or mask["said"] for mask in masks]
+            predictions = [[(displayed(word), p, word == hidden) for word, p in words] for words in predicted]
             rows.append((displayed(hidden), predictions))
         heads = [f"update {line['step']:,}" for line in run.samples]
         masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}
@@ -324,9 +326,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = copied(args.run, weights=False) if storage.is_url(args.run) else Path(args.run)
     run, output = read_run(folder), args.output or folder / OUTPUT
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+        raise ValueError(f"--output {output}: there is not a folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
-        raise ValueError(f"{output}: is there and is no report; name another file with --output")
+        raise ValueError(f"{output}: exists and is not a report; name another file with --output")
     write_whole(output, render(run))
     for text in run.missing:
         log.info(text)

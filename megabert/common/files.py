@@ -191,7 +191,7 @@ def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
-        raise ValueError(f"{target}: is no folder; name another place")
+        raise ValueError(f"{target}: is not a folder; name another place")
     if not any(target.iterdir()):
         return
     if not overwrite:

@@ -37,7 +37,7 @@ def model_folder(source: str | Path) -> Path:
         # `best` of a fine-tuning run is a model too
         if not (is_model_folder(path) or holds_checkpoint(path) or is_model_folder(path / "best")):
             raise ValueError(
-                f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(WEIGHTS)}, so it is no "
+                f"{source}: no checkpoint in it, so it is not a run folder; no {' or '.join(WEIGHTS)}, so it is not a "
                 "Hugging Face folder"
             )
         return path

@@ -34,7 +34,7 @@ REFUSED = ("file", "local", "memory", "pipe")
 # packages whose exceptions are failures of a store or of the way there
 CLIENTS = (
     *("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub"),
-    "json",  # an answer that is no JSON
+    "json",  # an answer that is not JSON
 )
 # of a server that a request is wrong, and would be again
 WRONG = (400, 402, 410, 413, 422)

@@ -83,7 +83,7 @@ def join(texts: Sequence[str | None]) -> str | None:
 def read_text(value: Any, where: str) -> str:
     """A text field without surrounding space. Raises ValueError naming `where` if it is empty or not a text."""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: is no text but {value!r:.40}")
+        raise ValueError(f"{where}: expected text, got {value!r:.40}")
     if not value.strip():
         raise ValueError(f"{where}: empty text; leave it out or write something")
     return value.strip()
@@ -125,7 +125,7 @@ def _value(where: str, record: dict[str, Any], spec: str) -> Any:
         if len(values) == 1:
             return values[0]
         if not all(value is None or isinstance(value, str) for value in values):
-            raise ValueError(f"{where}: column {one!r} joins columns that are no texts")
+            raise ValueError(f"{where}: column {one!r} joins columns that are not text")
         return join(values)
     raise ValueError(f"{where}: no column {spec!r}; its columns are {', '.join(record):.300}")
 
@@ -146,7 +146,7 @@ def _records(
             if line.strip():
                 record = parse_json(where := f"{path}, line {number}", line)
                 if not isinstance(record, dict):
-                    raise ValueError(f"{where}: is no JSON object")
+                    raise ValueError(f"{where}: is not a JSON object")
                 yield where, record
         return
     # STS-B's own files have tabs in a .csv.

@@ -75,7 +75,7 @@ def _read_txt(file: Path) -> Iterator[Pair]:
     lines = [line for _, line in _lines(file)]
     if len(lines) % 2:
         raise ValueError(
-            f"{file}: has {len(lines)} lines, which are no pairs; a pair is the wrong sentence, then the right one"
+            f"{file}: has {len(lines)} lines, which are not pairs; a pair is the wrong sentence, then the right one"
         )
     field = file.stem.rpartition("-")[0] or file.stem
     yield from (Pair(good, bad, file.stem, field) for bad, good in zip(lines[::2], lines[1::2], strict=True))

@@ -120,7 +120,7 @@ def read_casing(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_bytes())
         values = {name: tree.get(field) for name, field in fields.items()}
     except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: is no JSON object; remove it or save the tokenizer again") from None
+        raise ValueError(f"{path}: is not a JSON object; remove it or save the tokenizer again") from None
     refuse_other_tokenizer(tree, path)
     form = tree.get(TRAINED_FIELDS["form"])
     if form is not None and form not in FORMS:
@@ -390,7 +390,7 @@ class _SentencePiece(Tokenizer):
         except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(
                 f"{path}: neither a SentencePiece model ({str(error).splitlines()[0]:.100}) nor a vocab.txt "
-                f"(byte {binary} is no text)"
+                f"(byte {binary} is not text)"
             ) from None
         if not parsed or processor.get_piece_size() <= len(SPECIAL_TOKENS):
             raise ValueError(f"{path}: not a SentencePiece model, or one without tokens")

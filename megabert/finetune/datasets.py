@@ -269,7 +269,7 @@ def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], in
             inside = [i for i, (first, last) in enumerate(sentence.places) if first < end and last > start]
         if not inside or not isinstance(label, str) or not label:
             raise ValueError(
-                f"{sentence.where}: {json.dumps(span):.80} is no span (start, end, label) with a word of its text"
+                f"{sentence.where}: {json.dumps(span):.80} is not a span (start, end, label) around a word of its text"
             )
         if any(tags[i] != "O" for i in inside):
             raise ValueError(

@@ -568,5 +568,5 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
-    """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
+    """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is not a bool."""
     return bool(read_value(tree, "is_decoder", where, False, bool))

@@ -205,7 +205,7 @@ def read(
     if tokens < rows:
         model = model.model_copy(update={"vocab_size": tokens})
         weights = mapping.of_tokens(weights, model)
-        ignored = [*ignored, f"the embeddings of ids {tokens:,} to {rows - 1:,}, which are no tokens"]
+        ignored = [*ignored, f"the embeddings of ids {tokens:,} to {rows - 1:,}, which have no tokens"]
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
@@ -245,7 +245,7 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
     with heads. `renamed` as of `present_name`.
 
     Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
-    not run), and a tensor that is no floating-point one.
+    not run), and a tensor that is not a floating-point one.
     """
     path = next(iter(weights_in(folder)), None)
     if path is None:
@@ -259,7 +259,7 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
             if name.endswith(mapping.BUFFERS):
                 continue  # buffers that count up, saved by old versions
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise ValueError(f"{part}: {name} is no floating-point tensor; save the model unquantised")
+                raise ValueError(f"{part}: {name} is not a floating-point tensor; save the model unquantised")
             tensor = tensor.float()
             checkpoint.refuse_non_finite({name: tensor}, part)
             tensors[present_name(name, mapping.find_family(model).encoder, renamed)] = tensor

@@ -208,7 +208,7 @@ def imported(folders: Sequence[str]) -> set[str]:
 
 
 def test_whatever_the_suite_imports_is_there_in_the_pack_or_an_extra() -> None:
-    """An import that is no dependency, or a dependency of one that was forgotten, is found before a GPU is at hand."""
+    """An import that is not a dependency, or a dependency of one that was forgotten, is found before a GPU is at hand."""
     modules = imported(["megabert", "benchmarks/gpu", "benchmarks/common", "tests/ops", "tests/helpers"])
     owners = importlib.metadata.packages_distributions()
     names = {canonicalize_name(name) for module in modules for name in owners.get(module, ())}
@@ -247,12 +247,12 @@ def test_what_pack_and_machine_lack_together_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="is there and is no pack"):
+    with pytest.raises(ValueError, match="exists and is not a pack"):
         pack.make(tmp_path, ["pydoc"], 2000)
     assert (tmp_path / "thesis.tex").exists()
     command = [sys.executable, "benchmarks/gpu_suite.py", "--pack", str(tmp_path)]
     missing = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert missing.returncode == 2 and "is no finished pack; --make-pack makes one" in missing.stderr
+    assert missing.returncode == 2 and "is not a finished pack; --make-pack makes one" in missing.stderr
 
 
 def python_of_the_machine() -> str:

@@ -217,8 +217,8 @@ def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
 BIAS, QUERY = "cls.predictions.bias", "bert.encoder.layer.1.attention.self.query.weight"
 WRONG: dict[str, tuple[Any, str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is no Hugging Face folder"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is not a Hugging Face folder"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
     "index without files": (lambda f: index(f, {}), "model.safetensors.index.json: weight_map names no files"),
     "a file of several is missing": (
@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "tensor missing": (lambda f: rewrite(f, lambda s: without(s, QUERY)), f"no tensor named {QUERY}"),
     "half a head": (lambda f: rewrite(f, lambda s: without(s, BIAS)), f"no tensor named {BIAS}"),
     "another shape": (lambda f: rewrite(f, lambda s: s | {QUERY: torch.zeros(32, 16)}), f"{QUERY} is [32, 16]"),
-    "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is no floating-point tensor"),
+    "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is not a floating-point tensor"),
     "decoder not tied": (
         lambda f: rewrite(
             f,

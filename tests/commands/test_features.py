@@ -182,7 +182,7 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.txt", b"one\n", ["--output", "OUT.txt"], "OUT.txt: must end in .parquet, .npy"),
     ("a.txt", b"one\n", ["--output", "out.npy", "--pool", "none"], "out.npy: .npy holds one vector a text"),
     ("a.txt", b"one\n", ["--output", "none/out.parquet"], "none: no such folder"),
-    ("a.txt", b"one\n", ["--output", "there.parquet"], "there.parquet: is there already"),
+    ("a.txt", b"one\n", ["--output", "there.parquet"], "there.parquet: already exists"),
 ]  # fmt: skip
 
 

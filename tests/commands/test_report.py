@@ -35,8 +35,8 @@ def evaluation(step: int) -> dict[str, Any]:
 def samples(step: int, predicted: str, **changes: Any) -> dict[str, Any]:
     """A line of samples: two masks of one text, the first answered `predicted`, the second always "mat"."""
     masks = [
-        {"at": 1, "shown": "[MASK]", "said": [[predicted, 0.75], [" dog", 0.004]]},
-        {"at": 5, "shown": " sky", "said": [[" mat", 0.5], [" hat", 0.25]]},
+        {"at": 1, "shown": "[MASK]", "predicted": [[predicted, 0.75], [" dog", 0.004]]},
+        {"at": 5, "shown": " sky", "predicted": [[" mat", 0.5], [" hat", 0.25]]},
     ]
     tokens = ["[CLS]", " cat", " sat", " on", " the", " mat", "."]
     return {"step": step, "samples": [{"row": 7, "tokens": tokens, "masks": masks} | changes]}
@@ -175,20 +175,20 @@ def test_a_beginning_run_has_a_report(tmp_path: Path) -> None:
         (run / name).unlink()
     # in place of the one before
     source, rows = render_page(run, tmp_path / "r.html")
-    assert "No metrics were logged." in source and "no curves: metrics.jsonl is not there" in source
+    assert "No metrics were logged." in source and "no curves: metrics.jsonl is missing" in source
     assert source.count("None were recorded.") == 2 and ["restarts", "not recorded"] in rows
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nowhere"], "nowhere: is no run folder (no config.json)"),
-        (["data"], "data: is no run folder (no config.json)"),
+        (["nowhere"], "nowhere: is not a run folder (no config.json)"),
+        (["data"], "data: is not a run folder (no config.json)"),
         (["damaged"], "damaged/config.json: holds no configuration"),
         (["list"], "list/config.json: holds no configuration"),
         (["run", "--output", "data"], "data: Is a directory"),
-        (["run", "--output", "no/x.html"], "--output no/x.html: there is no folder no"),
-        (["run", "--output", "run/config.json"], "run/config.json: is there and is no report"),
+        (["run", "--output", "no/x.html"], "--output no/x.html: there is not a folder no"),
+        (["run", "--output", "run/config.json"], "run/config.json: exists and is not a report"),
     ],
 )
 def test_a_mistake_writes_nothing(args: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -72,7 +72,7 @@ def test_only_folders_of_the_same_command_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "home" / "thesis.txt").write_text("years")
     (tmp_path / "file").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path / "home")
-    for name, message in (("home", "has no mark"), ("file", "is no folder"), ("link", "is no folder")):
+    for name, message in (("home", "has no mark"), ("file", "is not a folder"), ("link", "is not a folder")):
         with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=True):
             raise AssertionError("must not be entered")
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"

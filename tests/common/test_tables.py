@@ -84,7 +84,7 @@ def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
     for column, message in (
         ("body", r"t\.parquet, row 0: no column 'body'; its columns are title, inner, label, many, number"),
         ("inner.text", r"t\.parquet, row 0: no column 'inner\.text'"),
-        ("title+number", r"row 0: column 'title\+number' joins columns that are no texts"),
+        ("title+number", r"row 0: column 'title\+number' joins columns that are not text"),
     ):
         with pytest.raises(ValueError, match=message):
             list(tables.rows(path, [column]))

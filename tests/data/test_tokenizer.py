@@ -121,7 +121,7 @@ def test_a_malformed_file_is_named_in_one_line(path, tmp_path):
     assert refused > 0
     text = wordpiece.write(bad).read_bytes()
     bad.write_bytes(text + b"caf\xe9\n")
-    with pytest.raises(ValueError, match=rf"\(byte {len(text) + 3} is no text"):
+    with pytest.raises(ValueError, match=rf"\(byte {len(text) + 3} is not text"):
         Tokenizer.load(bad)
     os.truncate(bad, MAX_BYTES + 1)  # a hole: takes no space
     for missing in (bad, tmp_path / "nothing.model", tmp_path):
@@ -229,7 +229,7 @@ def test_the_kind_depends_on_content_alone(path, tmp_path):
         (lambda lines: [lines[1], lines[0], *lines[2:]], r"\[PAD\] is on line 2, must be the first"),
         (lambda lines: [*lines, "", "last"], r"line \d+ is empty"),
         (lambda lines: lines[:1] + [p for p in lines[1:] if p[0] == "[" and p.isupper()], "special tokens alone"),
-        (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is no text"),
+        (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is not text"),
     ],
 )  # fmt: skip
 def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, message):
@@ -290,7 +290,7 @@ def test_a_malformed_casing_config_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"):
         Tokenizer.load(path)
     path.with_name("tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="is no JSON object"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         Tokenizer.load(path)
 
 

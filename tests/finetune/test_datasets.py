@@ -190,8 +190,8 @@ def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
     path.write_text('{"text": "a b"}\n')
     assert read(TAG, path, labelled=False)[0].tags is None
     for bad, message in {
-        '[{"start": 0, "end": 4, "label": "X"}]': "is no span", '[{"start": 1, "end": 2, "label": "X"}]': "is no span",
-        '[{"start": 0, "end": 1}]': "is no span", "{}": "is no span",
+        '[{"start": 0, "end": 4, "label": "X"}]': "is not a span", '[{"start": 1, "end": 2, "label": "X"}]': "is not a span",
+        '[{"start": 0, "end": 1}]': "is not a span", "{}": "is not a span",
         '[{"start": 0, "end": 3, "label": "X"}, {"start": 2, "end": 3, "label": "Y"}]': "two spans share the word 'b'",
     }.items():  # fmt: skip
         path.write_text('{"text": "a b", "spans": %s}' % bad)  # noqa: UP031
@@ -291,7 +291,7 @@ def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
 
 
 def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
-    """A text that is the query, or one of the positives, is no negative."""
+    """A text that is the query, or one of the positives, is not a negative."""
     lines = [
         {"query": "q", "positives": ["p"], "negatives": ["n", "q", "p"]},
         {"query": "r", "texts": ["a", "b"], "scores": [2, 0.5]},

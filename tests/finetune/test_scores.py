@@ -221,7 +221,7 @@ def answer(task, *logits: np.ndarray) -> dict:
 
 def test_answer_is_a_slice_of_its_context() -> None:
     assert answer(SQUAD, span_logits(t1=(3, 0), t2=(0, 3)))["text"] == "Ada  met"
-    # an end before its start is no answer
+    # an end before its start is not an answer
     assert answer(SQUAD, span_logits(t5=(3, -5), t1=(-4, 9)))["text"] == "Ada"
     assert answer(SQUAD, span_logits(t1=(3, 3), t5=(2, 2)))["text"] == "Ada"
 

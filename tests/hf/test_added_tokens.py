@@ -96,7 +96,7 @@ def test_added_tokens_survive_convert_and_export(
         if (folder / name).is_file():
             assert Tokenizer.load(folder / name).encode_batch(TEXTS) == want
     assert convert.main(["--model", str(folder), "--run", str(tmp_path / "run")]) == 0
-    assert "which are no tokens" not in capsys.readouterr().out
+    assert "which have no tokens" not in capsys.readouterr().out
     run, original = hf.load(tmp_path / "run"), hf.load(folder)
     assert run.tokenizer.encode_batch(TEXTS) == want and run.tokenizer.vocab_size == len(peer)
     assert run.weights["embeddings.word.weight"].equal(original.weights["embeddings.word.weight"])
@@ -188,7 +188,7 @@ def test_many_surplus_embeddings_are_left_out_on_request(tmp_path: Path, capsys:
     surplus = 400 - len(peer)
     assert f"vocab_size=400; megabert convert --drop-embeddings leaves the last {surplus} out" in one_line(capsys)
     assert convert.main([*command, "--drop-embeddings"]) == 0
-    assert f"the embeddings of ids {len(peer)} to 399, which are no tokens" in capsys.readouterr().out
+    assert f"the embeddings of ids {len(peer)} to 399, which have no tokens" in capsys.readouterr().out
     run = hf.load(tmp_path / "run")
     assert run.config.model.vocab_size == len(peer) == run.tokenizer.vocab_size
     again = [

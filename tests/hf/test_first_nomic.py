@@ -55,7 +55,7 @@ def test_the_published_form_is_the_present_one(tmp_path: Path, capsys) -> None:
     peer, tokens = write(tmp_path / "hf", "bert.", heads=True)
     found = read.read(tmp_path / "hf")
     assert (found.config.model.vocab_size, found.config.model.max_positions) == (tokens, 66)
-    assert not found.initialised and "which are no tokens" in found.ignored[0]
+    assert not found.initialised and "which have no tokens" in found.ignored[0]
     ids = torch.randint(5, tokens, (1, 60))
     model, batch = found.model(torch.device("cpu")), pack([ids[0].int().numpy()], [60])
     hidden = model.encode(**batch.inputs()).flatten(0, 1)

@@ -118,7 +118,7 @@ def test_a_missing_head_is_not_used(tmp_path: Path, capsys) -> None:
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     make(tmp_path / "hf")
-    missing = {"config.json": "config.json: not found", "model.safetensors": "so it is no Hugging Face folder"}
+    missing = {"config.json": "config.json: not found", "model.safetensors": "so it is not a Hugging Face folder"}
     for file, message in missing.items():
         (tmp_path / "hf" / file).unlink()
         with pytest.raises(ValueError, match=message):

@@ -36,7 +36,7 @@ def submit(
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "7",
         "MASTER_ADDR": "127.0.0.1",
-        "SLURM_PROCID": "0",  # the batch shell has it too, and is no rank
+        "SLURM_PROCID": "0",  # the batch shell has it too, and is not a rank
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

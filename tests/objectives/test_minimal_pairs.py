@@ -133,7 +133,7 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     ]
     assert len(read_pairs(tmp_path)) == 5
     (tmp_path / "odd.txt").write_text("one\ntwo\nthree\n")
-    with pytest.raises(ValueError, match=r"odd\.txt: has 3 lines, which are no pairs"):
+    with pytest.raises(ValueError, match=r"odd\.txt: has 3 lines, which are not pairs"):
         read_pairs(tmp_path)
     (tmp_path / "x_2.jsonl").write_text(json.dumps(lines[0]) + '\n{"sentence_good": "alone"}\n')
     with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):

@@ -76,7 +76,7 @@ def causal(start: Tensor, end: Tensor) -> Tensor:
 
 
 def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """Key ranges that are no sequences', some empty."""
+    """Key ranges that are not sequences', some empty."""
     generator = torch.Generator().manual_seed(5)
     start = torch.randint(0, width, (batch, width), generator=generator, dtype=torch.int32)
     return start, torch.randint(0, width + 1, (batch, width), generator=generator, dtype=torch.int32)

@@ -131,7 +131,7 @@ class Fabric:
 
     @classmethod
     def of(cls, node: int, adapters: str) -> Fabric:
-        """`8x400` is eight adapters of 400 Gbit/s a node; "" is no network. Raises ValueError for another form."""
+        """`8x400` is eight adapters of 400 Gbit/s a node; "" means no network. Raises ValueError for another form."""
         if node < 1:
             raise ValueError(f"--nodes-of {node}: a node has at least 1 GPU")
         if not adapters:

@@ -18,7 +18,7 @@ ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
 
 @pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
 def test_unexpected_error_keeps_the_work(error, tmp_path):
-    """numpy and pyarrow raise ValueError for what is no mistake of the user."""
+    """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
     output = tmp_path / "out"
     with pytest.raises(error), opened(output, ACCOUNT, (128,), False) as work:
         (work / "read-0000000.tokens").write_bytes(b"tokens")

@@ -72,7 +72,7 @@ def test_packed_file_gives_the_same_rows(kind, topics, run, tmp_path):
 
 
 def test_small_file_that_packs_well_is_unpacked(tmp_path):
-    """20 KB that hold a megabyte are no task for one worker's memory."""
+    """20 KB that hold a megabyte are too much for one worker's memory."""
     lines = [f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000)]
     for name in ("gz", "zst", "bz2"):
         path = tmp_path / name
