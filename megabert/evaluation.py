@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,3 +185,13 @@ class HeldOutSamples:
 
     def _words(self, probabilities: list[float], ids: list[int]) -> list[list[Any]]:
         return [[self._vocabulary[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
+
+
+def readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:
+    """`batches` up to one that cannot be read. Its error goes to `problems`, to be raised later: other ranks are in a collective."""
+    try:
+        for batch in batches:
+            yield batch
+            progress()
+    except (ValueError, OSError) as error:
+        problems.append(error)

@@ -19,6 +19,7 @@ from megabert import ops
 from megabert.checkpoint import (
     Checkpoints,
     check_compatible,
+    cursor_after,
     mirror,
     note_changes,
     refuse_other_tokenizer,
@@ -307,20 +308,7 @@ def initialise(engine: Engine, config: Config, datasets: Sequence[AnyDataset], w
     source = start_engine(engine, config.init_from, world, config.init_moments, check)
     parts = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
-    return cursor_after(source, config, datasets[0])
-
-
-def cursor_after(source: Mapping[str, Any], config: Config, dataset: AnyDataset) -> int:
-    """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
-    run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
-    same = source.get("dataset") == dataset.manifest.fingerprint
-    if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
-        return 0
-    size = list_phases(config)[0].config.batch.global_size
-    cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
-    if cursor:
-        log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
-    return cursor
+    return cursor_after(source, config, datasets[0].manifest)
 
 
 def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:

@@ -6,10 +6,11 @@ Everything here follows from configuration and state, which are the same on all 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from megabert.common.logs import log
 from megabert.config import Config, Phase, list_phases, phase_at
 from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
@@ -63,6 +64,14 @@ class TrainState:
             return True
         self.since_best += 1
         return False
+
+    def forget_missing_best(self, steps: Sequence[int]) -> None:
+        """Start the search for the best checkpoint again if it is not among the `steps` that have one."""
+        if self.best_step not in steps:
+            log.info(
+                f"the best checkpoint, of step {self.best_step:,}, is missing: the next evaluation counts as the best"
+            )
+            self.best_step, self.since_best = -1, 0
 
 
 class RunSchedule:

@@ -26,14 +26,13 @@ if __name__ == "__main__":
     sys.exit(start("train"))  # before the slow imports
 
 import argparse
-import re
 import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common import errors
-from megabert.common.arguments import Parser, add_config_options, called_as
+from megabert.common.arguments import Parser, add_config_options, called_as, parse_steps
 from megabert.common.environment import launched
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -146,7 +145,10 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
     if args.debug:
+        from megabert.engine.precision import make_debuggable
+
         make_debuggable()
+        log.setLevel("DEBUG")
     stop = ranks.join(ends)
     watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     check_same(ranks.world, flat(config.model_dump()))
@@ -197,17 +199,6 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     return "\n".join([f"finished: {loss}{saved}. Next:", *(f"  megabert {line}" for line in lines if line)])
 
 
-def make_debuggable() -> None:
-    """Turn on deterministic algorithms, anomaly detection and debug messages."""
-    import torch
-
-    from megabert.engine.precision import repeat_bit_for_bit
-
-    repeat_bit_for_bit(fill=True)
-    torch.autograd.set_detect_anomaly(True)
-    log.setLevel("DEBUG")
-
-
 def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, int]:
     """Check the arguments; returns the first and the last update to profile, or (0, 0). Raises ValueError naming an argument that is
     missing or invalid, or a folder without a dataset or checkpoint."""
@@ -237,11 +228,3 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     read_deepspeed(args.deepspeed_config)
     end_of_time(args.max_time, os.environ, time.time())
     return parse_steps(args.profile) if args.profile else (0, 0)
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """`10:20` -> (10, 20), the first and the last update. Raises ValueError."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"--profile {text}: write the first and the last update, as 10:20")
-    return int(match[1]), int(match[2])

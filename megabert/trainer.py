@@ -116,9 +116,8 @@ class Trainer:
             if self.schedule.complete or self.line_due:
                 self.write_log_line(lr)
             elif self.state.step == 1:
-                seconds, interval = time.perf_counter() - started, self.config.log.interval
-                loss = f"{update.objective} loss {float(result.host_loss):.4f}"
-                log.info(f"step       1  {loss}  in {seconds:.1f} s; a line every {interval} updates")
+                loss, seconds = f"{update.objective} loss {float(result.host_loss):.4f}", time.perf_counter() - started
+                log.info(f"step       1  {loss}  in {seconds:.1f} s; a line every {self.config.log.interval} updates")
             self.stop.updated(time.perf_counter() - started)
             if self.schedule.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate_in_time()
@@ -147,23 +146,18 @@ class Trainer:
         if self.saves.step >= 0 and not self.save_due:
             return
         if self.config.spikes.policy == "rollback" or self.save_due:
-            # a checkpoint to roll back to, or the best one so far
-            self.save()
+            self.save()  # a checkpoint to roll back to, or the best one so far
 
     def train_update(self) -> tuple[Any, float, UpdateResult]:
         """Train on the next update of the data; returns it, its learning rate and its result. A collective."""
         self.profiler.update(self.state.step + 1)
-        lr = self.next_rate()
-        update = self.rank_stats.take(self.updates)
-        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto(update.objective))
-
-    def next_rate(self) -> float:
-        """Enter the phase of the next update; returns its learning rate. With a time budget, a repeated update has the same phase and
-        rate as before."""
         if recorded := self.schedule.recorded():
+            # with a time budget, a repeated update has the same phase and rate as before
             self.state.seconds = recorded[0]
         self.enter_phase(self.schedule.next_phase)
-        return recorded[1] if recorded else self.schedule.rate()
+        lr = recorded[1] if recorded else self.schedule.rate()
+        update = self.rank_stats.take(self.updates)
+        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto(update.objective))
 
     def enter_phase(self, number: int) -> None:
         """Switch to the updates of phase `number` (from 0), unless it is the current one. The spike policy forgets earlier losses."""
@@ -173,8 +167,7 @@ class Trainer:
         self.receive_reports()
         self.judge.judge(state)
         if self.judge.spike is not None:
-            # a rollback follows
-            return
+            return  # a rollback follows
         self.spike_policy.resume({}, state.bad)
         state.phase_starts = [*state.phase_starts, *[state.cursor] * entered]
         log.info(
@@ -183,8 +176,7 @@ class Trainer:
         self.updates.close()
         self.updates = self.workload.updates(state.cursor, state.phase_starts)
         if self.config.spikes.policy == "rollback":
-            # a checkpoint to roll back to, in the same phase
-            self.save()
+            self.save()  # a checkpoint to roll back to, in the same phase
 
     # -- after an update ---------------------------------------------------------------------------------------------
 
@@ -195,8 +187,7 @@ class Trainer:
         self.save_due, self.line_due = self.schedule.checkpoint_due(step), self.schedule.log_due(step)
         reading = self.save_due or self.schedule.reading_due(step, len(self.judge.pending), copied)
         if reading:
-            # before the time is taken, so that it counts as training time
-            result.wait()
+            result.wait()  # before the time is taken, so that it counts as training time
         seconds = time.perf_counter() - started
         self.state.step, self.state.cursor = step, update.step + 1
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
@@ -248,7 +239,7 @@ class Trainer:
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
-        values |= {"data/row_digest": f"{self.digest_of_rows():016x}"}
+        values |= {"data/row_digest": f"{self.row_digest.total(self.last_report.rows):016x}"}
         if self.config.schedule.unit == "tokens":
             values["data/tokens"] = state.tokens
         if len(self.schedule.phases) > 1:
@@ -257,10 +248,6 @@ class Trainer:
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.schedule.eta_seconds))
-
-    def digest_of_rows(self) -> int:
-        """Digest of the rows of all ranks, up to the newest update with reports of all ranks."""
-        return self.row_digest.total({} if self.last_report is None else self.last_report.rows)
 
     def evaluate_in_time(self) -> None:
         """Evaluate, unless a stop was requested or less time is left than the longest evaluation took: then the next start does. Before an
@@ -281,8 +268,7 @@ class Trainer:
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
         state.evaluation_owed = False
         state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
-        # a checkpoint of this step was saved without the evaluation
-        self.save_due |= self.saves.step == state.step
+        self.save_due |= self.saves.step == state.step  # was saved without the evaluation
         if not metrics:
             return
         self.last_eval = metrics
@@ -293,9 +279,9 @@ class Trainer:
         if state.improved(self.world.broadcast(metrics["eval/mlm_loss"])):
             self.save_due = True
         elif state.since_best == patience:
+            best = f"{self.run_dir / BEST} is step {state.best_step:,}, with {state.best_loss:.4f}"
             log.info(
-                f"step {state.step:,}: the held-out loss did not improve in {state.since_best} evaluations, so training ends; "
-                f"{self.run_dir / BEST} is step {state.best_step:,}, with {state.best_loss:.4f}"
+                f"step {state.step:,}: the held-out loss did not improve in {patience} evaluations, so training ends; {best}"
             )
 
     def roll_back(self, spike: PendingUpdate) -> None:
@@ -325,7 +311,7 @@ class Trainer:
         return {
             **self.provenance,
             **asdict(self.state),
-            "row_digest": self.digest_of_rows(),
+            "row_digest": self.row_digest.total(self.last_report.rows if self.last_report else {}),
             "losses_by_objective": self.spike_policy.state(),
             "meter": self.workload.meter.state(),
             **self.workload.state(),
@@ -337,12 +323,7 @@ class Trainer:
         self.schedule.state = state = TrainState.of({**older, **saved})
         self.saves.step = self.checkpoints.step
         if state.best_step >= 0:
-            steps = self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None)
-            if state.best_step not in steps:
-                log.info(
-                    f"the best checkpoint, of step {state.best_step:,}, is missing: the next evaluation counts as the best"
-                )
-                state.best_step, state.since_best = -1, 0
+            state.forget_missing_best(self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None))
         self.row_digest, self.last_report = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved.get("losses_by_objective", {}), self.state.bad)
         self.workload.meter.resume(saved["meter"])

@@ -4,8 +4,7 @@ evaluation. Fine-tuning is another workload of the same Trainer.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,9 +13,8 @@ import torch
 
 from megabert import evaluation
 from megabert.common import errors
-from megabert.common.logs import log
+from megabert.common.logs import log, log_progress_every
 from megabert.config import Config, fit_micro_size, list_phases, replace
-from megabert.data.batch import Batch
 from megabert.data.loader import Loader
 from megabert.data.masking import held_out_masking
 from megabert.data.mixture import AnyDataset, distinct_names, members, skip_rows_of_earlier_phases
@@ -138,7 +136,9 @@ class Pretraining:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
         place["origin"] = position - phase_starts[-1] * sizes[number]
         at = place["origin"] + first * sizes[number]
-        self.datasets[number].fetch_ahead(config.seed, at, _shown_every(PROGRESS_SECONDS))
+        self.datasets[number].fetch_ahead(
+            config.seed, at, log_progress_every(PROGRESS_SECONDS, "shards that the next updates need are copied here")
+        )
         return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
 
     def evaluation_due(self, step: int) -> bool:
@@ -208,7 +208,7 @@ class Pretraining:
         batches, sources = evaluation.with_sources(batches, split.dataset), split.dataset.source_names
         problems: list[Exception] = []
         try:
-            sums = self.engine.eval_sums(_readable(batches, progress, problems), len(sources))
+            sums = self.engine.eval_sums(evaluation.readable(batches, progress, problems), len(sources))
         except ValueError:
             # of all ranks: one of them has no batch, perhaps since it could not read its first
             self._refuse_unread(problems)
@@ -241,26 +241,3 @@ class Pretraining:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Nothing to restore: everything is a function of the update's number."""
-
-
-def _shown_every(seconds: float) -> Callable[[int, int], None]:
-    """Logs the number of shards that were copied, and of all that training waits for; nothing if that takes less than `seconds`."""
-    last = time.monotonic()
-
-    def show(done: int, of: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > seconds:
-            last = time.monotonic()
-            log.info(f"{done} of {of} shards that the next updates need are copied here")
-
-    return show
-
-
-def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:
-    """`batches` up to one that cannot be read. Its error goes to `problems`, to be raised later: other ranks are in a collective."""
-    try:
-        for batch in batches:
-            yield batch
-            progress()
-    except (ValueError, OSError) as error:
-        problems.append(error)

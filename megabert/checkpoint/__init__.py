@@ -22,6 +22,7 @@ from the step.
 from megabert.checkpoint.compatibility import (
     FREE,
     check_compatible,
+    cursor_after,
     flatten_settings,
     note_changes,
     refuse_other_tokenizer,

@@ -130,3 +130,16 @@ def _newest_state(source: Path) -> dict[str, Any]:
     folders = [source, *sorted(source.glob("checkpoints/step-*"), reverse=True)]
     newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
     return read_manifest(newest)["state"] if newest else {}
+
+
+def cursor_after(source: Mapping[str, Any], config: Config, manifest: DataManifest) -> int:
+    """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
+    run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
+    same = source.get("dataset") == manifest.fingerprint
+    if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
+        return 0
+    size = list_phases(config)[0].config.batch.global_size
+    cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
+    if cursor:
+        log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
+    return cursor

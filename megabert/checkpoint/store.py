@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from megabert.checkpoint.format import (
     verify_files,
     write_slices,
 )
+from megabert.common.background import BackgroundTask
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, put_folder, sync, write_whole
 from megabert.common.logs import log
@@ -51,39 +51,8 @@ SAVING = ".saving-"
 REPLACED = ".replaced-"
 # Prefix of damaged checkpoints that were renamed to free their names.
 DAMAGED = "damaged-"
-# Niceness of threads that write, so that training has priority.
-NICENESS = 10
 # A rank's status of the save in flight; the maximum over the ranks decides.
 COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
-
-
-class BackgroundTask(threading.Thread):
-    """A thread that runs a function; `failure` is its exception, once the thread has ended."""
-
-    def __init__(self, name: str, function: Callable[[], None]) -> None:
-        # Not a daemon: the interpreter waits until its file is written.
-        super().__init__(name=name)
-        self.failure: Exception | None = None
-        self._function: Callable[[], None] | None = function
-        self.start()
-
-    def run(self) -> None:
-        assert self._function is not None
-        os.nice(NICENESS)  # on Linux this affects only the thread
-        try:
-            self._function()
-        except Exception as error:  # raised on all ranks by `Checkpoints.advance`
-            self.failure = error
-        self._function = None  # frees the snapshot in host memory
-
-    @property
-    def problem(self) -> str:
-        return "" if self.failure is None else str(self.failure) or type(self.failure).__name__
-
-    def status(self, running: int, failed: int, done: int) -> int:
-        if self.is_alive():
-            return running
-        return done if self.failure is None else failed
 
 
 @dataclass

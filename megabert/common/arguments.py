@@ -99,3 +99,11 @@ def parse_layers(text: str, count: int = sys.maxsize) -> list[int]:
     if max(layers) > count:
         raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")
     return layers
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`10:20` -> (10, 20), the first and the last update. Raises ValueError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--profile {text}: write the first and the last update, as 10:20")
+    return int(match[1]), int(match[2])

@@ -11,7 +11,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 log = logging.getLogger("megabert")
@@ -106,3 +107,16 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     """A table of cells as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def log_progress_every(seconds: float, what: str) -> Callable[[int, int], None]:
+    """A function that logs "DONE of ALL" and `what`, at most once in so many seconds, and nothing in the first of them."""
+    last = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > seconds:
+            last = time.monotonic()
+            log.info(f"{done} of {of} {what}")
+
+    return show

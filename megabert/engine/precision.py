@@ -64,3 +64,9 @@ def repeat_bit_for_bit(fill: bool = False) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def make_debuggable() -> None:
+    """Updates as of `repeat_bit_for_bit`, with anomaly detection and NaN in new tensors."""
+    repeat_bit_for_bit(fill=True)
+    torch.autograd.set_detect_anomaly(True)

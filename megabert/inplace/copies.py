@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.checkpoint.format import GROUPS, StoredTensors, index_slices, named, open_file
-from megabert.checkpoint.store import BackgroundTask
+from megabert.common.background import BackgroundTask
 from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from megabert.common.arguments import parse_steps
 from megabert.engine.profiler import Profiler
-from megabert.train import parse_steps
 
 
 @pytest.mark.parametrize("steps", ["2:3", "4:9"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from megabert.checkpoint.format import StoredTensors, read_manifest
-from megabert.checkpoint.store import SAVING, BackgroundTask, Checkpoints, SaveInFlight
+from megabert.checkpoint.store import SAVING, Checkpoints, SaveInFlight
+from megabert.common.background import BackgroundTask
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
