@@ -21,12 +21,14 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     """Metrics of the newest complete checkpoint of a run, or of another model that `hf.load` reads, on the available device, with its
     default backends, in the run's precision (fp32 on a CPU that would emulate it). For several datasets those of the
     first, and loss and bits a byte of each."""
+    import numpy as np
     import torch
     from tqdm import tqdm
 
     from megabert import evaluation, hf
     from megabert.config import replace
     from megabert.data.mixture import distinct_names
+    from megabert.data.tokenizer import UnknownTokens
     from megabert.engine import precision
 
     folders = [data] if isinstance(data, str) else list(data)
@@ -51,6 +53,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         batches = evaluation.with_sources(evaluation.fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
         total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
+        ids = dataset.read(np.arange(min(dataset.rows, cfg.eval.rows))).ids
+        UnknownTokens(loaded.tokenizer).add([ids[ids != 0]]).warn(name)
         sums = evaluation.batch_sums(model, batches, device, len(dataset.source_names))
         of_this = evaluation.summary(sums, dataset.source_names)
         if not sums.isfinite().all():

@@ -24,6 +24,7 @@ from megabert.common.files import appearing_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
+from megabert.data.tokenizer import UnknownTokens
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained, tokenizer_files
 from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, vector_width
@@ -86,8 +87,8 @@ class Extractor:
         self.line = one_row(self.model)
         # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
-        # texts truncated, and mostly unknown, so far
-        self.truncated = self.unknown = 0
+        # of the texts so far
+        self.truncated, self.unknown = 0, UnknownTokens(self.tokenizer)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """fp32 [n, D]: one vector a text, in order; needs a `pool`. [0, D] without texts."""
@@ -131,7 +132,7 @@ class Extractor:
         encoded = tokenizer_files.encode(tokenizer, texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
         rows = [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
-        self.unknown += tokenizer.count_unknown(rows)
+        self.unknown.add(rows)
         return rows
 
     def _compute(self, job: tuple[SortingWindow, list[int]]) -> tuple[SortingWindow, list[int]]:
@@ -210,4 +211,4 @@ def extract(source: str | Path, input: str, output: str, column: str = "", token
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:
         log.warning(f"{extractor.truncated:,} of them are longer than {extractor.max_length} tokens and lost their end")
-    extractor.tokenizer.warn_unknown(extractor.unknown, total)
+    extractor.unknown.warn(path)

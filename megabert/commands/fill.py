@@ -40,9 +40,10 @@ class Filler:
         import torch
 
         from megabert.data.packing import pack
+        from megabert.data.tokenizer import UnknownTokens
 
         ids = np.array(self._encode(text))
-        self.tokenizer.warn_unknown(self.tokenizer.count_unknown([ids]), 1)
+        UnknownTokens(self.tokenizer).add([ids]).warn("the text")
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])
         if len(ids) > most:

@@ -61,8 +61,8 @@ MAX_BYTES = 256 << 20
 MAX_WORD = 100
 # texts encoded at once
 CHUNK = 4096
-# share of a text's tokens above which [UNK] is worth a warning
-MOST_UNKNOWN = 0.1
+# share of a file's tokens above which [UNK] is worth a warning
+MOST_UNKNOWN = 0.01
 
 # Hugging Face's file beside a vocab.txt, and its fields by those of `Casing`
 CONFIG = "tokenizer_config.json"
@@ -300,18 +300,6 @@ class Tokenizer:
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         raise NotImplementedError
 
-    def count_unknown(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
-        """Of texts as ids, those of which more than MOST_UNKNOWN is [UNK]."""
-        return sum(int(np.equal(ids, self.unk_id).sum()) > MOST_UNKNOWN * len(ids) for ids in rows)
-
-    def warn_unknown(self, count: int, texts: int) -> None:
-        """Log that `count` of `texts` are as of `count_unknown`, if there are any."""
-        if count:
-            log.warning(
-                f"{count:,} of {texts:,} texts are more than {MOST_UNKNOWN:.0%} {self.tokens[self.unk_id].strip()}: {self.path} "
-                "lacks their characters; take a model with a tokenizer that has them"
-            )
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without [PAD], [CLS], [SEP] and [MASK]. ValueError for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
@@ -321,6 +309,30 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
+
+
+@dataclass
+class UnknownTokens:
+    """Share of [UNK] among the tokens of a file or another source of texts."""
+
+    tokenizer: Tokenizer
+    unknown: int = 0
+    tokens: int = 0
+
+    def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> UnknownTokens:
+        """Count the tokens of texts, given as ids."""
+        for ids in rows:
+            self.unknown += int(np.equal(ids, self.tokenizer.unk_id).sum())
+            self.tokens += len(ids)
+        return self
+
+    def warn(self, source: object) -> None:
+        """Log the share of `source` if it is above MOST_UNKNOWN."""
+        if self.unknown > MOST_UNKNOWN * self.tokens:
+            log.warning(
+                f"{source}: {self.unknown / self.tokens:.1%} of its tokens are {self.tokenizer.tokens[self.tokenizer.unk_id].strip()}: "
+                f"{self.tokenizer.path} lacks their characters; take a model with a tokenizer that has them"
+            )
 
 
 def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:

@@ -113,7 +113,6 @@ def encode(
         items = list(_tags(given, tokenizer, classes, max_length, stride, every_token))
     else:
         items = list(_texts(task, given, tokenizer, classes, max_length))
-    tokenizer.warn_unknown(tokenizer.count_unknown(item.ids for item in items), len(items))
     return items
 
 

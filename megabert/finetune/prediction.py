@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups as groups_of
+from megabert.data.tokenizer import UnknownTokens
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import datasets, save, scores
 from megabert.finetune.batches import ItemLayout, collate
@@ -127,8 +128,12 @@ def predict_file(
 def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World, lines: bool = False) -> int:
     """As `predict_file`, with a model from `ready` and its task with the file's columns."""
 
+    unknown = UnknownTokens(model.tokenizer)
+
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
-        return examples, model.items(task, examples)
+        items = model.items(task, examples)
+        unknown.add(item.ids for item in items)
+        return examples, items
 
     def predicted() -> Iterator[tuple[list[Any], list[Any]]]:
         rest = datasets.stream(task, path, labelled=False, lines=lines)
@@ -141,4 +146,6 @@ def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: 
                 yield examples, scores.decode(task, examples, items, logits, described.labels, described.threshold)
                 bar.update(len(examples))
 
-    return scores.write(task, predicted(), output)
+    count = scores.write(task, predicted(), output)
+    unknown.warn(path)
+    return count

@@ -39,7 +39,7 @@ from megabert.common.errors import OK
 from megabert.common.files import hash_file, write_whole
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import Tokenizer, UnknownTokens
 from megabert.distributed.ranks import World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop
@@ -120,6 +120,8 @@ def encode_splits(
     examples = {name: part[: limit or None] for name, part in examples.items()}
     how = settings.max_length, settings.stride, encoding.tags_every_token(task, labels)
     items = {name: encoding.encode(task, part, tokenizer, labels, *how) for name, part in examples.items()}
+    for name in items:
+        UnknownTokens(tokenizer).add(item.ids for item in items[name]).warn(f"the {name} file")
     return Data(task, labels, examples, items)
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from megabert.config import Config
 from megabert.data.packing import groups, pack, pack_line
 from megabert.data.pairs import Pair
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import Tokenizer, UnknownTokens
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained, tokenizer_files
 from megabert.hf.inference import on_every_core, one_row, pack_weights
@@ -58,7 +58,7 @@ class SentenceScorer:
         for sentence, ids in zip(sentences, encoded, strict=True):
             if not 0 < len(ids) <= self.most - 2:
                 raise ValueError(f"{sentence[:60]!r} has {len(ids)} tokens; the model scores 1 to {self.most - 2}")
-        tokenizer.warn_unknown(tokenizer.count_unknown(encoded), len(encoded))
+        UnknownTokens(tokenizer).add(encoded).warn("the minimal pairs")
         return [np.array([tokenizer.cls_id, *ids, tokenizer.sep_id], np.int32) for ids in encoded]
 
     def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import transformers
 from megabert import hf
 from megabert.commands import export, features, fill
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
-from megabert.finetune.encoding import encode
+from megabert.finetune.run import encode_splits
+from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import PRESETS, custom
 from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import runs
 
+SETTINGS = Settings(max_length=40, stride=20)
 KNOWN, UNKNOWN = "the quick fox", "the щука"
 PLAIN, TAG = custom("classify", text=["text"], label="label"), custom("tag")
 
@@ -25,38 +29,40 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return runs.make(tmp_path / "run", request.param)
 
 
-def warned(err: str, count: int, texts: int) -> bool:
-    return err.startswith(f"warning: {count} of {texts} texts are more than 10% [UNK]: ") and err.count("\n") == 1
+def warned(err: str, source: object) -> bool:
+    """Whether one line names the source and a share between 1% and all of its tokens."""
+    match = re.fullmatch(r"warning: (.*): ([0-9.]+)% of its tokens are \[UNK\]: \S+ lacks their characters; .*\n", err)
+    return match is not None and match[1] == str(source) and 1 < float(match[2]) < 80
 
 
 def test_features_and_fill_warn_of_unknown_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text(f"{KNOWN}\n{UNKNOWN}\n{KNOWN}\n{UNKNOWN}\n")
     command = ["--model", str(run), "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]
     assert features.main(command) == 0
-    assert warned(capsys.readouterr().err, 2, 4)
+    assert warned(capsys.readouterr().err, tmp_path / "in.txt")
     assert fill.main(["--model", str(run), f"{UNKNOWN} [MASK]"]) == 0
-    assert warned(capsys.readouterr().err, 1, 1)
+    assert warned(capsys.readouterr().err, "the text")
     assert fill.main(["--model", str(run), f"{KNOWN} [MASK]"]) == 0
     assert not capsys.readouterr().err
 
 
-def test_pairs_and_finetuning_warn_of_unknown_texts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = hf.load(run)
-    cpu = torch.device("cpu")
+def test_pairs_and_finetuning_warn_of_unknown_texts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, cpu = hf.load(run), torch.device("cpu")
     scorer = SentenceScorer(found.language_model(cpu), found.config, found.tokenizer, cpu, line=True)
     scorer.encode([KNOWN, UNKNOWN])
-    assert warned(capsys.readouterr().err, 1, 2)
-    texts = [TextExample(str(i), "", text, None, "x") for i, text in enumerate([KNOWN, UNKNOWN, UNKNOWN])]
-    encode(PLAIN, texts, found.tokenizer, ("x", "y"), 40)
-    assert warned(capsys.readouterr().err, 2, 3)
+    assert warned(capsys.readouterr().err, "the minimal pairs")
+    known, unknown = (TextExample(text, "", text, None, label) for text, label in ((KNOWN, "x"), (UNKNOWN, "y")))
+    encode_splits(PLAIN, {"train": [known, replace(known, label="y")], "dev": [unknown]}, found.tokenizer, SETTINGS)
+    assert warned(capsys.readouterr().err, "the dev file")
     words = [SentenceExample("0", "", tuple(UNKNOWN.split()), ("O", "X"))]
-    encode(TAG, words, found.tokenizer, ("O", "X"), 40)
-    assert warned(capsys.readouterr().err, 1, 1)
-    questions = [QuestionExample("q", "", "the fox", UNKNOWN, ())]
-    encode(PRESETS["squad1.1"], questions, found.tokenizer, (), 40)
-    assert warned(capsys.readouterr().err, 1, 1)
-    encode(PLAIN, texts[:1], found.tokenizer, ("x", "y"), 40)
-    assert not capsys.readouterr().err
+    encode_splits(TAG, {"train": words}, found.tokenizer, SETTINGS)
+    assert warned(capsys.readouterr().err, "the train file")
+    encode_splits(
+        PRESETS["squad1.1"], {"train": [QuestionExample("q", "", "the fox", UNKNOWN, ())]}, found.tokenizer, Settings()
+    )
+    assert warned(capsys.readouterr().err, "the train file")
 
 
 def test_an_exported_run_has_our_ids_of_long_words(run: Path, tmp_path: Path) -> None:

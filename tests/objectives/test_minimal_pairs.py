@@ -163,16 +163,10 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
 class Numbers:
     """A tokenizer of numbers."""
 
-    cls_id, sep_id, mask_id = 1, 2, 3
+    unk_id, cls_id, sep_id, mask_id = -1, 1, 2, 3
 
     def encode_texts(self, texts):
         return [[int(word) for word in text.split()] for text in texts]
-
-    def count_unknown(self, encoded):
-        return 0
-
-    def warn_unknown(self, unknown, sentences):
-        assert not unknown
 
 
 def figures_of(world) -> tuple[dict[str, float], int]:
