@@ -3,6 +3,7 @@
 model = megabert.load("runs/mini")
 model.fill("The capital of France is [MASK].")     # for each [MASK] its likeliest (word, probability)
 model.encode(["one text", "another"])              # fp32 [2, hidden]
+model.export("hf/mini")                            # a folder that Hugging Face loads; model.save("runs/next"): one to train from
 dataset = megabert.Dataset("data/seq128")          # verified rows, for torch's DataLoader too
 megabert.batches(dataset)                          # masked, in a run's order
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megabert.commands.extraction import Extractor
-    from megabert.commands.fill import Filler
     from megabert.data.batch import Batch
     from megabert.data.shards import Dataset
     from megabert.data.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Dataset", "LoadedModel", "batches", "load"]
+# vectors of a text from those of its tokens
+POOLS = ("mean", "max", "cls")
 
 
 def __getattr__(name: str) -> Any:
@@ -40,12 +43,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'megabert' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]
+
+
 class LoadedModel:
     """A trained model with its tokenizer, in memory; made by `load`."""
 
     def __init__(self, pretrained: Pretrained) -> None:
         self.pretrained = pretrained
         self._extractors: dict[str, Extractor] = {}
+
+    def __repr__(self) -> str:
+        size = self.pretrained.config.model
+        shape = f"{size.kind}, {size.layers} layers of {size.hidden}, {size.vocab_size:,} tokens"
+        return f"LoadedModel({str(self.pretrained.run_dir)!r}, step {self.pretrained.step:,}: {shape})"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,12 +73,20 @@ class LoadedModel:
 
     def encode(self, texts: str | Sequence[str], pool: str = "mean") -> np.ndarray:
         """Vectors of texts from the last layer, fp32 [n, hidden], in their order; `pool`: mean, max or cls. On a GPU where
-        there is one. A text longer than the model's positions is cut."""
+        there is one. A text longer than the model's positions is cut. Raises ValueError for another pool, TypeError for what is no text."""
         from megabert.commands.extraction import Extractor
 
+        if pool not in POOLS:
+            raise ValueError(f"pool={pool!r}: choose {', '.join(POOLS)}")
+        given = [texts] if isinstance(texts, str) else list(texts)
+        for number, text in enumerate(given):
+            if not isinstance(text, str):
+                raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
+        if "model" in self.__dict__:  # whose weights may have changed
+            return Extractor(self.current, pool=pool).encode(given)
         if pool not in self._extractors:
             self._extractors[pool] = Extractor(self.pretrained, pool=pool)
-        return self._extractors[pool].encode([texts] if isinstance(texts, str) else texts)
+        return self._extractors[pool].encode(given)
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
         """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model.
@@ -86,16 +106,35 @@ class LoadedModel:
             hidden = self.model.encode(**unpacked_inputs(ids, causal=config.data.masking.causal))
             return self.model.mlm_logits(hidden.flatten(0, 1)).unflatten(0, ids.shape)
 
-    def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
-        """The `top` likeliest (word, probability) of each [MASK] in `text`. Raises ValueError for a text without one or too
-        long for the model, and for a model without an MLM head."""
-        return self._filler.fill(text, top)
-
-    @cached_property
-    def _filler(self) -> Filler:
+    def fill(self, text: str | Sequence[str], top: int = 5) -> list[Any]:
+        """The `top` likeliest (word, probability) of each [MASK] in `text`; of several texts a list of these. Raises ValueError for a
+        text without one or too long for the model, and for a model without an MLM head."""
         from megabert.commands.fill import Filler
 
-        return Filler(self.pretrained)
+        filler = Filler(self.pretrained, self.model)
+        return filler.fill(text, top) if isinstance(text, str) else [filler.fill(one, top) for one in text]
+
+    @property
+    def current(self) -> Pretrained:
+        """`pretrained` with the weights that `model` has now."""
+        if "model" not in self.__dict__:
+            return self.pretrained
+        now = self.model.state_dict()
+        return replace(self.pretrained, weights={name: now[name].clone() for name in self.pretrained.weights})
+
+    def export(self, output: str | Path, overwrite: bool = False) -> None:
+        """Write the model, as it is now, as a folder that Hugging Face loads. Raises ValueError for a folder that is not empty, unless
+        `overwrite` replaces an exported one."""
+        from megabert.commands.export import write
+
+        write(self.current, output, overwrite)
+
+    def save(self, run: str | Path) -> None:
+        """Write the model, as it is now, as a new run folder, for any command, and to train from (`init_from`). Raises ValueError for a
+        folder that is not empty."""
+        from megabert import hf
+
+        hf.write_run(self.current, run, dataset="none, saved from Python: begin a new run with init_from")
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
@@ -114,8 +153,12 @@ def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, 
     """Endless batches of `rows` masked rows in the order of a run with this seed, from batch `start` on, made by `workers`
     processes. `model(**batch.inputs())` returns loss sums. Raises ValueError for rows that cannot be read."""
     from megabert.data.loader import Loader
+    from megabert.data.mixture import Mixture
+    from megabert.data.shards import Dataset
     from megabert.data.tokenizer import Tokenizer
 
+    if not isinstance(dataset, Dataset | Mixture):
+        raise TypeError(f"dataset: expected megabert.Dataset, got {dataset!r:.60}")
     loader = Loader(
         dataset,
         Tokenizer.load(dataset.tokenizer_path),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, command, exit_code_from
-from megabert.common.files import appearing, canonical, refuse_existing
+from megabert.common.files import refuse_existing
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_folder
 
@@ -40,7 +41,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
             f"{folder}: {len(chosen)} checkpoints to average, of {max(last, 2)}; checkpoint.keep decides how many a run keeps"
         )
     refuse_existing(Path(output), CONFIG)
-    from megabert import checkpoint, hf
+    from megabert import hf
 
     paths = [folder / checkpoint_name(step) for step in chosen]
     newest = hf.load(paths[-1])
@@ -51,13 +52,8 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
         for name, weight in other.weights.items():
             sums[name] += weight
     weights = {name: (total / len(paths)).float() for name, total in sums.items()}
-    state = {name: value for name, value in newest.state.items() if name != "step"}
-    state |= {"dataset": f"none, the mean of steps {chosen} of {Path(run).name}: begin a new run with init_from"}
-    with appearing(output, CONFIG) as new:
-        for name, data in newest.tokenizer.files().items():
-            (new / name).write_bytes(data)
-        checkpoint.write_start(new, weights, state)
-        (new / CONFIG).write_bytes(canonical(state))
+    dataset = f"none, the mean of steps {chosen} of {Path(run).name}: begin a new run with init_from"
+    hf.write_run(replace(newest, weights=weights), output, dataset=dataset)
     return chosen
 
 

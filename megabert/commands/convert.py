@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as, refuse_missing
 from megabert.common.errors import OK, command, exit_code_from
-from megabert.common.files import appearing, canonical, refuse_existing
+from megabert.common.files import refuse_existing
 from megabert.common.hub import WEIGHTS, is_model_folder, model_folder
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
+
+# the configuration in the run folder that continues from it
+TOML = "config.toml"
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -46,8 +49,7 @@ def convert(
         raise ValueError(
             f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is not a Hugging Face folder; a run needs --vocab"
         )
-    refuse_existing(run, "config.toml")
-    from megabert import checkpoint
+    refuse_existing(run, CONFIG)
     from megabert.data.shards import MANIFEST, Dataset
     from megabert.hf import read, vocabulary
 
@@ -72,13 +74,7 @@ def convert(
             f"of {len(sources):,} tokens {those}{kinds[1]:,} have the vectors of one token of {source}, {kinds[2]:,} the mean of "
             f"several, and {kinds[0]:,}, which its vocabulary cannot express, are drawn"
         )
-    with appearing(run, "config.toml") as new:
-        for name, data in foreign.tokenizer.files().items():
-            (new / name).write_bytes(data)
-        state = {name: value for name, value in foreign.state.items() if name != "step"}
-        checkpoint.write_start(new, foreign.weights, state)
-        (new / CONFIG).write_bytes(canonical(state))
-        (new / "config.toml").write_text(toml(foreign.config, run.resolve()))
+    read.write_run(foreign, run, {TOML: toml(foreign.config, run.resolve()).encode()})
     return foreign
 
 
@@ -132,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         log.info(f"left out, as pre-training has no place for them: {foreign.left_out}")
     if foreign.config.data.masking.causal:
         log.info("it is a decoder, so pre-training continues causally (data.masking.strategy=causal)")
-    model, names = foreign.config.model, (foreign.tokenizer.file_name, "config.toml")
+    model, names = foreign.config.model, (foreign.tokenizer.file_name, TOML)
     tokenizer, config = (shlex.quote(str(Path(args.run, name))) for name in names)
     head = "with" if model.nsp else "without"
     shape = f"{model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens, {head} next-sentence head"

@@ -16,6 +16,7 @@ from megabert.common.hub import model_folder
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
+    from megabert.model import BertForPreTraining
 
 MASK = "[MASK]"
 # for each mask the likeliest (word, probability)
@@ -25,22 +26,27 @@ Filled = list[list[tuple[str, float]]]
 class Filler:
     """A model and its tokenizer; on the CPU, so that the GPU stays free for training."""
 
-    def __init__(self, pretrained: Pretrained) -> None:
-        """Raises ValueError for a Hugging Face folder without weights of a masked language model."""
+    def __init__(self, pretrained: Pretrained, module: BertForPreTraining | None = None) -> None:
+        """`module`: the model in memory, if it is. Raises ValueError for a Hugging Face folder without weights of a masked language
+        model."""
         import torch
 
+        pretrained.refuse_without_mlm_head()
         self.config, self.tokenizer = pretrained.config, pretrained.tokenizer
-        self.model = pretrained.language_model(torch.device("cpu"))
+        self.model = module or pretrained.model(torch.device("cpu"))
 
     def fill(self, text: str, top: int = 5) -> Filled:
-        """The `top` likeliest tokens for every [MASK]. Raises ValueError without a mask, with more than one for a causal model (which
-        was never trained on [MASK]), or for too long a text."""
-        refuse_without_mask(text)
+        """The `top` likeliest tokens for every [MASK], or the tokenizer's own name for it. Raises ValueError without a mask, with more
+        than one for a causal model (which was never trained on [MASK]), or for too long a text."""
+        own = self.tokenizer.tokens[self.tokenizer.mask_id]
+        if MASK not in text and own not in text:
+            raise ValueError(f"the text has no {MASK}{f' or {own}' * (own != MASK)}; put one where a word is wanted")
         import numpy as np
         import torch
 
         from megabert.data.packing import pack
         from megabert.data.tokenizer import UnknownTokens
+        from megabert.model import evaluating
 
         ids = np.array(self._encode(text))
         UnknownTokens(self.tokenizer).add([ids]).warn("the text")
@@ -50,7 +56,7 @@ class Filler:
             raise ValueError(f"the text has {len(ids)} tokens, the model takes at most {most}; shorten it")
         if causal and len(masks) > 1:
             raise ValueError(f"the run is causal and fills in one {MASK}, not {len(masks)}")
-        with torch.no_grad():
+        with evaluating(self.model):
             # a causal model predicts the mask from the token before it
             hidden = self.model.encode(**pack([ids], [len(ids)], causal=causal).inputs(), keep=masks - int(causal))
             best = self.model.mlm_logits(hidden).softmax(-1).topk(min(top, self.tokenizer.vocab_size))
@@ -73,11 +79,6 @@ class Filler:
         return shown if shown.isprintable() and shown else ascii(shown)
 
 
-def refuse_without_mask(text: str) -> None:
-    if MASK not in text:
-        raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
-
-
 def lines(filled: Filled) -> str:
     """A line for each mask: words and probabilities."""
     return "\n".join(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words) for words in filled)
@@ -94,7 +95,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.top < 1:
         raise ValueError(f"--top {args.top}: must be 1 or more")
-    refuse_without_mask(args.text)
     refuse_missing(args, "tokenizer")
     folder = model_folder(args.model)
     from megabert import hf

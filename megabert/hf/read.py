@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from megabert import checkpoint, config
 from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
+from megabert.common.files import appearing, canonical
 from megabert.common.logs import log
-from megabert.common.run_files import TOKENIZER_FILES
+from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
@@ -34,7 +35,6 @@ from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a Hugging Face folder
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
-CONFIG = "config.json"
 LARGEST_JSON = 256 << 20
 # Embeddings behind the tokenizer's last one, as of a vocabulary padded to a multiple of up to this number, are left out; more only
 # on request.
@@ -98,12 +98,16 @@ class Pretrained:
         built.load_state_dict(self.weights)
         return built.to(device, dtype).eval()
 
-    def language_model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
-        """The same, to predict words. Raises ValueError for a Hugging Face folder whose weights are no language model's."""
+    def refuse_without_mlm_head(self) -> None:
+        """Raises ValueError for a Hugging Face folder whose weights are not those of a language model."""
         if any(head.startswith(MLM_HEAD) for head in self.initialised):
             raise ValueError(
                 f"{self.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it predicts no words; name another"
             )
+
+    def language_model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
+        """`model`, to predict words. Raises as `refuse_without_mlm_head`."""
+        self.refuse_without_mlm_head()
         return self.model(device, dtype)
 
 
@@ -160,6 +164,18 @@ def _tokenizer_of_run(run_dir: Path, cfg: Config, sha256: str, named: str | Path
         f"{run_dir}: its tokenizer is neither in it nor in its dataset {cfg.data.path or '(none)'}; "
         "name the file with --tokenizer"
     )
+
+
+def write_run(pretrained: Pretrained, run: str | Path, files: Mapping[str, bytes] | None = None, **state: Any) -> None:
+    """Write the model as the only checkpoint, of step 0, of a new run folder: to evaluate, export or fine-tune, or to begin a run with
+    (`init_from`). `files`: others in the folder, by name; `state`: changed entries of its state. Raises ValueError for a folder that is
+    not empty."""
+    entries = {name: value for name, value in pretrained.state.items() if name != "step"} | state
+    with appearing(run, CONFIG) as new:
+        for name, data in {**pretrained.tokenizer.files(), **(files or {})}.items():
+            (new / name).write_bytes(data)
+        checkpoint.write_start(new, pretrained.weights, entries)
+        (new / CONFIG).write_bytes(canonical(entries))
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:

@@ -141,8 +141,14 @@ class Dataset:
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, row_id: int) -> dict[str, np.ndarray]:
-        return self.__getitems__([row_id])[0]
+    def __repr__(self) -> str:
+        return f"Dataset({self.place!r}: {self.rows:,} rows of {self.manifest.seq_len}, {self.manifest.vocab_size:,} tokens)"
+
+    def __getitem__(self, row_id: int | slice) -> Any:
+        """The row, counted from the end if negative, or a list of rows, as of `__getitems__`."""
+        if isinstance(row_id, slice):
+            return self.__getitems__(range(self.rows)[row_id])
+        return self.__getitems__([row_id + self.rows if -self.rows <= row_id < 0 else row_id])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Rows for torch's DataLoader, as they are stored, unmasked: `ids` int32 [T], `bounds` int32 [S, 2] and `isnext` int8
