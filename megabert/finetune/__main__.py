@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megabert.distributed.session import Session
 
 # Options that have a use with --predict.
-PREDICTING = ("model", "output", "predict", "lines", "text", "id", "precision", "local_rank")
+PREDICTING = ("model", "output", "predict", "lines", "probabilities", "text", "id", "precision", "local_rank")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -55,6 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "columns where they differ from those of training")  # fmt: skip
     add("--lines", action="store_true", help="with --predict: each line of FILE that is not blank is a text, numbered from 0; "
         "of a tag task the spans of its characters are written, as JSON lines")  # fmt: skip
+    add("--probabilities", action="store_true", help="with --predict: also a column of each label's probability")
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
@@ -94,8 +95,9 @@ def check(args: argparse.Namespace) -> int:
         tasks.located_finetuned(args.model)
         return OK
     task = parse_task(args)
-    if args.lines:
-        raise ValueError("--lines: is for --predict, not for training")
+    for name in ("lines", "probabilities"):
+        if getattr(args, name):
+            raise ValueError(f"--{name}: is for --predict, not for training")
     for name in ("train", "dev"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: name a file")
@@ -126,7 +128,10 @@ def predict(args: argparse.Namespace) -> int:
 
     signals.take_over(signals.interrupt)
     precision = "" if args.precision == "auto" else args.precision
-    count = prediction.predict_file(args.model, args.predict, args.output, args.text, args.id, precision, args.lines)
+    columns = args.text, args.id
+    count = prediction.predict_file(
+        args.model, args.predict, args.output, *columns, precision, lines=args.lines, probabilities=args.probabilities
+    )
     log.info(f"{args.output}: {count:,} predictions")
     return OK
 

@@ -103,11 +103,13 @@ def predict_file(
     identity: str = "",
     precision: str = "",
     lines: bool = False,
+    probabilities: bool = False,
 ) -> int:
     """Write a fine-tuned model's predictions for a file, ignoring its labels; returns their number.
 
     `text` and `identity` name the file's columns if they differ from those in training; without an id column examples are numbered.
-    `precision` is by default that of training; with `lines` each line of the file is a text. Raises ValueError naming what cannot be
+    `precision` is by default that of training; with `lines` each line of the file is a text; with `probabilities` those of the labels are
+    written too. Raises ValueError naming what cannot be
     used, without writing anything.
     """
     if Path(output).resolve() == Path(path).resolve():
@@ -122,10 +124,20 @@ def predict_file(
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity or task.id)
     if not identity and (lines or not datasets.has_ids(task, Path(path))):
         task = replace(task, id="")
-    return predict_with(model, task, Path(path), Path(output), world, lines)
+    if probabilities and task.kind not in ("classify", "multilabel"):
+        raise ValueError(f"--probabilities: are of the labels of a text, and {task.name} is a {task.kind} task")
+    return predict_with(model, task, Path(path), Path(output), world, lines, probabilities)
 
 
-def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: World, lines: bool = False) -> int:
+def predict_with(
+    model: Finetuned,
+    task: Task,
+    path: Path,
+    output: Path,
+    world: World,
+    lines: bool = False,
+    probabilities: bool = False,
+) -> int:
     """As `predict_file`, with a model from `ready` and its task with the file's columns."""
 
     unknown = UnknownTokens(model.tokenizer)
@@ -135,7 +147,7 @@ def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: 
         unknown.add(item.ids for item in items)
         return examples, items
 
-    def predicted() -> Iterator[tuple[list[Any], list[Any]]]:
+    def predicted() -> Iterator[tuple[list[Any], ...]]:
         rest = datasets.stream(task, path, labelled=False, lines=lines)
         chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
         threads, layout = workers(world.device), model.described.layout
@@ -143,9 +155,10 @@ def predict_with(model: Finetuned, task: Task, path: Path, output: Path, world: 
             for examples, items in chunks:
                 logits = compute_logits(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
                 described = model.described
-                yield examples, scores.decode(task, examples, items, logits, described.labels, described.threshold)
+                found = scores.decode(task, examples, items, logits, described.labels, described.threshold)
+                yield (examples, found, scores.probabilities(task, logits)) if probabilities else (examples, found)
                 bar.update(len(examples))
 
-    count = scores.write(task, predicted(), output)
+    count = scores.write(task, predicted(), output, model.described.labels if probabilities else ())
     unknown.warn(path)
     return count

@@ -92,6 +92,15 @@ def decode(
     return [labels[int(logits[i].argmax())] for (i,) in windows]
 
 
+def probabilities(task: Task, logits: Sequence[np.ndarray]) -> list[list[float]]:
+    """Of each text the probability of each label, by the softmax, or of several labels by the sigmoid, of its logits [k]."""
+    values = np.asarray(logits, np.float64).reshape(len(logits), -1)
+    if task.kind == "multilabel":
+        return (1 / (1 + np.exp(-values))).tolist()
+    exponents = np.exp(values - values.max(1, keepdims=True))
+    return (exponents / exponents.sum(1, keepdims=True)).tolist()
+
+
 def margins(logits: Sequence[np.ndarray]) -> np.ndarray:
     """float64 [n]: log odds of the second of two labels."""
     both = np.asarray(logits, np.float64)
@@ -333,10 +342,11 @@ def suffix(task: Task, examples: Sequence[Any]) -> str:
     return {"tag": tagged, "span": "json"}.get(task.kind, "tsv")
 
 
-def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], path: Path) -> int:
+def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, labels: Sequence[str] = ()) -> int:
     """Write the predictions of (examples, predictions) one chunk after the other, whole or not at all; their number.
 
-    Of texts: TSV with GLUE's columns `index` and `prediction` (several labels with commas between). Tags: word, true tag if known,
+    Of texts: TSV with GLUE's columns `index` and `prediction` (several labels with commas between), and one for each of `labels`, of
+    whose `probabilities` the chunks then have a third part. Tags: word, true tag if known,
     predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space; of plain texts JSON
     lines of `text` and `spans`, as they are read. Spans: SQuAD's JSON of id and text, and for 2.0 beside it
     `<name>.no_answer.json`, the probability of none.
@@ -345,8 +355,8 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing_file(path) as file:
         if task.kind not in ("tag", "span"):
-            file.write(b"index\tprediction\n")
-        for example, prediction in (pair for chunk in chunks for pair in zip(*chunk, strict=True)):
+            file.write(("\t".join(["index", "prediction", *labels]) + "\n").encode())
+        for example, prediction, *more in (row for chunk in chunks for row in zip(*chunk, strict=True)):
             if task.kind == "span":
                 answers[example.id] = prediction["text"]
                 doubts[example.id] = prediction["no_answer_probability"]
@@ -357,7 +367,8 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], Sequence[Any]]], pat
                 file.write((("\n" if count else "") + _tagged_words(example, prediction)).encode())
             else:
                 shown = ",".join(prediction) if isinstance(prediction, list) else prediction
-                file.write(f"{example.id}\t{shown}\n".encode())
+                cells = [example.id, str(shown), *(f"{p:.6f}" for p in (more[0] if more else ()))]
+                file.write(("\t".join(cells) + "\n").encode())
             count += 1
         if task.kind == "span":
             file.write(_as_json(answers))
