@@ -80,8 +80,10 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
     """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
-        known = f"{folder.name}: {', '.join(toml_names(folder))}"
-        raise ValueError(f"{option} {name}: no such {kind} or file; {known}")
+        names = toml_names(folder)
+        near = difflib.get_close_matches(Path(name).stem, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{option} {name}: no such {kind} or file; {folder.name}: {', '.join(names)}{hint}")
     try:
         return path, tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
