@@ -1,5 +1,12 @@
 """Settings of the site that `make docs` builds: Markdown pages, Sphinx' own theme, nothing fetched when built or viewed."""
 
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+
+from megabert.config import reference
+
 project = "MegaBERT"
 author = "The MegaBERT authors"
 project_copyright = author
@@ -15,3 +22,12 @@ html_theme_options = {
 }
 html_show_sphinx = False
 html_copy_source = False
+
+
+def write_configuration_page(app: Sphinx, _: Config) -> None:
+    """Write configuration.md, which git ignores, before Sphinx looks for pages."""
+    (Path(app.srcdir) / "configuration.md").write_text(reference.markdown())
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("config-inited", write_configuration_page)

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+# written by docs/conf.py when the site is built
+GENERATED = ROOT / "docs" / "configuration.md"
+DOCS = sorted(set((ROOT / "docs").glob("*.md")) - {GENERATED})
+PAGES = [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SOURCE = r"[\w.-]+(?:/[\w.-]+)+\.(?:py|cpp|cu|cuh|h|inl|sh|slurm|toml|md|svg)"
 MENTION = re.compile(rf"`({SOURCE})(?:::([\w.]+))?`")
 PLACEHOLDERS = re.compile(r"\b(?:OP|NAME|DIR|RUN|MODEL|START)\b|test_OP")
@@ -60,6 +63,11 @@ def test_every_folder_is_in_the_file_tree_of_the_readme() -> None:
         assert [name for name in sorted(folders) if f"{name}/" not in tree] == []
 
 
+def test_the_loop_in_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples/train_loop.py").read_text()
+    assert f"\n```python\n{example}```\n" in (ROOT / "README.md").read_text(), "quote examples/train_loop.py"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/planner.md", "docs/cluster.md"])
 def test_plans_in_the_text_are_computed(page: str, capsys) -> None:
     from megabert.commands.plan.__main__ import main
@@ -76,8 +84,9 @@ def test_plans_in_the_text_are_computed(page: str, capsys) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in DOCS:
         assert page.name == "index.md" or (f"]({page.name})" in index and f"\n{page.stem}\n" in index), page.name
+    assert f"\n{GENERATED.stem}\n" in index
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
@@ -88,9 +97,10 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_builds_and_asks_nothing_of_the_network(tmp_path) -> None:
     done = build(ROOT / "docs", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in [*DOCS, GENERATED]:
         html = (tmp_path / "site" / f"{page.stem}.html").read_text()
         assert not re.search(r"(?:src|href)=\"(?:https?:)?//(?!localhost)", html), page.name
+    assert ">optimizer.lr<" in (tmp_path / "site" / "configuration.html").read_text()
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with open(tmp_path / "docs" / "glossary.md", "a") as file:
         file.write("\n[nowhere](nowhere.md)\n")

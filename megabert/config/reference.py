@@ -1,6 +1,6 @@
 """Reference of the configuration: description, type, range and default of every key, and the sources of a run's values.
 
-python -m megabert.config.reference > docs/configuration.md
+`python -m megabert.config.reference` prints the page; docs/conf.py writes it when the site is built.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def describe_values(field: Any) -> str:
 
 
 def markdown() -> str:
-    """The page docs/configuration.md."""
+    """The page of all keys."""
     parts = [HEAD]
     for section, about, keys in sections():
         parts.append(
