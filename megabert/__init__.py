@@ -4,6 +4,9 @@ model = megabert.load("runs/mini")
 model.fill("The capital of France is [MASK].")     # for each [MASK] its likeliest (word, probability)
 model.encode(["one text", "another"])              # fp32 [2, hidden]
 model.export("hf/mini")                            # a folder that Hugging Face loads; model.save("runs/next"): one to train from
+with megabert.open_run("runs/new", "mini_modern", data="data/seq128") as trainer:
+    for update in trainer:                         # the loop of `megabert train`, in a program of one's own
+        print(update.step, float(update.result.host_loss))
 dataset = megabert.Dataset("data/seq128")          # verified rows, for torch's DataLoader too
 megabert.batches(dataset)                          # masked, in a run's order
 """
@@ -11,7 +14,7 @@ megabert.batches(dataset)                          # masked, in a run's order
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +30,10 @@ if TYPE_CHECKING:
     from megabert.data.tokenizer import Tokenizer
     from megabert.hf import Pretrained
     from megabert.model import BertForPreTraining
+    from megabert.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Dataset", "LoadedModel", "batches", "load"]
+__all__ = ["Dataset", "LoadedModel", "batches", "load", "open_run"]
 # vectors of a text from those of its tokens
 POOLS = ("mean", "max", "cls")
 
@@ -147,6 +151,42 @@ def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
     from megabert import hf
 
     return LoadedModel(hf.load(source, tokenizer))
+
+
+@contextmanager
+def open_run(
+    run: str | Path, config: str = "", *overrides: str, data: str = "", stop_after: int | None = None
+) -> Iterator[Trainer]:
+    """A run as `megabert train` opens it, new or resumed: `for update in trainer:` trains it update by update, and saves in the end, or
+    where Ctrl-C is pressed. In a process of its own, or in one that a launcher started as one of several ranks.
+
+    `config`: a preset or TOML file; `overrides`: texts `section.key=value`. An update has `step`, `objective` and `result`, whose
+    `host_loss` is read with float(); `trainer.last_eval` has the metrics of the last evaluation. Raises ValueError naming what is
+    missing or does not fit, Failed if files cannot be read or written.
+    """
+    import time
+
+    from megabert import train
+    from megabert.checkpoint import run_lock
+    from megabert.distributed import ranks, signals
+    from megabert.distributed.session import Session
+
+    limit = [] if stop_after is None else ["--stop-after", str(stop_after)]
+    args = train.parse(["--run", str(run), "--data", data, "--config", config, *limit, *overrides])
+    session, good = Session(), False
+    try:
+        trainer = train.open_trainer(args, session, time.time())
+        with closing(trainer):
+            yield trainer
+            if trainer.finished:
+                trainer.sinks.hparams(trainer.last_eval)
+        good = True
+    finally:
+        run_lock.release()
+        if session.watchdog is not None:
+            session.watchdog.stop(good)
+        ranks.shutdown()
+        signals.hand_back()
 
 
 def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, start: int = 0) -> Iterator[Batch]:

@@ -16,6 +16,7 @@ from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 
 if TYPE_CHECKING:
+    from megabert.spikes import PendingUpdate
     from megabert.workload import Workload
 
 # maximum number of updates whose results the host has not read from the device
@@ -54,7 +55,8 @@ class TrainState:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state in a checkpoint; missing fields have their initial values."""
+        """The state in a checkpoint; missing fields have their initial values, clocks that of training."""
+        saved = {**dict.fromkeys(("saved_seconds", "logged_seconds"), saved.get("seconds", 0.0)), **saved}
         return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
 
     def improved(self, loss: float) -> bool:
@@ -72,6 +74,12 @@ class TrainState:
                 f"the best checkpoint, of step {self.best_step:,}, is missing: the next evaluation counts as the best"
             )
             self.best_step, self.since_best = -1, 0
+
+
+def first_line(update: PendingUpdate, seconds: float, interval: int) -> str:
+    """The line for the terminal after the first update of a run, which took so many seconds."""
+    loss = f"{update.objective} loss {float(update.result.host_loss):.4f}"
+    return f"step       1  {loss}  in {seconds:.1f} s; a line every {interval} updates"
 
 
 class RunSchedule:

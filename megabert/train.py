@@ -130,12 +130,28 @@ def print_or_check(args: argparse.Namespace) -> int:
 
 
 def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
-    """Open the run and train; returns the exit code. Raises ValueError, BadTraining, Failed and RankRefused."""
+    """Open the run and train; returns the exit code. Raises as `open_trainer`, and BadTraining."""
+    from megabert.distributed.signals import REQUEUE
+
+    trainer = open_trainer(args, ranks, started)
+    ranks.errors_may_differ = True
+    try:
+        if not trainer.train():
+            return REQUEUE
+        trainer.sinks.hparams(trainer.last_eval)
+        log.info(ending(trainer, args))
+        return OK
+    finally:
+        trainer.close()
+
+
+def open_trainer(args: argparse.Namespace, ranks: Session, started: float) -> Trainer:
+    """Check the arguments, join the ranks, and open the run. Raises ValueError, Failed and RankRefused."""
     from megabert import config as configuration
     from megabert.common.environment import keep_freed_memory
     from megabert.config import flat
     from megabert.distributed.ranks import check_same, on_main
-    from megabert.distributed.signals import REQUEUE, end_of_time
+    from megabert.distributed.signals import end_of_time
     from megabert.objectives import extras
     from megabert.open_run import open_run
     from megabert.sinks import check_packages
@@ -153,7 +169,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
     check_same(ranks.world, flat(config.model_dump()))
     on_main(ranks.world, lambda: check_packages(config))
-    trainer = open_run(
+    return open_run(
         Path(args.run),
         config,
         ranks.world,
@@ -165,15 +181,6 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
         extras=extras(),
     )
-    ranks.errors_may_differ = True
-    try:
-        if not trainer.train():
-            return REQUEUE
-        trainer.sinks.hparams(trainer.last_eval)
-        log.info(ending(trainer, args))
-        return OK
-    finally:
-        trainer.close()
 
 
 def ending(trainer: Trainer, args: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +30,7 @@ from megabert.engine import Engine, RankMetrics, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
 from megabert.optim.rate_record import RateRecord
-from megabert.progress import RunSchedule, TrainState
+from megabert.progress import RunSchedule, TrainState, first_line
 from megabert.sinks import Sinks
 from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge
 
@@ -74,10 +74,10 @@ class Trainer:
         # the newest report of all ranks, and the largest `Sync.stop` so far
         self.last_report: Sync | None = None
         self.stopping = 0
-        # whether a checkpoint and a log line are due after the newest update
-        self.save_due = self.line_due = False
+        self.finished = False  # over, and saved
+        self.save_due = self.line_due = False  # a checkpoint and a log line, after the newest update
         self.schedule.state.cursor = cursor
-        self.newest: PendingUpdate | None = None
+        self.newest: Any = None  # PendingUpdate
         self.row_digest = RowDigest()
         self.rank_stats = RankMetrics(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
         self.last_eval: dict[str, float] = {}
@@ -91,7 +91,6 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """Progress of the run."""
         return self.schedule.state
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -99,10 +98,17 @@ class Trainer:
     def train(self) -> bool:
         """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false if the same command has to
         resume. Raises Failed if the save fails, and RankRefused after it if nobody reads the output any more."""
+        for _ in self:
+            pass
+        return self.finished
+
+    def __iter__(self) -> Iterator[PendingUpdate]:
+        """The loop of `train`: gives each update, after its log line, evaluation and save. Whoever leaves it before its end leaves the run
+        at the newest checkpoint."""
         self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
         if self.stopping and not self.schedule.over and self.state.step <= max(self.saves.step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
-            return False
+            return
         self.watchdog.opened()
         self.start()
         while not self.schedule.over and not self.stopping:
@@ -116,8 +122,7 @@ class Trainer:
             if self.schedule.complete or self.line_due:
                 self.write_log_line(lr)
             elif self.state.step == 1:
-                loss, seconds = f"{update.objective} loss {float(result.host_loss):.4f}", time.perf_counter() - started
-                log.info(f"step       1  {loss}  in {seconds:.1f} s; a line every {self.config.log.interval} updates")
+                log.info(first_line(self.newest, time.perf_counter() - started, self.config.log.interval))
             self.stop.updated(time.perf_counter() - started)
             if self.schedule.complete or self.workload.evaluation_due(self.state.step):
                 self.evaluate_in_time()
@@ -125,27 +130,25 @@ class Trainer:
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
+            yield self.newest
         self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
         self.checkpoints.finish_mirror()
-        over = self.schedule.over and not self.state.evaluation_owed
-        if not over:
-            saved = f"saved at step {self.state.step:,}; the same command resumes"
-            if self.stopping == UNREAD:
-                # keepers restart ranks after FAILED, with the same output
-                raise RankRefused(f"Broken pipe: nobody reads the output; {saved}", REQUEUE if self.copies else FAILED)
+        self.finished = self.schedule.over and not self.state.evaluation_owed
+        saved = f"saved at step {self.state.step:,}; the same command resumes"
+        if not self.finished and self.stopping == UNREAD:
+            # keepers restart ranks after FAILED, with the same output
+            raise RankRefused(f"Broken pipe: nobody reads the output; {saved}", REQUEUE if self.copies else FAILED)
+        if not self.finished:
             log.info(f"stopped: {saved}")
-        return over
 
     def start(self) -> None:
         """Evaluate and save before the first update, where this is due."""
         if self.stopping:
             return
-        begins = self.saves.step < 0 and not self.state.step
-        if self.state.evaluation_owed or (begins and self.workload.evaluation_due(0)):
+        new = self.saves.step < 0
+        if self.state.evaluation_owed or (new and not self.state.step and self.workload.evaluation_due(0)):
             self.evaluate_in_time()
-        if self.saves.step >= 0 and not self.save_due:
-            return
-        if self.config.spikes.policy == "rollback" or self.save_due:
+        if self.save_due or (new and self.config.spikes.policy == "rollback"):
             self.save()  # a checkpoint to roll back to, or the best one so far
 
     def train_update(self) -> tuple[Any, float, UpdateResult]:
@@ -221,8 +224,7 @@ class Trainer:
 
     def receive_reports(self) -> None:
         """Wait for the reports of all ranks, if one was sent, and process them. Raises RankRefused if a rank has no data."""
-        sync = self.reports.receive()
-        if sync is None:
+        if (sync := self.reports.receive()) is None:
             return
         self.last_report = sync
         self.state.seconds += sync.nanoseconds / 1e9
@@ -263,8 +265,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate, and write the metrics to the sinks. A collective."""
-        started = time.perf_counter()
-        state, patience = self.state, self.config.eval.patience
+        state, patience, started = self.state, self.config.eval.patience, time.perf_counter()
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
         state.evaluation_owed = False
         state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
@@ -319,8 +320,7 @@ class Trainer:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
-        older = {"saved_seconds": saved["seconds"], "logged_seconds": saved["seconds"]}
-        self.schedule.state = state = TrainState.of({**older, **saved})
+        self.schedule.state = state = TrainState.of(saved)
         self.saves.step = self.checkpoints.step
         if state.best_step >= 0:
             state.forget_missing_best(self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None))

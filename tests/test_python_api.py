@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +91,39 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         model.encode(["text", 5])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"dataset: expected megabert\.Dataset, got 'data'"):
         next(megabert.batches("data"))  # type: ignore[arg-type]
+
+
+OWN_LOOP = """
+import sys, megabert
+run, data, *overrides = sys.argv[1:]
+for end in (4, None):
+    with megabert.open_run(run, "tiny", *overrides, data=data, stop_after=end) as trainer:
+        for update in trainer:
+            print(update.step, update.objective, float(update.result.host_loss))
+        print("finished", trainer.finished)
+"""
+
+
+@pytest.mark.dist
+def test_a_run_is_trained_update_by_update(tmp_path: Path) -> None:
+    """In one process, stopped and opened again: the losses of `megabert train` on the same data."""
+    overrides = ["batch.global_size=16", "batch.micro_size=16", "schedule.total_steps=7", "schedule.warmup_steps=2"]
+    overrides += ["log.interval=1", "eval.rows=16", "data.workers=0", "peak_tflops=1.0", "log.tensorboard=false"]
+
+    def python(*command: object) -> str:
+        done = subprocess.run(
+            [sys.executable, *map(str, command), *overrides], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    own = python("-c", OWN_LOOP, tmp_path / "own", GOLDEN)
+    found = re.findall(r"^(\d+) mlm (\d+\.\d+)$", own, re.M)
+    assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 6, 7], own
+    assert re.findall(r"^finished (True|False)$", own, re.M) == ["False", "True"]
+    python("-m", "megabert", "train", "--config", "tiny", "--data", GOLDEN, "--run", tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    want = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert [float(loss) for _, loss in found] == pytest.approx(want, rel=1e-5)
+    mine = [json.loads(line) for line in (tmp_path / "own/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in mine if "train/loss" in line] == want, "and it writes the same files"
