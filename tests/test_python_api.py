@@ -118,7 +118,7 @@ def test_a_run_is_trained_update_by_update(tmp_path: Path) -> None:
         return done.stdout
 
     own = python("-c", OWN_LOOP, tmp_path / "own", GOLDEN)
-    found = re.findall(r"^(\d+) mlm (\d+\.\d+)$", own, re.M)
+    found = re.findall(r"^(\d+) masked (\d+\.\d+)$", own, re.M)
     assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 6, 7], own
     assert re.findall(r"^finished (True|False)$", own, re.M) == ["False", "True"]
     python("-m", "megabert", "train", "--config", "tiny", "--data", GOLDEN, "--run", tmp_path / "run")
