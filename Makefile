@@ -9,14 +9,15 @@ WORKERS ?= 4
 PYTEST_ARGS ?=
 export CORPUS ONLY
 
-.PHONY: help venv wheel quickstart test lint format docs soak bench clean
+.PHONY: help venv wheel sdist quickstart test lint format docs soak bench clean
 
 help:
 	@echo "make quickstart [CORPUS=\"path ...\"]  shards from real text, train, stop, resume, evaluate"
 	@echo "make test [PYTEST_ARGS=\"...\"]        lint, types and the default tests"
 	@echo "make format                          layout and what the linter can mend by itself"
 	@echo "make docs                            the pages of docs/ as a site in build/docs"
-	@echo "make wheel                           dist/*.whl with the CUDA kernels, for machines like this one"
+	@echo "make wheel [MEGABERT_CUDA=0]         dist/*.whl with the CUDA kernels, or without them"
+	@echo "make sdist                           dist/*.tar.gz, from which the wheel and the environment are built"
 	@echo "make lint | soak | bench | venv | clean"
 
 venv:
@@ -24,10 +25,13 @@ ifneq ($(VENV),)
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" bash launch/venv.sh
 endif
 
-# For sm_80, sm_89, sm_90, sm_100 and newer by PTX; TORCH_CUDA_ARCH_LIST names others.
-wheel: export MEGABERT_CUDA := 1
+# For sm_80, sm_89, sm_90, sm_100 and newer by PTX; TORCH_CUDA_ARCH_LIST names others. MEGABERT_CUDA=0: for CPUs alone.
+wheel: export MEGABERT_CUDA ?= 1
 wheel: venv
 	$(RUN_IN) python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w dist .
+
+sdist: venv
+	$(RUN_IN) python setup.py --quiet sdist
 
 quickstart: venv
 	@$(RUN_IN) bash launch/quickstart.sh

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -187,9 +188,17 @@ def up_to_date(made: Path, command: list[str]) -> bool:
     return all(path.is_file() and path.stat().st_mtime <= made.stat().st_mtime for path in paths)
 
 
+def wheel_options(with_cuda: bool) -> dict[str, str]:
+    """The wheel's tags: any Python from 3.11 on and any glibc from GLIBC on, and a build of its own with CUDA kernels."""
+    options = {"py_limited_api": "cp311"}
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        options["plat_name"] = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+    return options | ({"build_number": "1cuda"} if with_cuda else {})
+
+
 cpp, cuda = native_sources()
 setup(
     ext_modules=[Extension("megabert._native", cpp + cuda, py_limited_api=True)] if cpp else [],
     cmdclass={"build_ext": BuildNative},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={"bdist_wheel": wheel_options(bool(cuda))} if cpp else {},
 )

@@ -272,7 +272,7 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
     done = build(folder, "setup.py", "-q", "bdist_wheel", MEGABERT_CUDA="0")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = (folder / "dist").glob("*.whl")
-    assert "-cp311-abi3-" in wheel.name
+    assert re.fullmatch(r"megabert-[0-9.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
     assert sorted(n for n in names if n.endswith(".toml")) == [
         f"megabert/presets/{path.name}" for path in sorted((ROOT / "megabert/presets").glob("*.toml"))
@@ -296,3 +296,23 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
     broken = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0")
     assert broken.returncode == 1 and "error: compiling csrc/registration.cpp failed" in broken.stderr
     assert (folder / "megabert/_native.abi3.so").is_file(), "the library that worked is kept"
+
+
+@pytest.mark.slow
+def test_the_source_package_holds_what_the_build_needs(tmp_path) -> None:
+    """It is unpacked, and its own setup.py finds every native source; the commands of the Makefile that it has find theirs."""
+    made = build(
+        ROOT, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), MEGABERT_CUDA="0"
+    )
+    assert made.returncode == 0, made.stdout[-3000:] + made.stderr[-3000:]
+    (archive,) = tmp_path.glob("megabert-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "out", filter="data")
+    (root,) = (tmp_path / "out").iterdir()
+    needed = tracked(
+        "csrc/**/*", "csrc/*", "launch/*", "launch/**/*", "megabert/**/*.py", "data_prep/**/*.py", "megabert/presets/*"
+    )
+    assert [path for path in needed if not (root / path.relative_to(ROOT)).is_file()] == []
+    assert {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= set(
+        os.listdir(root)
+    )
+    assert not list(root.rglob("*.so"))
