@@ -7,7 +7,10 @@ VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")
 WORKERS ?= 4
 PYTEST_ARGS ?=
-export CORPUS ONLY
+export ONLY
+# of `make quickstart`: CORPUS="path …", OUT, STEPS, RANKS, SEQ_LEN, VOCAB, EXTRA="section.key=value …"
+QUICKSTART = $(if $(CORPUS),--input $(CORPUS)) $(if $(OUT),--output "$(OUT)") $(if $(STEPS),--steps $(STEPS)) \
+  $(if $(RANKS),--ranks $(RANKS)) $(if $(SEQ_LEN),--seq-len $(SEQ_LEN)) $(if $(VOCAB),--vocab-size $(VOCAB))
 
 .PHONY: help venv wheel sdist quickstart test lint format docs soak bench clean
 
@@ -34,7 +37,7 @@ sdist: venv
 	$(RUN_IN) python setup.py --quiet sdist
 
 quickstart: venv
-	@$(RUN_IN) bash launch/quickstart.sh
+	@$(RUN_IN) python -m megabert quickstart $(EXTRA) $(QUICKSTART)
 
 lint: venv
 	$(RUN_IN) ruff check .

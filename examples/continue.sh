@@ -2,14 +2,14 @@
 # A model of general text continues on one's own text: what it learns there, and what it forgets. docs/continue.md explains the settings.
 #   examples/continue.sh OUT GENERAL OWN    GENERAL, OWN: a file or folder of text each; everything is written into OUT
 #   VOCAB=8000 SEQ_LEN=128                  sizes
-#   CONFIG=launch/quickstart.toml           a preset or file with model.nsp=false
+#   CONFIG=quickstart                       a preset or file with model.nsp=false
 #   PHASES='[{share = 0.3, data.masking.strategy = "causal"}, {share = 0.7}]'      a detour through causal LM
 #   BASE="section.key=value …"              further settings of the general model's training
 #   EXTRA="section.key=value …"             of the training that continues
 set -euo pipefail
 [ $# -eq 3 ] || { echo "usage: examples/continue.sh OUT GENERAL OWN" >&2 && exit 2; }
 out=$1
-config=${CONFIG:-launch/quickstart.toml}
+config=${CONFIG:-quickstart}
 read -r -a base <<<"${BASE:-}"
 read -r -a extra <<<"${EXTRA:-}"
 

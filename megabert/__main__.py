@@ -36,6 +36,7 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command("megabert.commands.quickstart.__main__", "text to a trained and evaluated model in minutes"),
     "doctor": Command("megabert.commands.doctor", "what is installed, what each operation will use, what is missing"),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, verify, inspect, push"),
     "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),

@@ -17,6 +17,7 @@ import pytest
 
 from megabert import hf as pretrained
 from megabert.checkpoint import write_start
+from megabert.commands.quickstart import results
 from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -122,12 +123,12 @@ def test_python_api(tmp_path, monkeypatch, capsys) -> None:
     assert float(shown.split("loss ")[1]) > 100, "a wrong answer given with certainty"
 
 
-def test_what_it_learned(tmp_path, capsys) -> None:
+def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:
     """The two accuracies are one, counted here too."""
     most, tokenizer = run_of_a_constant(tmp_path)
     lines = [{"step": n, "train/loss": 9.0 - n / 10} for n in range(1, 61)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    runpy.run_path(str(ROOT / "examples/what_it_learned.py"))["main"](str(tmp_path), str(OLD))
+    results.main(str(tmp_path), str(OLD))
     shown = capsys.readouterr().out
     figures = re.search(r"accuracy: ([\d.]+%) of ([\d,]+) held-out masks; .*? \('(.*)'\): ([\d.]+%)", shown)
     assert figures and figures[1] == figures[4] and figures[3] == "a blank" and tokenizer.tokens[most] == " "

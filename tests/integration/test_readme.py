@@ -238,7 +238,7 @@ def test_every_command_has_a_step() -> None:
 def test_the_two_commands_are_make_targets() -> None:
     shown = run("make --dry-run test", ROOT)
     assert "ruff check" in shown and "mypy" in shown and "pytest" in shown
-    assert "launch/quickstart.sh" in run("make --dry-run quickstart", ROOT)
+    assert "megabert quickstart" in run("make --dry-run quickstart", ROOT)
 
 
 @pytest.mark.slow

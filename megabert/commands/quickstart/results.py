@@ -1,6 +1,6 @@
 """Results of a run: training loss, three held-out sentences filled in before and after training, accuracy.
 
-python examples/what_it_learned.py runs/quickstart/run runs/quickstart/data
+python -m megabert.commands.quickstart.results runs/quickstart/run runs/quickstart/data
 
 The sentences are the first in the held-out documents that fit a line and have a frequent word to mask, independent of the model. The
 accuracy is compared with that of always predicting the most frequent token of the training rows.
