@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = copied(args.run, weights=False) if storage.is_url(args.run) else Path(args.run)
     run, output = read_run(folder), args.output or folder / OUTPUT
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is not a folder {output.parent}")
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
         raise ValueError(f"{output}: exists and is not a report; name another file with --output")
     write_whole(output, render(run))

@@ -187,7 +187,7 @@ def test_a_beginning_run_has_a_report(tmp_path: Path) -> None:
         (["damaged"], "damaged/config.json: holds no configuration"),
         (["list"], "list/config.json: holds no configuration"),
         (["run", "--output", "data"], "data: Is a directory"),
-        (["run", "--output", "no/x.html"], "--output no/x.html: there is not a folder no"),
+        (["run", "--output", "no/x.html"], "--output no/x.html: there is no folder no"),
         (["run", "--output", "run/config.json"], "run/config.json: exists and is not a report"),
     ],
 )
