@@ -195,6 +195,10 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
     return rows
 
 
+# peers' names in plots
+NAMES = {"hf-modern": "Hugging Face ModernBERT", "hf-tuned": "Hugging Face BERT", "hf-loop": "Hugging Face BERT, not tuned"}
+
+
 def plot(entries: list[Entry], path: Path) -> None:
     """Write .svg or .png: a line for each seed, a colour for each entry, ours solid and the peer's dashed.
 
@@ -215,14 +219,16 @@ def plot(entries: list[Entry], path: Path) -> None:
     across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for colour, entry in enumerate(entries):
-        look = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": f"C{colour}", "marker": "."}
-        label = entry["recipe"] + (f", {entry['track']}" if several else "")
+        ours = entry["system"] == "megabert"
+        look = {"linestyle": "-" if ours else "--", "color": f"C{colour}", "marker": "."}
+        label = f"MegaBERT, {entry['recipe']}" if ours else NAMES.get(entry["recipe"], entry["recipe"])
+        label += f", {entry['track']}" if several else ""
         for number, run in enumerate(entry["seeds"].values()):
             points = [point for point in run["curve"] if across(point) > 0 or not several]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
                 values = [across(point) for point in points], [point[name] for point in points]
                 panel.plot(*values, label=None if number else label, **look)
-    for panel, title in zip(panels, ("held-out MLM loss", "held-out accuracy"), strict=True):
+    for panel, title in zip(panels, ("held-out loss (masked LM, nats)", "held-out accuracy"), strict=True):
         panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
         if several:
             panel.set_xscale("log")
