@@ -1,6 +1,7 @@
-"""Sinks of a run: where its metrics and samples are written.
+"""Sinks of a run: its own files, and trackers, where its metrics and samples are written.
 
-`metrics.jsonl` is authoritative; TensorBoard and Weights & Biases show the same numbers.
+`metrics.jsonl` is authoritative; trackers (`log.tensorboard`, `log.wandb`, `log.to`) show the same numbers. What a tracker raises, and
+what it is too slow for, never stops or delays training.
 """
 
 from __future__ import annotations
@@ -8,22 +9,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
+from megabert.common.errors import describe
 from megabert.common.files import write_whole
+from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
-from megabert.config import Config, flat
+from megabert.config import Config
 
-# TensorBoard sorts groups by name and shows the first one: the losses
-FIRST_CURVES = {"train/loss": "1_loss/training", "eval/mlm_loss": "1_loss/held_out"}
-# ranks up to which TensorBoard has a curve for each; with more a histogram
-RANK_CURVES = 64
+# class of each tracker, and the package that it needs, which is also an extra
+TRACKERS = {
+    "tensorboard": ("megabert.trackers.tensorboard:TensorBoard", ""),
+    "wandb": ("megabert.trackers.wandb:WeightsAndBiases", "wandb"),
+    "mlflow": ("megabert.trackers.mlflow:MLflow", "mlflow"),
+    "trackio": ("megabert.trackers.trackio:Trackio", "trackio"),
+}
+# of a tracker without a project
+PROJECT = "megabert"
+# calls that may wait for a tracker; more are dropped and counted
+MOST_WAITING = 1000
+# seconds in which a tracker has to take what is left, and to close
+CLOSING = 60.0
 
 
 class Sink:
@@ -74,80 +86,59 @@ class SampleLines(JsonLines):
             super().write({"step": step, "samples": samples})
 
 
-class TensorBoard(Sink):
-    """Scalars, samples and the resolved config as text, hparams with the final evaluation."""
+class Guarded(Sink):
+    """A tracker with a thread of its own. Its first error is logged and ends it."""
 
-    def __init__(self, folder: Path, config: Config, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, name: str, tracker: Sink) -> None:
+        self._name, self._tracker = name, tracker
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(MOST_WAITING)
+        self._dropped, self._failed = 0, False
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        self._config = config
-        text = json.dumps(config.model_dump(), indent=2)
-        self._writer.add_text("config", f"```json\n{text}\n```", max(resume_step, 0))
+    def _work(self) -> None:
+        for method, arguments in iter(self._calls.get, None):
+            self._call(method, *arguments)
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._failed and method != "close":
+            return
+        try:
+            getattr(self._tracker, method)(*arguments)
+        except Exception as error:  # of a library or a network: it must not end training
+            if not self._failed:
+                log.warning(
+                    f"log.to={self._name} fails and is left out from here on ({describe(error)[:200]}); {METRICS} goes on"
+                )
+            self._failed = True
+
+    def _put(self, method: str, *arguments: Any) -> None:
+        try:
+            self._calls.put_nowait((method, arguments))
+        except queue.Full:
+            if not self._dropped:
+                log.warning(f"log.to={self._name} is {MOST_WAITING} lines behind and loses some; {METRICS} has all")
+            self._dropped += 1
 
     def write(self, values: dict[str, Any]) -> None:
-        step = values["step"]
-        for name, value in _numbers(values).items():
-            self._writer.add_scalar(name, value, step)
-            if name in FIRST_CURVES:
-                self._writer.add_scalar(FIRST_CURVES[name], value, step)
-        for name, value in values.items():
-            if isinstance(value, list) and name.startswith("perf/rank_"):
-                if len(value) > RANK_CURVES:
-                    self._writer.add_histogram(name, np.array(value), step)
-                    continue
-                for rank, seconds in enumerate(value):
-                    self._writer.add_scalar(f"{name}/{rank:02}", seconds, step)
+        self._put("write", dict(values))
 
     def show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        if samples:
-            self._writer.add_text("samples", as_markdown(samples), step)
+        self._put("show", step, list(samples))
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        settings = flat(self._config.model_dump()) | {"phases": str(self._config.phases)}
-        self._writer.add_hparams(settings, _final(results), run_name="hparams")
+        self._put("conclude", dict(results))
 
     def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases(Sink):
-    """A run of the project `log.wandb`, continued after restarts. WANDB_MODE=offline keeps it in the run's folder."""
-
-    def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run starts at step 0. Raises ValueError where Weights & Biases refuses."""
-        self._wandb: Any = importlib.import_module("wandb")
-        known = folder / SINK_IDS
-        ids = json.loads(known.read_text()) if known.is_file() and not fresh else {}
-        run_id = ids.get("wandb") or secrets.token_hex(8)
+        ends = time.monotonic() + CLOSING
         try:
-            self._run = self._wandb.init(
-                project=config.log.wandb,
-                id=run_id,
-                name=folder.resolve().name,
-                dir=str(folder),
-                config=config.model_dump(),
-                resume="allow",
-                settings=self._wandb.Settings(console="off", silent=True),
-            )
-        except self._wandb.errors.Error as error:
-            raise ValueError(
-                f"log.wandb={config.log.wandb}: {' '.join(str(error).split())}; `wandb login`, or WANDB_MODE=offline"
-            ) from None
-        # with an explicit step: after a resume or a rollback steps are repeated
-        self._run.define_metric("*", step_metric="step")
-        write_whole(known, json.dumps({"wandb": run_id}).encode())
-
-    def write(self, values: dict[str, Any]) -> None:
-        self._run.log({"step": values["step"]} | _numbers(values))
-
-    def conclude(self, results: Mapping[str, float]) -> None:
-        self._run.summary.update(_final(results))
-
-    def close(self) -> None:
-        self._run.finish()
-        # its process does not accept the same id twice, as after a rollback
-        self._wandb.teardown()
+            self._calls.put(None, timeout=CLOSING)
+        except queue.Full:
+            ends = 0.0
+        self._thread.join(max(0.0, ends - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning(f"log.to={self._name} did not finish within {CLOSING:g} s and is left; {METRICS} has all")
 
 
 class Sinks:
@@ -158,12 +149,10 @@ class Sinks:
         self._sinks: list[Sink] = []
         if folder is None:
             return
-        fresh = saved_step < 0
-        if config.log.wandb:
-            self._sinks.append(WeightsAndBiases(folder, config, fresh))
-        self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step)]
-        if config.log.tensorboard:
-            self._sinks.append(TensorBoard(folder / "tensorboard", config, saved_step))
+        made = [
+            Guarded(name, tracker(folder, config, saved_step, project)) for name, tracker, project in trackers(config)
+        ]
+        self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step), *made]
 
     def write(self, values: dict[str, Any]) -> None:
         for sink in self._sinks:
@@ -186,38 +175,51 @@ class Sinks:
                 stack.callback(sink.close)
 
 
+def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Name, class and project of each tracker of a run. Raises ValueError naming one that does not exist or lacks its package."""
+    asked = ["tensorboard"] * config.log.tensorboard + [f"wandb={config.log.wandb}"] * bool(config.log.wandb)
+    for text in dict.fromkeys([*asked, *config.log.to]):
+        name, _, project = text.partition("=")
+        place, package = TRACKERS.get(name, (name, ""))
+        if package and importlib.util.find_spec(package) is None:
+            setting = f"log.wandb={project}" if text in asked else f"log.to={text}"
+            raise ValueError(
+                f"{setting}: {package} is not installed; pip install 'megabert[{package}]', or remove the setting"
+            )
+        module, colon, kind = place.partition(":")
+        if not colon:
+            raise ValueError(
+                f"log.to={text}: choose of {', '.join(TRACKERS)}, or name a class, as package.module:Class"
+            )
+        try:
+            yield name, getattr(importlib.import_module(module), kind), project or PROJECT
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"log.to={text}: {error}") from None
+
+
 def check_packages(config: Config) -> None:
-    """Raises ValueError naming a setting whose package is not installed."""
-    if config.log.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'megabert[wandb]', or remove the setting"
-        )
+    """Raises as `trackers`."""
+    for _ in trackers(config):
+        pass
 
 
-def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
-    """The samples as Markdown for TensorBoard: each with numbered masks, followed by the predictions for each mask."""
-    lines = []
-    for sample in samples:
-        tokens = [_escaped(token) for token in sample["tokens"]]
-        answers = []
-        for number, mask in enumerate(sample["masks"], 1):
-            words = ", ".join(f"{_escaped(word)} {p:.0%}" for word, p in mask["predicted"])
-            answers.append(f"{number}. **{tokens[mask['at']]}**: {words}")
-            tokens[mask["at"]] = f" **[{number}]**"
-        lines += ["".join(tokens).strip(), "", *answers, ""]
-    return "\n".join(lines)
+def known_id(folder: Path, name: str, resume_step: int) -> str:
+    """The id of a tracker's run that this run continues; "" for a new one."""
+    file = folder / SINK_IDS
+    return str(json.loads(file.read_text()).get(name, "")) if resume_step >= 0 and file.is_file() else ""
 
 
-def _escaped(token: str) -> str:
-    """A token, escaped for Markdown."""
-    shown = token if token.isprintable() else ascii(token)
-    return "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in shown)
+def keep_id(folder: Path, name: str, run_id: str) -> None:
+    """Remember the id of a tracker's run, for the next job."""
+    file = folder / SINK_IDS
+    write_whole(file, json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | {name: run_id}).encode())
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line: numbers whose name has a section."""
     return {name: value for name, value in values.items() if "/" in name and isinstance(value, int | float)}
 
 
-def _final(results: Mapping[str, float]) -> dict[str, float]:
+def final(results: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of the last evaluation under the names of final ones."""
     return {f"final/{name.split('/', 1)[-1]}": value for name, value in results.items()}

@@ -26,7 +26,7 @@ MEGABERT = (
     ("evaluation",),
     ("trainer",),
     ("workload",),
-    ("objectives",),
+    ("objectives", "trackers"),
     ("open_run",),
     ("finetune",),
     ("commands",),
@@ -55,7 +55,7 @@ def staircase(package: str, rows: tuple[tuple[str, ...], ...]) -> dict[str, set[
     return allowed
 
 
-LEAVES = ("megabert.hf", "megabert.objectives", "megabert.finetune", "megabert.commands")
+LEAVES = ("megabert.hf", "megabert.objectives", "megabert.trackers", "megabert.finetune", "megabert.commands")
 # what puts core and leaves together
 COMPOSED = ("megabert.train", "megabert.__main__")
 STAIRS = staircase("megabert", MEGABERT) | staircase("data_prep", DATA_PREP)
@@ -88,9 +88,11 @@ OWNERS = {
     "scipy": ("megabert.finetune.scores",),
     "seqeval": ("megabert.finetune.scores",),
     "sklearn": ("megabert.finetune.scores",),
-    "tensorboard": ("megabert.sinks",),
-    "torch.utils.tensorboard": ("megabert.sinks",),
-    "wandb": ("megabert.sinks",),
+    "mlflow": ("megabert.trackers",),
+    "tensorboard": ("megabert.trackers",),
+    "torch.utils.tensorboard": ("megabert.trackers",),
+    "trackio": ("megabert.trackers",),
+    "wandb": ("megabert.trackers",),
     "transformers": ("megabert.finetune.onnx",),  # what is exported loads there; its ONNX is made from it
 }
 

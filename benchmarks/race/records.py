@@ -196,7 +196,11 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
 
 
 # peers' names in plots
-NAMES = {"hf-modern": "Hugging Face ModernBERT", "hf-tuned": "Hugging Face BERT", "hf-loop": "Hugging Face BERT, not tuned"}
+NAMES = {
+    "hf-modern": "Hugging Face ModernBERT",
+    "hf-tuned": "Hugging Face BERT",
+    "hf-loop": "Hugging Face BERT, not tuned",
+}
 
 
 def plot(entries: list[Entry], path: Path) -> None:

@@ -384,6 +384,10 @@ class LogConfig(Section):
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
     wandb: str = Field("", description="project of Weights & Biases for the metrics; empty: none")
+    to: list[str] = Field(
+        [],
+        description="trackers: wandb, mlflow, trackio, each also as NAME=PROJECT, or a class of one's own as package.module:Class",
+    )
 
 
 class Config(Section):

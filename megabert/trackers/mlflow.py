@@ -1,0 +1,60 @@
+"""MLflow: a run of an experiment, by the client of the `mlflow` or `mlflow-skinny` package. MLFLOW_TRACKING_URI names the server or folder;
+without it the run is kept in the run's folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megabert.config import Config, flat
+from megabert.sinks import Sink, final, keep_id, known_id, numbers
+
+# characters of a parameter that a server takes
+LONGEST = 6000
+
+
+class MLflow(Sink):
+    """Metrics by step, settings as parameters, samples as JSON artifacts."""
+
+    def __init__(self, folder: Path, config: Config, resume_step: int, project: str) -> None:
+        """Raises ValueError where MLflow refuses."""
+        mlflow: Any = importlib.import_module("mlflow")
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        self._client = mlflow.MlflowClient(place)
+        try:
+            experiment = self._client.get_experiment_by_name(project)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            self._run = known_id(folder, "mlflow", resume_step)
+            if self._run:
+                self._client.update_run(self._run, status="RUNNING")
+            else:
+                self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
+                settings = flat(config.model_dump()) | {"phases": config.phases}
+                parameters = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
+                self._client.log_batch(self._run, params=parameters)
+        except mlflow.exceptions.MlflowException as error:
+            raise ValueError(f"log.to=mlflow={project}: {' '.join(str(error).split())}") from None
+        keep_id(folder, "mlflow", self._run)
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._log(numbers(values), values["step"])
+
+    def show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        if samples:
+            self._client.log_text(self._run, json.dumps(samples, ensure_ascii=False), f"samples/{step:08d}.json")
+
+    def conclude(self, results: Mapping[str, float]) -> None:
+        self._log(final(results), int(results.get("step", 0)))
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [self._entities.Metric(name, v, now, step) for name, v in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)

@@ -1,0 +1,171 @@
+"""Trackers: a run resumed by another job continues the same tracker run; one that fails or hangs never delays training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert import sinks
+from megabert.config import load
+from megabert.sinks import Guarded, Sink, Sinks
+
+SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+def run_twice(folder: Path, tracker: str) -> str:
+    """A run that was stopped after step 10 and resumed; the id under which the tracker knows it."""
+    folder.mkdir()
+    config = load("tiny", [f'log.to=["{tracker}=mine"]', "log.tensorboard=false"])
+    for saved in (-1, 10):
+        run = Sinks(folder, config, saved)
+        run.write({"step": saved + 11, "train/loss": 9.0 - saved / 10, "data/row_digest": "text"})
+        run.show(saved + 11, SAMPLES)
+        run.hparams({"eval/mlm_loss": 7.5})
+        run.close()
+    ids: dict[str, str] = json.loads((folder / "sinks.json").read_text())
+    return ids[tracker]
+
+
+@needs("mlflow")
+def test_mlflow_has_one_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    number = run_twice(tmp_path / "mini", "mlflow")
+    import mlflow
+
+    client = mlflow.MlflowClient((tmp_path / "mini/mlruns").as_uri())
+    found = client.get_run(number)
+    assert found.info.status == "FINISHED" and found.info.run_name == "mini"
+    history = [(entry.step, entry.value) for entry in client.get_metric_history(number, "train/loss")]
+    assert history == [(10, 9.1), (21, 8.0)] and found.data.metrics["final/mlm_loss"] == 7.5
+    assert found.data.params["model.hidden"] == "128" and "data/row_digest" not in found.data.metrics
+    assert {file.path for file in client.list_artifacts(number, "samples")} == {
+        "samples/00000010.json",
+        "samples/00000021.json",
+    }
+    assert client.get_experiment(found.info.experiment_id).name == "mine"
+
+
+@needs("trackio")
+def test_trackio_has_one_run_over_a_restart(tmp_path: Path) -> None:
+    """In a process of its own, since the package reads its folder when it is imported."""
+    code = (
+        "import json, sys; from pathlib import Path; from tests.test_trackers import run_twice\n"
+        "name = run_twice(Path(sys.argv[1]), 'trackio')\n"
+        "from trackio.sqlite_storage import SQLiteStorage as S\n"
+        "print(json.dumps([name, S.get_runs('mine'), S.get_logs('mine', name)]))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "mini")], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    name, runs, logs = json.loads(done.stdout.splitlines()[-1])
+    assert name in str(runs) and len(runs) == 1
+    losses = [entry["train/loss"] for entry in logs if "train/loss" in entry]
+    assert losses == [9.1, 8.0] and any(entry.get("final/mlm_loss") == 7.5 for entry in logs)
+
+
+OWN = """
+from megabert.sinks import Sink
+class Mine(Sink):
+    def __init__(self, folder, config, resume_step, project):
+        self.file = open(folder / "mine.txt", "a")
+        print("resumed", resume_step, project, file=self.file)
+    def write(self, values):
+        print(values["step"], file=self.file)
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_a_class_of_ones_own_is_a_tracker(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "own_tracker.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load("tiny", ['log.to=["own_tracker:Mine=here"]', "log.tensorboard=false"])
+    for saved in (-1, 5):
+        run = Sinks(tmp_path, config, saved)
+        run.write({"step": saved + 3, "train/loss": 1.0})
+        run.close()
+    assert (tmp_path / "mine.txt").read_text().split("\n")[:-1] == ["resumed -1 here", "2", "resumed 5 here", "8"]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("wandbb", "log.to=wandbb: choose of tensorboard, wandb, mlflow, trackio, or name a class"),
+        ("nowhere.here:Mine", "log.to=nowhere.here:Mine: No module named 'nowhere'"),
+        ("json:Mine", "log.to=json:Mine: module 'json' has no attribute 'Mine'"),
+    ],
+)
+def test_an_unknown_tracker_is_refused(tracker: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sinks.check_packages(load("tiny", [f'log.to=["{tracker}"]']))
+
+
+def test_a_missing_package_of_log_to_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"log\.to=mlflow: mlflow is not installed; pip install 'megabert\[mlflow\]'"):
+        sinks.check_packages(load("tiny", ['log.to=["mlflow"]']))
+
+
+class Failing(Sink):
+    """Fails at its second line."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+        self.closed = False
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.lines.append(values["step"])
+        if len(self.lines) == 2:
+            raise ConnectionError("the server is gone")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_tracker_that_fails_is_one_warning(caplog) -> None:
+    tracker = Failing()
+    guarded = Guarded("mine", tracker)
+    for step in range(5):
+        guarded.write({"step": step})
+    guarded.close()
+    assert tracker.lines == [0, 1] and tracker.closed
+    assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
+
+
+class Hanging(Sink):
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.go.wait()
+
+
+def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(sinks, "MOST_WAITING", 3)
+    monkeypatch.setattr(sinks, "CLOSING", 0.4)
+    tracker = Hanging()
+    guarded, started = Guarded("mine", tracker), time.monotonic()
+    for step in range(10):
+        guarded.write({"step": step})
+    assert time.monotonic() - started < 0.3
+    guarded.close()
+    assert time.monotonic() - started < 2
+    tracker.go.set()
+    assert caplog.text.count("is 3 lines behind and loses some") == 1
+    assert caplog.text.count("did not finish within 0.4 s") == 1
