@@ -543,7 +543,10 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     if kind not in FAMILIES:
         near = NEAREST.get(str(kind)) or difflib.get_close_matches(str(kind), FAMILIES, 1, 0)[0]
         supported = ", ".join([*FAMILIES, "distilbert", "electra"])
-        raise ValueError(f"{where}: model_type={kind!r:.40} is not supported, only {supported}; the nearest is {near}")
+        raise ValueError(
+            f"{where}: model_type={kind!r:.40} is not supported, only {supported}; the nearest is {near}. Continue from one of these "
+            "in its language, or train a model with its tokenizer: megabert prep build --tokenizer FOLDER/tokenizer.json"
+        )
     family = FAMILIES[kind]
     refuse_others(tree, where, family.fixed)
     for name in ("pruned_heads", "quantization_config"):
