@@ -281,7 +281,9 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
     modules = sorted({path.relative_to(ROOT).as_posix() for path in sources})
     assert sorted(n for n in names if n.endswith(".py")) == modules
     assert [n for n in names if n.endswith(".so")] == ["megabert/_native.abi3.so"]
-    assert [n for n in names if n.endswith(".html")] == ["megabert/commands/report_template.html"]
+    assert sorted(n for n in names if n.endswith(".html")) == [
+        f"megabert/commands/{page}_template.html" for page in ("comparison", "report")
+    ]
     zipfile.ZipFile(wheel).extract("megabert/_native.abi3.so", tmp_path / "out")
     code = (
         "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"

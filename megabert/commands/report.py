@@ -1,8 +1,9 @@
-"""One HTML file about a run: curves, events, held-out samples, configuration, environment.
+"""One HTML file about a run: curves, events, held-out samples, configuration, environment; or about several beside each other.
 
-megabert report RUN                  writes RUN/report.html
+megabert report RUN                            writes RUN/report.html
+megabert report RUN RUN … --output FILE        curves over updates, tokens and minutes; what differs in their configurations
 
-The file has no external references. The run may still be training.
+The file has no external references. The runs may still be training.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def environment(run: ReportedRun) -> dict[str, Any]:
     return table | {name: run.config_json.get(name) for name in ("revision", "command")}
 
 
-def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most 4 x BUCKETS points of a curve, which keep its extremes."""
     points = sorted(points)
     if len(points) <= 4 * BUCKETS:
@@ -318,20 +319,30 @@ def render(run: ReportedRun) -> bytes:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder written by megabert train, or the URL of its mirror")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the file to write (default: RUN/{OUTPUT})")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder written by megabert train, or the URL of its mirror"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"the file to write (default, of one run: RUN/{OUTPUT})"
+    )
     args = parser.parse_args(argv)
-    if storage.is_url(args.run) and args.output is None:
-        raise ValueError(f"--output is missing: name the file for the report of {args.run}")
-    folder = copied(args.run, weights=False) if storage.is_url(args.run) else Path(args.run)
-    run, output = read_run(folder), args.output or folder / OUTPUT
+    if args.output is None and (len(args.runs) > 1 or storage.is_url(args.runs[0])):
+        raise ValueError(f"--output is missing: name the file for the report of {' and '.join(args.runs)}")
+    folders = [copied(run, weights=False) if storage.is_url(run) else Path(run) for run in args.runs]
+    runs, output = [read_run(folder) for folder in folders], args.output or folders[0] / OUTPUT
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
         raise ValueError(f"{output}: exists and is not a report; name another file with --output")
-    write_whole(output, render(run))
-    for text in run.missing:
-        log.info(text)
+    if len(runs) > 1:
+        from megabert.commands.comparison import page
+
+        write_whole(output, MARKER + page(runs).encode() + b"\n")
+    else:
+        write_whole(output, render(runs[0]))
+    for run in runs:
+        for text in run.missing:
+            log.info(f"{run.folder}: {text}" if len(runs) > 1 else text)
     log.info(f"{output}: {output.stat().st_size / 1e3:,.0f} kB")
     return OK
 
