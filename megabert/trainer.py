@@ -241,10 +241,8 @@ class Trainer:
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
-        values |= {
-            "data/row_digest": f"{self.row_digest.total(self.last_report.rows):016x}",
-            "data/tokens": state.tokens,
-        }
+        digest = self.row_digest.total(self.last_report.rows)
+        values |= {"data/row_digest": f"{digest:016x}", "data/tokens": state.tokens}
         if len(self.schedule.phases) > 1:
             values["train/phase"] = len(state.phase_starts)
         values |= self.rank_stats.drain(self.last_report.ranks, seconds, state.step)
