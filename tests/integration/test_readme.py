@@ -150,7 +150,8 @@ STEPS = (
 
 def run(command: str, folder: Path, timeout: int = 900, **env: str) -> str:
     """Runs one line as a user's shell in `folder` would, in the environment that runs the tests; returns what it printed."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": ""}
+    handed_down = {"MAKEFLAGS": "", "MFLAGS": ""}  # variables given to the make that runs the tests
+    environment = os.environ | handed_down | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": ""}
     environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
