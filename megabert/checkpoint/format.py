@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabert.common.errors import tried_again
-from megabert.common.files import sealed, write_tensors
+from megabert.common.files import refuse_newer, sealed, write_tensors
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 from megabert.optim.guarded import MOMENTS as OPTIMIZER_MOMENTS
@@ -142,7 +142,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
 
 
 def parse_manifest(data: bytes, checkpoint: str) -> dict[str, Any]:
-    """The manifest whose bytes are `data`. Raises DamagedCheckpoint naming the checkpoint."""
+    """The manifest whose bytes are `data`. Raises DamagedCheckpoint naming the checkpoint, ValueError for a later version's."""
     try:
         manifest: dict[str, Any] = json.loads(data)
         problem = _problem(manifest, data)
@@ -150,6 +150,7 @@ def parse_manifest(data: bytes, checkpoint: str) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{checkpoint}/{MANIFEST} cannot be read") from error
     if problem:
         raise DamagedCheckpoint(f"{checkpoint}/{MANIFEST}: {problem}")
+    refuse_newer(manifest["schema"], SCHEMA, f"{checkpoint}/{MANIFEST}")
     return manifest
 
 
@@ -157,6 +158,8 @@ def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
     """Why a manifest, whose bytes are `data`, is not one that `seal` made; "" if it is."""
     if sealed(manifest, SEAL) != data:
         return "damaged: it does not match its own SHA-256"
+    if manifest["schema"] > SCHEMA:
+        return ""  # which is no damage
     if manifest["schema"] != SCHEMA:
         return f"layout {manifest['schema']}, where this program reads {SCHEMA}"
     groups = [WEIGHTS, MOMENTS] if has_moments(manifest["engine"]) else [WEIGHTS]

@@ -398,6 +398,8 @@ class Checkpoints:
                 f"{describe(error)}; nothing was removed, and the same command resumes once it can be read",
                 exit_code(error),
             )
+        except ValueError as error:
+            unread = str(error), exit_code(error)
         refuse_together(self.world, *unread)
         return next((text for text in self.world.gather(problem) if text), "")
 

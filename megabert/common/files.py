@@ -236,6 +236,14 @@ def sealed(tree: Mapping[str, Any], field: str, text: Any = canonical) -> bytes:
     return canonical({**tree, field: digest(tree, field, text)})
 
 
+def refuse_newer(number: Any, known: int, where: str) -> None:
+    """Raises ValueError if the format of the file `where` has a later number than this program reads."""
+    if isinstance(number, int) and number > known:
+        raise ValueError(
+            f"{where}: has format {number}, which a later version of MegaBERT wrote; this one reads {known}: update it"
+        )
+
+
 def hash_file(path: Path) -> str:
     """SHA-256 in hex of a file's bytes."""
     with path.open("rb") as file:

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
 from megabert.common import storage
-from megabert.common.files import compact, digest, sealed, write_whole
+from megabert.common.files import compact, digest, refuse_newer, sealed, write_whole
 from megabert.data.shards.layout import shard_bytes
 
-MANIFEST = "manifest.json"
+MANIFEST, SCHEMA = "manifest.json", 1
 SHARD = "shard-{:06d}.tar"
 SOURCES = "sources.npy"
 FINGERPRINT = "fingerprint"
@@ -22,7 +22,7 @@ SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 # message by pydantic's kind of error
 MESSAGES = {
     "missing": "is missing",
-    "extra_forbidden": "is not a field of schema 1",
+    "extra_forbidden": f"is not a field of schema {SCHEMA}",
     "model_type": "must hold name, rows, bytes and sha256",
 }
 
@@ -165,6 +165,7 @@ class Manifest(BaseModel):
         """Check a manifest parsed from JSON; `where` is the file name at the beginning of errors."""
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: the file must hold one JSON object")
+        refuse_newer(raw.get("schema"), SCHEMA, where)
         try:
             manifest = Manifest.model_validate(raw)
         except ValidationError as error:
