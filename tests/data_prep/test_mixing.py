@@ -1,7 +1,5 @@
 """Several corpora and several row lengths in one command: weights count, names are kept, the parts are whole datasets."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,8 @@ from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
+from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_reading import write_all
 
 
 def test_named_inputs_and_weights():
@@ -24,43 +24,38 @@ def test_named_inputs_and_weights():
 
 
 @pytest.fixture(scope="module")
-def mixed(corpus, topics, tokenizer_file, command, tmp_path_factory):
+def mixed(corpus, topics, tokenizer_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
-    (folder / "books").mkdir()
-    for i, text in enumerate(topics[:60]):
-        (folder / "books" / f"{i:02}.txt").write_text(text, encoding="utf-8")
-    result = command(
-        "build", "--input", f"wiki={corpus}", f"books={folder / 'books'}", "--weight", "wiki=0.25", "books=2.5",
-        "--tokenizer", tokenizer_file, "--output", folder / "out", "--seq-len", 32, 96, "--held-out", 0.02, "--nsp", "--quiet",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return folder / "out", json.loads((folder / "out" / "report.json").read_text()), result.stdout
+    books = write_all(folder / "books", {f"{i:02}.txt": text for i, text in enumerate(topics[:60])})
+    options = {"weight": ("wiki=0.25", "books=2.5"), "seq_len": (32, 96), "held_out": 0.02, "nsp": True}
+    result = build([f"wiki={corpus}", f"books={books}"], folder / "out", tokenizer=tokenizer_file, **options)
+    return folder / "out", report(folder / "out"), result.stdout
 
 
 def test_weights_are_shares_of_documents(mixed):
-    _, report, _ = mixed
-    wiki, books = report["corpora"]["wiki"], report["corpora"]["books"]
+    _, facts, _ = mixed
+    wiki, books = facts["corpora"]["wiki"], facts["corpora"]["books"]
     kept = 1 - wiki["dropped_while_reading"]["left out by weight"] / wiki["documents"]
     assert kept == pytest.approx(0.25, abs=0.03) and wiki["documents"] > 2000
-    held = report["datasets"]["32"]["held_out"]["documents"]
     # Each book but the held-out ones is there twice, and half of them a third time.
-    repeated = report["datasets"]["32"]["repeated"]["documents"]
-    assert books["documents"] == 60 and 60 * 1.25 < repeated < 60 * 1.75 and held > 2
+    dataset = facts["datasets"]["32"]
+    assert books["documents"] == 60 and 60 * 1.25 < dataset["repeated"]["documents"] < 60 * 1.75
+    assert dataset["held_out"]["documents"] > 2
 
 
 def test_every_length_holds_the_same_documents_and_tokens(mixed):
-    folder, report, stdout = mixed
+    folder, facts, stdout = mixed
     assert "rows 32" in stdout and "rows 96" in stdout
     names = ("documents", "sentences", "corpus_tokens")
-    assert len({tuple(report["datasets"][n][name] for name in names) for n in ("32", "96")}) == 1
+    assert len({tuple(facts["datasets"][n][name] for name in names) for n in ("32", "96")}) == 1
     for n in ("32", "96"):
         assert list(verify(folder / f"seq{n}")) == []
-        d = report["datasets"][n]
+        d = facts["datasets"][n]
         own = d["corpus_tokens"] + d["borrowed_tokens"] - d["truncated_tokens"]
         assert d["tokens"] - 3 * d["sequences"] == own
         dataset = Dataset(folder / f"seq{n}")
         assert dataset.manifest.seq_len == int(n) and dataset.held_out_path is not None
-        assert Tokenizer.load(dataset.tokenizer_path).sha256 == report["tokenizer"]["sha256"]
+        assert Tokenizer.load(dataset.tokenizer_path).sha256 == facts["tokenizer"]["sha256"]
         assert int((dataset.read(np.arange(dataset.rows)).ids > 0).sum()) == d["tokens"]
 
 

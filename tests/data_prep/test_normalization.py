@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
@@ -21,7 +20,9 @@ from data_prep.tokens.encoder import WordEncoder
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
-from tests.helpers import fast_tokenizers
+from tests.helpers import fast_tokenizers, runs
+from tests.helpers.prep_builds import build_here
+from tests.helpers.prep_reading import write, write_all
 
 SAMPLES = Path(__file__).parent / "scripts"
 # what of a script is easily changed: joiners, marks, compatibility characters, digits, characters that a library reserves
@@ -60,8 +61,7 @@ def trained(folder: Path, kind: str, *lines: str, **options: Any) -> Tokenizer:
     folder.mkdir(exist_ok=True)
     if kind == "byte-level":
         return Tokenizer.load(fast_tokenizers.write(folder / "tokenizer.json", texts=LINES))
-    for name, data in files(kind, *lines, **{"vocab_size": 1850 if kind == "unigram" else 2600} | options).items():
-        (folder / name).write_bytes(data)
+    write_all(folder, files(kind, *lines, **{"vocab_size": 1850 if kind == "unigram" else 2600} | options))
     return Tokenizer.load(folder / ("vocab.txt" if kind == "wordpiece" else "tokenizer.model"))
 
 
@@ -101,22 +101,23 @@ def test_text_comes_back_from_its_ids(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("normalization", ["nfc", "nfkc", "none"])
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "wordpiece"])
 def test_the_form_is_that_of_the_option(kind: str, normalization: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     text = "خانه\u200cها x² ㈱ cafe\u0301 ﬁ ½ ⑤ a▁b"
-    want = {"nfc": "خانه\u200cها x² ㈱ café ﬁ ½ ⑤ a▁b", "nfkc": "خانه\u200cها x2 (株) café fi 1⁄2 5 a▁b", "none": text}[
-        normalization
-    ]
+    forms = {"nfc": "خانه\u200cها x² ㈱ café ﬁ ½ ⑤ a▁b", "nfkc": "خانه\u200cها x2 (株) café fi 1⁄2 5 a▁b", "none": text}
+    want = forms[normalization]
     tokenizer = trained(tmp_path, kind, *[text, *LINES] * 2, normalization=normalization)
     odd = ["ᾳ\u0301 か\u3099 \u1112\u1161\u11ab ﾊﾟ", "M\u0325 q\u0302\u0323 ㋿ \U0001f16c", "ﷺ ¨ ‗", *unlikely()]
     ids, *_ = same_ids(tokenizer, [text, *odd])
     back = tokenizer.decode(ids)
     assert back.replace(" ", "") == want.replace(" ", "") and tokenizer.unk_id not in ids
     assert kind == "wordpiece" or back == want
-    (tmp_path / "hf").mkdir()
-    for name, data in tokenizer_files.files(tokenizer, 64).items():
-        (tmp_path / "hf" / name).write_bytes(data)
-    again = Tokenizer.load(tmp_path / "hf" / tokenizer.file_name)
+    folder = write_all(tmp_path / "hf", tokenizer_files.files(tokenizer, 64))
+    again = Tokenizer.load(folder / tokenizer.file_name)
     assert again.sha256 == tokenizer.sha256 and again.encode_texts([text]) == [ids]
-    assert _by_transformers(tmp_path / "hf", [text, *odd]) == tokenizer.encode_texts([text, *odd])
+    write(folder / "config.json", '{"model_type": "bert"}')
+    theirs = AutoTokenizer.from_pretrained(folder)([text, *odd], add_special_tokens=False, verbose=False)
+    assert theirs["input_ids"] == tokenizer.encode_texts([text, *odd])
 
 
 def unlikely() -> list[str]:
@@ -124,13 +125,6 @@ def unlikely() -> list[str]:
     rng = random.Random(0)
     known = [chr(c) for c in range(0x20000) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
     return ["".join(rng.choices([*known, *"  AaIiİı"], k=30)) for _ in range(300)]
-
-
-def _by_transformers(folder: Path, texts: list[str]) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    return AutoTokenizer.from_pretrained(folder)(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["unigram", "wordpiece"])
@@ -152,18 +146,10 @@ TURKISH = "Kadıköy'de yağmur yağıyordu, İzmir'e giden vapur kalktı. Işı
 ENGLISH = "It was raining in Kadıköy, and the ferry to the islands had left long ago. The lights went out, one by one. "
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "warns"),
-    [(TURKISH, [], True), (TURKISH, ["--casing", "tr"], False), (ENGLISH, [], False)],
-    ids=["turkish", "tr", "english"],
-)
-def test_turkish_in_lower_case_without_its_casing_is_said(
-    text: str, options: list[str], warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in.txt").write_text(text * 50, encoding="utf-8")
-    command = ["build", "--input", tmp_path / "in.txt", "--output", tmp_path / "out", "--seq-len", 64, "--lowercase"]
-    command += ["--vocab-size", 70, "--model-type", "bpe", "--workers", 1, "--quiet", *options]
-    assert main([*map(str, command)]) == 0
+@pytest.mark.parametrize(("text", "casing", "warns"), [(TURKISH, "any", 1), (TURKISH, "tr", 0), (ENGLISH, "any", 0)])
+def test_turkish_in_lower_case_without_its_casing_is_said(text, casing, warns, tmp_path, capsys) -> None:
+    options = {"seq_len": 64, "lowercase": True, "vocab_size": 70, "model_type": "bpe", "workers": 1}
+    build_here(write(tmp_path / "in.txt", text * 50), tmp_path / "out", casing=casing, **options)
     lines = [line for line in capsys.readouterr().err.splitlines() if "--casing" in line]
     # 7 of 72 characters
     assert ["9.7% of the sample's characters are ı, İ, ğ" in line for line in lines] == [True] * warns
@@ -176,24 +162,21 @@ def test_a_tokenizer_is_trained_to_the_same_bytes(kind: str) -> None:
     assert train_files(lines, options) == train_files(lines, options)
 
 
+VOCABULARY = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n"
+
+
 def test_a_model_of_an_earlier_version_reads_as_before(tmp_path: Path) -> None:
     """Its character map is SentencePiece's nmt_nfkc, and a vocabulary beside a config keeps its digest."""
-    from tests.helpers import runs
-
-    (tmp_path / "tokenizer.model").write_bytes(runs.sentencepiece_model())
-    old = Tokenizer.load(tmp_path / "tokenizer.model")
+    old = Tokenizer.load(write(tmp_path / "tokenizer.model", runs.sentencepiece_model()))
     assert old.form == "NFC" and old.encode_texts(["x² ▁ the"]) == old.encode_texts(["x2 the"])
-    data = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n"
-    (tmp_path / "vocab.txt").write_bytes(data)
-    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    write_all(tmp_path, {"vocab.txt": VOCABULARY, "tokenizer_config.json": '{"do_lower_case": false}'})
     fields = b'{\n "ideographs": true,\n "lowercase": false,\n "strip_accents": false\n}\n'
     again = Tokenizer.load(tmp_path / "vocab.txt")
-    assert again.sha256 == hashlib.sha256(data + b"\0" + fields).hexdigest()
+    assert again.sha256 == hashlib.sha256(VOCABULARY + b"\0" + fields).hexdigest()
     assert again.encode_texts(["th\u200ce"]) == [[5]]  # BERT drops a format character
 
 
 def test_an_unknown_form_is_named(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_bytes(b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
-    (tmp_path / "tokenizer_config.json").write_text('{"unicode_form": "NFD"}')
+    write_all(tmp_path, {"vocab.txt": VOCABULARY, "tokenizer_config.json": '{"unicode_form": "NFD"}'})
     with pytest.raises(ValueError, match="unicode_form is 'NFD', must be one of NFC, NFKC, none"):
         Tokenizer.load(tmp_path / "vocab.txt")

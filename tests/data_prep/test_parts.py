@@ -13,7 +13,7 @@ from data_prep.common.records import Corpus
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import documents, tasks
-from tests.helpers.prep_reading import contents
+from tests.helpers.prep_reading import contents, write_all
 
 
 @pytest.fixture
@@ -21,12 +21,9 @@ def given(topics, tmp_path, monkeypatch):
     """Folder -> the plan of a small build of some ten tasks, one file of which is unpacked first."""
     monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 16)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 15, 1 << 16))
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for i, text in enumerate(topics[:30]):
-        (folder / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    folder = write_all(tmp_path / "in", {f"{i:02}.txt": text for i, text in enumerate(topics[:30])})
     large = "".join(f'<doc id="{i}">\nT\n\n{text}\n</doc>\n' for i, text in enumerate(topics[30:]))
-    (folder / "large").write_bytes(gzip.compress(large.encode()))
+    write_all(folder, {"large": gzip.compress(large.encode())})
     options = BuildOptions(vocab_size=600, model_type="bpe", sample_megabytes=1, held_out=0.05, rows_per_shard=256)
     return lambda output: BuildPlan([Corpus("input", (str(folder),))], output, options)
 
@@ -83,11 +80,14 @@ def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     assert contents(output) == contents(tmp_path / "at once")
 
 
-def test_bad_parts_are_refused(tmp_path, capfd):
-    for extra, error in (
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
         ("3/2", "--part 3/2: give K/N with K from 1 to N"),
         ("one", "--part one: give K/N"),
         ("1/2 --overwrite", "excludes --overwrite and --json"),
-    ):
-        assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *extra.split()]) == 2
-        assert error in capfd.readouterr().err and not (tmp_path / "out").exists()
+    ],
+)
+def test_bad_parts_are_refused(words, error, tmp_path, capfd):
+    assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *words.split()]) == 2
+    assert error in capfd.readouterr().err and not (tmp_path / "out").exists()

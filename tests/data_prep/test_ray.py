@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.prep_reading import contents
+from tests.helpers.prep_builds import ROOT, build, build_words, error_of
+from tests.helpers.prep_reading import contents, write
 
-ROOT = Path(__file__).resolve().parents[2]
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray (pip install 'megabert[ray]')")
 
 # prints the cluster's address; a line on stdin adds a node and prints the process id of its raylet
@@ -47,25 +47,17 @@ class RayCluster:
     """A process that runs a cluster. `node()` adds a node of one CPU and returns the process id of its raylet."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
-            env=os.environ | {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self.folder, self.env = folder, os.environ | {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=self.env, text=True, **pipes)
         self.address = self._line()
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         assert line, "the cluster ended"
         return line
 
     def node(self) -> int:
-        assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
         return int(self._line())
 
@@ -118,35 +110,45 @@ def reading(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def options(corpus, tokenizer_file, reading, tmp_path_factory) -> list[str]:
-    function = tmp_path_factory.mktemp("filter") / "slow.py"
-    function.write_text(SLOW.format(folder=str(reading)))
-    inputs = [f"{path.name}={path}" for path in sorted(corpus.iterdir())]  # an item of work each
-    return [
-        "build", "--input", *inputs, "--tokenizer", str(tokenizer_file), "--filters", f"{function}:keep", "--dedup", "documents",
-        "near", "--seq-len", "64", "128", "--rows-per-shard", "4096", "--save-text", "--quiet",
-    ]  # fmt: skip
+def options(tokenizer_file, reading, tmp_path_factory) -> dict[str, object]:
+    function = write(tmp_path_factory.mktemp("filter") / "slow.py", SLOW.format(folder=str(reading)))
+    fixed = {"dedup": ("documents", "near"), "seq_len": (64, 128), "rows_per_shard": 4096, "save_text": True}
+    return fixed | {"tokenizer": tokenizer_file, "filters": f"{function}:keep"}
 
 
 @pytest.fixture(scope="module")
-def local(options, command, tmp_path_factory) -> tuple[dict[str, bytes], str]:
+def inputs(corpus) -> list[str]:
+    """An item of work each."""
+    return [f"{path.name}={path}" for path in sorted(corpus.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def local(inputs, options, tmp_path_factory) -> tuple[dict[str, bytes], str]:
     """The bytes and the warnings of a build by processes of this machine."""
     output = tmp_path_factory.mktemp("local") / "out"
-    done = command(*options, "--output", output, "--executor", "local", "--workers", 2)
-    assert done.returncode == 0, done.stderr
+    done = build(inputs, output, executor="local", workers=2, **options)
     return contents(output), done.stderr
 
 
-def start(cluster: RayCluster, *arguments: str | Path, folder: Path = ROOT) -> subprocess.Popen[str]:
+@pytest.fixture
+def start(cluster, inputs, options, tmp_path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a build by the cluster."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *arguments, "--executor", "ray"],
-        cwd=folder,
-        env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": paths}
+
+    def begin(inputs=inputs, output=tmp_path / "out", folder=ROOT, **more) -> subprocess.Popen[str]:
+        words = build_words(inputs, output, executor="ray", **options | more)
+        command = [sys.executable, "-m", "data_prep", *words]
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return begin
+
+
+def failed(process: subprocess.Popen[str], code: int) -> str:
+    """The one line of a build that ends with `code`."""
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
 
 
 def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
@@ -158,25 +160,23 @@ def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
 
 @on_ray
 @pytest.mark.slow
-def test_a_killed_node_does_not_change_the_bytes(options, local, cluster, reading, tmp_path):
+def test_a_killed_node_does_not_change_the_bytes(start, local, cluster, reading, tmp_path):
     raylet = cluster.node()
-    process = start(cluster, *options, "--output", tmp_path / "out")
+    process = start()
     assert not wait_for(lambda: process.poll() is not None or (reading / str(raylet)).exists(), 60)
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     os.kill(raylet, signal.SIGKILL)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and error == local[1], error
-    assert "by 3 workers" in out
-    assert contents(tmp_path / "out") == local[0]
+    assert "by 3 workers" in out and contents(tmp_path / "out") == local[0]
     assert workers and not [number for number in workers if Path(f"/proc/{number}/exe").exists()]
 
 
 @on_ray
 @pytest.mark.slow
-def test_a_killed_command_resumes_to_the_same_bytes(options, local, cluster, tmp_path):
-    arguments = (*options, "--output", tmp_path / "out")
-    stop(start(cluster, *arguments), signal.SIGKILL, tmp_path / "out")
-    process = start(cluster, *arguments, "--workers", "1")
+def test_a_killed_command_resumes_to_the_same_bytes(start, local, tmp_path):
+    stop(start(), signal.SIGKILL, tmp_path / "out")
+    process = start(workers=1)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and "resumed" in out and "by 1 worker" in out, error
     assert contents(tmp_path / "out") == local[0]
@@ -185,8 +185,8 @@ def test_a_killed_command_resumes_to_the_same_bytes(options, local, cluster, tmp
 @on_ray
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_items_end_with_the_command(number, options, cluster, tmp_path):
-    process = start(cluster, *options, "--output", tmp_path / "out")
+def test_items_end_with_the_command(number, start, cluster, tmp_path):
+    process = start()
     error = stop(process, number, tmp_path / "out")
     if number == signal.SIGINT:
         assert process.returncode == 130
@@ -199,25 +199,13 @@ def test_items_end_with_the_command(number, options, cluster, tmp_path):
 
 @on_ray
 @pytest.mark.slow
-def test_an_error_in_an_item_is_one_line(corpus, options, cluster, tmp_path):
-    shutil.copy(corpus / "wiki_03", tmp_path / "bad")
-    with open(tmp_path / "bad", "r+b") as file:
-        file.seek(1_000_000)
-        file.write(b"\xff")
-    process = start(cluster, *options, "--input", corpus, tmp_path / "bad", "--output", tmp_path / "out")
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert error.startswith(f"error: {tmp_path}/bad: byte 1000000: invalid UTF-8") and error.count("\n") == 1
-
-
-@on_ray
-@pytest.mark.slow
-def test_an_item_that_ends_its_process_is_one_line(options, cluster, tmp_path):
-    (tmp_path / "ends.py").write_text("import os\n\ndef keep(text):\n    os._exit(1)\n")
-    process = start(cluster, *options, "--filters", f"{tmp_path}/ends.py:keep", "--output", tmp_path / "out")
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 4
-    assert error.startswith("error: --executor ray: The worker died") and error.count("\n") == 1
+def test_an_error_in_an_item_is_one_line(corpus, start, tmp_path):
+    data = (corpus / "wiki_03").read_bytes()
+    bad = write(tmp_path / "bad", data[:1_000_000] + b"\xff" + data[1_000_001:])
+    assert failed(start([corpus, bad]), 2).startswith(f"error: {bad}: byte 1000000: invalid UTF-8")
+    ends = write(tmp_path / "ends.py", "import os\n\ndef keep(text):\n    os._exit(1)\n")
+    process = start(output=tmp_path / "ends", filters=f"{ends}:keep")
+    assert failed(process, 4).startswith("error: --executor ray: The worker died")
 
 
 def node_with(cluster: RayCluster, mount: str) -> subprocess.Popen[str]:
@@ -225,19 +213,14 @@ def node_with(cluster: RayCluster, mount: str) -> subprocess.Popen[str]:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces for this user")
     joined = f"{sys.executable} -m ray.scripts.scripts start --address={cluster.address} --num-cpus=1 --block"
-    return subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", f"mount {mount} && exec {joined} --object-store-memory=80000000"],
-        env=os.environ | {"RAY_TMPDIR": cluster.folder, "RAY_USAGE_STATS_ENABLED": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["unshare", "-m", "sh", "-c", f"mount {mount} && exec {joined} --object-store-memory=80000000"]
+    return subprocess.Popen(command, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @on_ray
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", ["output", "current folder", "code"])
-def test_a_node_with_other_files_is_refused(differs, options, cluster, tmp_path):
+def test_a_node_with_other_files_is_refused(differs, start, cluster, tmp_path):
     shared, pipeline = tmp_path / "shared", ROOT / "data_prep/pipeline.py"
     mount, folder, expected = {
         "output": (f"-t tmpfs none {shared}", ROOT, f"does not see {shared}/out/.work; name an --output"),
@@ -245,44 +228,39 @@ def test_a_node_with_other_files_is_refused(differs, options, cluster, tmp_path)
         "code": (f"--bind {tmp_path}/changed.py {pipeline}", ROOT, "has other code (source was "),
     }[differs]
     (shared / "here").mkdir(parents=True)
-    (tmp_path / "changed.py").write_text(pipeline.read_text() + "\n")
+    write(tmp_path / "changed.py", pipeline.read_text() + "\n")
     node = node_with(cluster, mount)
     try:
         assert any("Ray runtime started" in line for line in iter(node.stdout.readline, ""))
-        process = start(cluster, *options, "--output", shared / "out", folder=folder)
-        _, error = process.communicate(timeout=60)
+        error = failed(start(output=shared / "out", folder=folder), 2)
     finally:
         node.terminate()
         node.communicate(timeout=60)
-    assert process.returncode == 2
-    assert error.startswith("error: --executor ray: node ") and expected in error and error.count("\n") == 1
+    assert error.startswith("error: --executor ray: node ") and expected in error
     assert (shared / "out/.work/journal").is_dir()  # the same command resumes
 
 
-@on_ray
 @pytest.mark.parametrize(
-    "address, code, expected", [("x", 2, "found no Ray cluster"), ("127.0.0.1:1", 4, "does not answer")]
+    ("executor", "code", "name", "value", "expected"),
+    [
+        pytest.param("ray", 2, "RAY_ADDRESS", "x", "found no Ray cluster", marks=on_ray),
+        pytest.param("ray", 4, "RAY_ADDRESS", "127.0.0.1:1", "does not answer", marks=on_ray),
+        # contradicts the launcher
+        ("mpi", 2, "PMI_SIZE", "", ""),
+        ("local", 2, "PMI_SIZE", "2", ""),
+        ("ray", 2, "PMI_SIZE", "2", ""),
+    ],
 )
-def test_no_cluster_is_one_line(address, code, expected, command, monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    done = command("build", "--input", "pydoc", "--output", tmp_path / "out", "--executor", "ray")
-    assert done.returncode == code and done.stdout == ""
-    assert (
-        done.stderr.startswith("error: --executor ray: ") and expected in done.stderr and done.stderr.count("\n") == 1
-    )
+def test_an_executor_that_cannot_work_is_one_line(executor, code, name, value, expected, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, value)
+    done = build("pydoc", tmp_path / "out", code=code, executor=executor)
+    assert error_of(done).startswith(f"error: --executor {executor}: ") and expected in done.stderr
+    assert done.stdout == "" and (name == "RAY_ADDRESS" or not (tmp_path / "out").exists())
 
 
 def test_missing_package_is_one_line(tmp_path):
     code = "import sys; sys.modules['ray'] = None; from data_prep.__main__ import main; sys.exit(main())"
-    arguments = ("build", "--input", "pydoc", "--output", str(tmp_path / "out"), "--executor", "ray")
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    words = build_words("pydoc", tmp_path / "out", executor="ray")
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: --executor ray: the package ray is not installed; pip install 'megabert[ray]'\n"
-
-
-@pytest.mark.parametrize("executor, ranks", [("mpi", ""), ("local", "2"), ("ray", "2")])
-def test_executor_contradicts_the_launcher(executor, ranks, command, monkeypatch, tmp_path):
-    monkeypatch.setenv("PMI_SIZE", ranks)
-    done = command("build", "--input", "pydoc", "--output", tmp_path / "out", "--executor", executor)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: --executor {executor}: ")
-    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()

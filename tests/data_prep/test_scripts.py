@@ -3,7 +3,6 @@
 `scripts/LANGUAGE.txt` holds a sentence a line, written for this. Documents are drawn from them, several to a paragraph.
 """
 
-import json
 import random
 import unicodedata
 from pathlib import Path
@@ -24,7 +23,8 @@ from megabert.finetune.datasets import SentenceExample, TextExample
 from megabert.finetune.encoding import encode
 from megabert.finetune.tasks import Task
 from megabert.hf import tokenizer_files
-from tests.helpers.prep_reading import plan
+from tests.helpers.prep_builds import build_here, build_words, report
+from tests.helpers.prep_reading import plan, records, write, write_all
 
 SAMPLES = Path(__file__).parent / "scripts"
 LANGUAGES = sorted(path.stem for path in SAMPLES.glob("*.txt"))
@@ -37,8 +37,7 @@ MORE = {  # scripts whose ends alone are tried: Burmese, Khmer, Tibetan, Ethiopi
     "am-ascii": ["ይህ መጽሐፍ ነው::", "እኔ አነበብኩት፡፡", "አዎ።"],
     "hy-ascii": ["Սա գիրք է:", "Ես կարդացի այն:"],
     "ja-half": ["天気がいい｡", "散歩しましょう｡"],
-    "en-lower": ["this text has no capitals at all, as some corpora have been made.", "its sentences end all the same."]
-    * 8,
+    "en-lower": 8 * ["this text has no capitals at all, as some corpora have.", "its sentences end all the same."],
 }
 
 
@@ -84,21 +83,18 @@ def test_quotations_change_nothing_in_english_text():
 def built(request, tmp_path_factory):
     """(language, its dataset)."""
     folder = tmp_path_factory.mktemp(request.param)
-    texts = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(request.param))
-    (folder / "text.jsonl").write_text("".join(texts), encoding="utf-8")
-    command = ["build", "--input", folder / "text.jsonl", "--output", folder / "out", "--nsp", "--seq-len", SEQ_LEN]
-    command += ["--vocab-size", 400, "--model-type", "bpe", "--character-coverage", 1, "--workers", 1, "--quiet"]
-    assert main([*map(str, command)]) == 0
+    path = write(folder / "text.jsonl", records(documents(request.param)))
+    options = {"seq_len": SEQ_LEN, "vocab_size": 400, "model_type": "bpe", "character_coverage": 1}
+    build_here(path, folder / "out", nsp=True, workers=1, **options)
     return request.param, folder / "out"
 
 
 def test_little_is_lost_half_the_pairs_random(built):
     language, folder = built
-    facts = json.loads((folder / "manifest.json").read_text())["statistics"]
+    facts = Dataset(folder).manifest.statistics
     lost = facts["truncated_tokens"] / (facts["corpus_tokens"] + facts["borrowed_tokens"])
     assert lost < 0.05 and 0.45 <= facts["random_next_share"] <= 0.55, (lost, facts["random_next_share"])
-    report = json.loads((folder / "report.json").read_text())
-    assert report["read"]["sentences"] == sum(len(split(text)) for text in documents(language))
+    assert report(folder)["read"]["sentences"] == sum(len(split(text)) for text in documents(language))
 
 
 def test_what_is_in_the_rows_is_the_text(built):
@@ -118,12 +114,9 @@ def test_a_text_has_the_ids_of_its_build(built, tmp_path):
     language, folder = built
     texts = [unicodedata.normalize("NFD", text) for text in documents(language, 20)]
     texts += [texts[0].replace(" ", "\x01 \u200b&amp; \x0b"), "".join(texts[1].split()) * 3]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    vocabulary = train_files(
-        [*map(prepared, texts)], BuildOptions(vocab_size=380, model_type="wordpiece", character_coverage=1.0)
-    )
-    for name, data in vocabulary.items():
-        (tmp_path / name).write_bytes(data)
+    write(tmp_path / "in.jsonl", records(texts))
+    options = BuildOptions(vocab_size=380, model_type="wordpiece", character_coverage=1.0)
+    write_all(tmp_path, train_files([*map(prepared, texts)], options))
     for path in (folder / "tokenizer.model", tmp_path / "vocab.txt"):
         tokenizer = Tokenizer.load(path)
         job = BuildJob(BuildOptions(dedup=()), str(path), str(tmp_path), "stop", tokenizer.sha256)
@@ -160,11 +153,9 @@ def test_vocabulary_of_unknown_casing_is_refused(tmp_path, capsys):
     letters = sorted({c for line in lines("hi") for c in line if not c.isspace()})
     vocabulary = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary += [*letters, *(f"##{c}" for c in letters)]
-    (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary), encoding="utf-8")
-    (tmp_path / "in.txt").write_text("\n".join(documents("hi", 9)), encoding="utf-8")
-    out = tmp_path / "out"
-    command = ["build", "--input", tmp_path / "in.txt", "--output", out, "--tokenizer", tmp_path / "vocab.txt"]
-    command = [*map(str, command), "--workers", "1", "--quiet", "--text-documents", "line"]
+    write_all(tmp_path, {"vocab.txt": "\n".join([*vocabulary, ""]), "in.txt": "\n".join(documents("hi", 9))})
+    out, options = tmp_path / "out", {"tokenizer": tmp_path / "vocab.txt", "text_documents": "line"}
+    command = build_words(tmp_path / "in.txt", out, workers=1, **options)
     assert main(command) == 2
     errors = capsys.readouterr().err
     assert "no tokenizer_config.json beside it" in errors and '"do_lower_case": false' in errors

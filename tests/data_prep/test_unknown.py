@@ -1,6 +1,5 @@
 """The share of [UNK]: small in scripts without spaces between words, and always reported."""
 
-import json
 import random
 
 import numpy as np
@@ -8,8 +7,10 @@ import pytest
 
 from data_prep.__main__ import main
 from megabert.data.shards import Dataset
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from megabert.hf import tokenizer_files
+from tests.helpers.prep_builds import build_here
+from tests.helpers.prep_reading import records, write
 
 WORDS = {
     "thai": "เด็ก นักเรียน กำลัง อ่าน หนังสือ ที่ น่าสนใจ มาก ใน ห้องสมุด ของ โรงเรียน ใกล้ แม่น้ำ และ เดิน กลับ บ้าน ตอนเย็น",
@@ -18,7 +19,6 @@ WORDS = {
     "lao": "ນັກຮຽນ ກຳລັງ ອ່ານ ປຶ້ມ ທີ່ ໜ້າສົນໃຈ ຫຼາຍ ຢູ່ ໃນ ຫໍສະໝຸດ ຂອງ ໂຮງຮຽນ ແລະ ຍ່າງ ກັບ ບ້ານ ຕອນແລງ",
 }
 ENGLISH = "the quick brown fox jumps over a lazy dog near the river bank and she sells sea shells by the shore"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def english(count=400):
@@ -26,46 +26,35 @@ def english(count=400):
     return [" ".join(rng.choices(ENGLISH.split(), k=60)) for _ in range(count)]
 
 
-def phrases(words, count=300, size=(20, 60)):
-    """Runs of words without spaces, most of them of more than 100 characters."""
-    rng = random.Random(7)
-    return ["".join(rng.choices(words, k=rng.randint(*size))) for _ in range(count)]
-
-
-def write(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 def documents(language):
-    runs = phrases(WORDS[language].split())
+    """Of runs of words without spaces, most of them of more than 100 characters."""
+    rng = random.Random(7)
+    runs = ["".join(rng.choices(WORDS[language].split(), k=rng.randint(20, 60))) for _ in range(300)]
     assert sum(len(run) for run in runs if len(run) > 100) > 0.5 * sum(map(len, runs))
     return [" ".join(runs[i : i + 5]) for i in range(0, len(runs), 5)]
 
 
-def build(folder, inputs, *options, workers=1):
-    command = ["build", "--input", *inputs, "--output", folder, "--seq-len", 64, "--workers", workers, *options]
-    assert main([*map(str, [*command, "--quiet"])]) == 0
-    return json.loads((folder / "report.json").read_text())
+def build(folder, texts, **options):
+    path = write(folder / "in.jsonl", records(texts))
+    return build_here(path, folder / "out", **{"seq_len": 64, "workers": 1} | options)
 
 
 def letters_vocabulary(path, text):
     """A vocab.txt with a token for each character, to begin a word and inside one."""
     letters = sorted({*text} - {" "})
-    tokens = [*SPECIAL, *letters, *(f"##{c}" for c in letters)]
-    path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-    path.with_name("tokenizer_config.json").write_text('{"do_lower_case": false}')
-    return path
+    tokens = [*SPECIAL_TOKENS, *letters, *(f"##{c}" for c in letters)]
+    write(path.with_name("tokenizer_config.json"), '{"do_lower_case": false}')
+    return write(path, "".join(f"{token}\n" for token in tokens))
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["trained", "given"])
 @pytest.mark.parametrize("language", WORDS)
 def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
     texts = documents(language)
-    options = ["--model-type", "wordpiece", "--character-coverage", 1, "--vocab-size", 300]
+    options = {"model_type": "wordpiece", "character_coverage": 1, "vocab_size": 300}
     if given:
-        options = ["--tokenizer", letters_vocabulary(tmp_path / "vocab.txt", "".join(texts))]
-    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", texts)], *options)
+        options = {"tokenizer": letters_vocabulary(tmp_path / "vocab.txt", "".join(texts))}
+    report = build(tmp_path, texts, **options)
     none = {"tokens": 0, "characters": 0, "token_share": 0.0, "character_share": 0.0}
     assert report["unknown"] == report["corpora"]["input"]["unknown"] == none
     shown = capsys.readouterr()
@@ -86,14 +75,11 @@ def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
 def test_unknown_characters_are_counted(tmp_path, capsys):
     """By file, corpus and number of workers; for WordPiece the whole word is lost."""
     other = [f"the fox ж щука river ж {text}" for text in english(405)[400:]]
-    tokenizer = letters_vocabulary(tmp_path / "vocab.txt", ENGLISH)
-    clean, russian = write(tmp_path / "clean.jsonl", english()), write(tmp_path / "russian.jsonl", other)
+    options = {"tokenizer": letters_vocabulary(tmp_path / "vocab.txt", ENGLISH), "seq_len": (32, 64)}
+    clean, russian = (write(tmp_path / f"{i}.jsonl", records(texts)) for i, texts in enumerate((english(), other)))
     inputs = [f"clean={clean}", f"mixed={russian}"]
-    reports = [
-        build(tmp_path / f"out{n}", inputs, "--tokenizer", tokenizer, "--seq-len", 32, 64, workers=n) for n in (1, 2)
-    ]
-    assert reports[0] == reports[1]
-    report = reports[0]
+    report, again = (build_here(inputs, tmp_path / f"out{n}", workers=n, **options) for n in (1, 2))
+    assert report == again
     assert (report["unknown"]["tokens"], report["unknown"]["characters"]) == (3 * 5, (1 + 4 + 1) * 5)
     assert report["corpora"]["clean"]["unknown"]["tokens"] == 0
     mixed = report["corpora"]["mixed"]["unknown"]
@@ -113,11 +99,9 @@ def test_unknown_characters_are_counted(tmp_path, capsys):
 
 
 def test_unknown_characters_of_sentencepiece_are_those_alone(tmp_path):
-    first = build(tmp_path / "first", [write(tmp_path / "clean.jsonl", english())], "--vocab-size", 50)
-    assert first["unknown"]["characters"] == 0
+    assert build(tmp_path / "first", english(), vocab_size=50)["unknown"]["characters"] == 0
     other = [f"{text} foxщукаfox ж river, 文文" for text in english()]
-    tokenizer = tmp_path / "first" / "tokenizer.model"
-    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", other)], "--tokenizer", tokenizer)
+    report = build(tmp_path / "second", other, tokenizer=tmp_path / "first" / "out" / "tokenizer.model")
     # four letters inside a word, one alone, a comma, two ideographs
     assert report["unknown"]["tokens"] == 4 * len({*other}) and report["unknown"]["characters"] == 8 * len({*other})
 
@@ -125,6 +109,5 @@ def test_unknown_characters_of_sentencepiece_are_those_alone(tmp_path):
 def test_dropped_documents_and_lines_are_not_counted(tmp_path):
     tokenizer = letters_vocabulary(tmp_path / "vocab.txt", ENGLISH)
     texts = [*english(), "щука ж", f"{ENGLISH} {ENGLISH}\nщука\n{ENGLISH}"]
-    rules = ["--filters", "min-words=20", "min-line-words=3"]
-    report = build(tmp_path / "out", [write(tmp_path / "in.jsonl", texts)], "--tokenizer", tokenizer, *rules)
+    report = build(tmp_path, texts, tokenizer=tokenizer, filters=("min-words=20", "min-line-words=3"))
     assert report["unknown"]["characters"] == 0

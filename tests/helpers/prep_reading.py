@@ -1,23 +1,66 @@
-"""What the readers make of files, in the order in which a build would see it; compressions; the bytes of a folder."""
+"""What the readers make of files, in the order in which a build would see it; files, archives and folders as bytes."""
 
 import bz2
 import gzip
+import io
+import json
 import lzma
+import tarfile
+import zipfile
 from dataclasses import replace
 
+import pytest
 import zstandard
 
-from data_prep.common.errors import Problems
+from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import tasks
 from data_prep.readers.documents import read_documents
 
 PACK = {
-    "gz": gzip.compress,
+    "gz": lambda data: gzip.compress(data, mtime=0),
     "bz2": bz2.compress,
     "xz": lambda data: lzma.compress(data, preset=0),
     "zst": lambda data: zstandard.ZstdCompressor().compress(data),
 }
+
+
+def write(path, content):
+    """`path`, a file of these bytes or this text, whose folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_all(folder, files):
+    """`folder` with files by their names."""
+    for name, content in files.items():
+        write(folder / name, content)
+    return folder
+
+
+def records(texts):
+    """JSON lines of these texts."""
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+
+
+def archive(kind, members):
+    """Bytes of a zip or tar archive of members by their names; a tar archive ends with a link."""
+    data = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(data, "w") as packed:
+            for name, content in members.items():
+                packed.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)  # without a date
+        return data.getvalue()
+    with tarfile.open(fileobj=data, mode="w") as packed:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            packed.addfile(info, io.BytesIO(content))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        packed.addfile(link)
+    return data.getvalue()
 
 
 def contents(folder):
@@ -47,3 +90,10 @@ def read_all(inputs, policy="stop", **options):
                 text = document.text
                 found.append(text if isinstance(text, str) else text.decode())
     return found, problems
+
+
+def refuse(path, message, error=BadInput, **options):
+    """(texts, problems) of a file under `skip`, which is refused under `stop`."""
+    with pytest.raises(error, match=message):
+        read_all([path], **options)
+    return read_all([path], "skip", **options)

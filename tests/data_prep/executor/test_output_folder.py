@@ -12,20 +12,30 @@ from data_prep.executor import output_folder
 from data_prep.executor.output_folder import opened
 from megabert.common import logs
 from megabert.data.shards import MANIFEST
+from tests.helpers.prep_reading import write, write_all
 
 ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
+OTHER = {**ACCOUNT, "options": {"seed": 1}}
+
+
+def begin(folder, account=ACCOUNT, overwrite=False, sources=()):
+    return opened(folder, account, (128,), overwrite, sources)
+
+
+def full():
+    return OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
 def test_unexpected_error_keeps_the_work(error, tmp_path):
     """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
     output = tmp_path / "out"
-    with pytest.raises(error), opened(output, ACCOUNT, (128,), False) as work:
+    with pytest.raises(error), begin(output) as work:
         (work / "read-0000000.tokens").write_bytes(b"tokens")
         raise error("cannot reshape array of size 5 into shape (2,)")
-    with opened(output, ACCOUNT, (128,), False) as work:
+    with begin(output) as work:
         assert (work / "read-0000000.tokens").read_bytes() == b"tokens"
-    with pytest.raises(BadInput), opened(tmp_path / "mistake", ACCOUNT, (128,), False):
+    with pytest.raises(BadInput), begin(tmp_path / "mistake"):
         raise BadInput("--vocab-size: too many")
     assert not (tmp_path / "mistake").exists()
 
@@ -51,12 +61,11 @@ def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(output_folder.shutil, "rmtree", removed)
-        with pytest.raises(Killed), opened(tmp_path, ACCOUNT, (128,), False) as work:
-            for name in ("read.json", "same documents.json", "read-0000000.tokens"):
-                (work / name).write_text("{}")
+        with pytest.raises(Killed), begin(tmp_path) as work:
+            write_all(work, dict.fromkeys(("read.json", "same documents.json", "read-0000000.tokens"), "{}"))
             finish(tmp_path)
     assert (tmp_path / output_folder.WORK).exists()
-    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+    with begin(tmp_path) as work:
         assert work is None
     assert not (tmp_path / output_folder.WORK).exists()
 
@@ -67,9 +76,9 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(output_folder.shutil, "rmtree", kept)
     logs.setup()
-    with opened(tmp_path, ACCOUNT, (128,), False):
+    with begin(tmp_path):
         finish(tmp_path)
-    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+    with begin(tmp_path) as work:
         assert work is None
     message = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
     assert capsys.readouterr().err.count(message) == 2
@@ -77,30 +86,25 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
 
 def test_foreign_files_of_similar_names_are_kept(tmp_path):
     """A folder that no build was in is the user's, whatever lies in it."""
-    (tmp_path / "held_out").mkdir()
     names = ("held_out/mine.txt", "tokenizer.model", "shard-000000.tar", "report.json")
     for name in names:
-        (tmp_path / name).write_text("mine")
+        write(tmp_path / name, "mine")
         for overwrite in (False, True):
-            refused = pytest.raises(BadInput, match=r"holds .*, which is not of a build")
-            with refused, opened(tmp_path, ACCOUNT, (128,), overwrite):
-                raise AssertionError("the build began")
+            with pytest.raises(BadInput, match=r"holds .*not of a build"), begin(tmp_path, overwrite=overwrite):
+                pytest.fail("the build began")
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
 def test_sources_in_the_output_are_refused(tmp_path):
-    output = tmp_path / "out"
-    output.mkdir()
+    output = write_all(tmp_path / "out", dict.fromkeys((output_folder.ACCOUNT, "tokenizer.model"), "{}"))
     (tmp_path / "link").symlink_to(output)
     (tmp_path / "beside.txt").touch()
-    for name in (output_folder.ACCOUNT, "tokenizer.model"):
-        (output / name).write_text("{}")
     for source in (output / "tokenizer.model", tmp_path / "link" / "held_out" / "a.txt"):
         refused = pytest.raises(BadInput, match=f"would replace {source}, which it reads")
-        with refused, opened(output, ACCOUNT, (128,), True, [str(source)]):
-            raise AssertionError("the build began")
+        with refused, begin(output, overwrite=True, sources=[str(source)]):
+            pytest.fail("the build began")
     assert (output / "tokenizer.model").read_text() == "{}"
-    with opened(output, ACCOUNT, (128,), True, [str(tmp_path / "beside.txt")]) as work:
+    with begin(output, overwrite=True, sources=[f"{tmp_path}/beside.txt"]) as work:
         assert work.is_dir()
 
 
@@ -109,53 +113,46 @@ def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch)
     def killed(path: Path, **_: object) -> None:
         raise Killed
 
-    with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), False) as work:
+    with pytest.raises(OSError), begin(tmp_path) as work:
         (work / "read.json").write_text("{}")
         (tmp_path / "shard-000000.tar").touch()
-        raise OSError(28, "No space left on device")
+        raise full()
     with monkeypatch.context() as patched:
         patched.setattr(call, killed)
-        with pytest.raises(Killed), opened(tmp_path, {**ACCOUNT, "options": {"seed": 1}}, (128,), True):
-            raise AssertionError("the build began")
-    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        with pytest.raises(Killed), begin(tmp_path, OTHER, overwrite=True):
+            pytest.fail("the build began")
+    with begin(tmp_path) as work:
         assert sorted(tmp_path.rglob("*")) == [work, work / output_folder.ACCOUNT]
 
 
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
     """A job that is requeued gives `--overwrite` again each time."""
-    other = {**ACCOUNT, "options": {"seed": 1}}
-    with opened(tmp_path, other, (128,), False):
-        finish(tmp_path, other)
+    with begin(tmp_path, OTHER):
+        finish(tmp_path, OTHER)
     for started in (False, True):
-        with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), True) as work:
+        with pytest.raises(OSError), begin(tmp_path, overwrite=True) as work:
             assert (work / "read.json").exists() == started and not (tmp_path / MANIFEST).exists()
             (work / "read.json").write_text("{}")
-            raise OSError(28, "No space left on device")
+            raise full()
     (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged
-    with opened(tmp_path, ACCOUNT, (128,), True) as work:
+    with begin(tmp_path, overwrite=True) as work:
         assert not (work / "read.json").exists()
 
 
 def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
-    with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), False) as work:
+    with pytest.raises(OSError), begin(tmp_path) as work:
         (work / "read.json").write_text("{}")
-        raise OSError(28, "No space left on device")
+        raise full()
     with monkeypatch.context() as patched:
         patched.setattr(output_folder, "version", lambda package: "0.1")
-        for begin in (
-            lambda: opened(tmp_path, ACCOUNT, (128,), False),
-            lambda: output_folder.joined(tmp_path, ACCOUNT, (128,)),
-        ):
-            with (
-                pytest.raises(BadInput, match=r"other options or code \(.*code: sentencepiece was .*, is 0\.1"),
-                begin(),
-            ):
-                raise AssertionError("the build resumed")
-    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        for again in (begin(tmp_path), output_folder.joined(tmp_path, ACCOUNT, (128,))):
+            with pytest.raises(BadInput, match=r"other .* code \(.*code: sentencepiece was .*, is 0\.1"), again:
+                pytest.fail("the build resumed")
+    with begin(tmp_path) as work:
         assert (work / "read.json").exists()
         finish(tmp_path)
     monkeypatch.setattr(output_folder, "version", lambda package: "0.1")
-    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+    with begin(tmp_path) as work:
         assert work is None  # a complete dataset is left as it is
 
 
@@ -167,6 +164,6 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     logs.setup()
     with output_folder.joined(tmp_path / "out", ACCOUNT, (128,)) as work:
         assert work is not None
-    with opened(tmp_path / "out", ACCOUNT, (128,), False) as work:
+    with begin(tmp_path / "out") as work:
         assert work is not None
     assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err

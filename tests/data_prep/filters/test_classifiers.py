@@ -2,18 +2,19 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
 from data_prep.common.errors import BadInput
 from data_prep.filters.classifiers import Classifier
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import fasttext_model
+from tests.helpers.prep_builds import ROOT, build_here
+from tests.helpers.prep_reading import write
 
 pytest.importorskip("fasttext", reason="fasttext-predict is not installed")
-OLD = Path(__file__).resolve().parents[2] / "data" / "golden"
+OLD = ROOT / "tests/data/golden/dataset/tokenizer.model"
+OPTIONS = {"seq_len": 32, "held_out": 0, "workers": 1}
 TEXTS = {
     "en": "the house stands on a hill and it was good to see how many of them came",
     "de": "das Haus steht auf einem Berg und es war gut zu sehen wie viele kamen",
@@ -56,45 +57,28 @@ def test_mistakes_are_named(model, tmp_path):
 
 def test_build_drops_by_each_model(model, tmp_path):
     rng = random.Random(3)
-    lines = [text("en" if i % 2 else "de", rng) for i in range(60)]
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    options = [
-        "--text-documents", "line", "--seq-len", "32", "--held-out", "0", "--workers", "1", "--quiet",
-        "--tokenizer", f"{OLD}/dataset/tokenizer.model", "--classifier", f"{model}:en,de:0.1", f"{model}:en:0.65",
-    ]  # fmt: skip
+    path = write(tmp_path / "a.txt", "\n".join(text("en" if i % 2 else "de", rng) for i in range(60)))
+    keep = write(tmp_path / "keep.py", "def keep(text): return 'house' in text")
+    options = {**OPTIONS, "text_documents": "line"}
     for _ in range(2):
-        assert main(["build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", *options]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+        classifiers = (f"{model}:en,de:0.1", f"{model}:en:0.65")
+        report = build_here(path, tmp_path / "out", tokenizer=OLD, classifier=classifiers, **options)
     assert report["dropped"]["reasons"] == {"classifier lid.bin": 30}
-    keep = tmp_path / "keep.py"
-    keep.write_text("def keep(text): return 'house' in text")
-    for chosen in (["--classifier", f"{model}:en:0.65"], ["--filters", f"{keep}:keep"]):
-        trained = [
-            "--vocab-size",
-            "36",
-            "--character-coverage",
-            "1",
-            *options[: options.index("--tokenizer")],
-            *chosen,
-            "--overwrite",
-        ]
-        assert main(["build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/new", *trained]) == 0
+    assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
+    assert model in json.loads((tmp_path / "out" / "build.json").read_text())["options"]["digests"]
+    options |= {"vocab_size": 36, "character_coverage": 1, "overwrite": True}
+    for chosen in ({"classifier": f"{model}:en:0.65"}, {"filters": f"{keep}:keep"}):
+        build_here(path, tmp_path / "new", **chosen, **options)
         tokens = Tokenizer.load(tmp_path / "new" / "tokenizer.model").tokens[5:]
         assert any("h" in token for token in tokens) and not any("k" in token for token in tokens)  # kamen
-    assert report["corpora"]["input"]["dropped_while_reading"] == {"classifier lid.bin": 30}
-    assert str(model) in json.loads((tmp_path / "out" / "build.json").read_text())["options"]["digests"]
 
 
-@pytest.mark.parametrize("tokenizer", [("--tokenizer", f"{OLD}/dataset/tokenizer.model"), ("--vocab-size", "36")])
-def test_classifiers_see_cleaned_text_without_dropped_lines(tokenizer, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("tokenizer", "times"), [({"tokenizer": OLD}, 1), ({"vocab_size": 36}, 2)])
+def test_classifiers_see_cleaned_text_without_dropped_lines(tokenizer, times, model, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Classifier, "keeps", lambda self, text: seen.append(text) or True)
     line = "The \xad&quot;house&quot; stands on a hill, and it was good to see how many of them came."
-    (tmp_path / "a.txt").write_text(f"Home | Contact\n{line}\n\n\n" * 9, encoding="utf-8")
-    arguments = [
-        "build", "--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", "--text-documents", "blank-line", "--seq-len", "32",
-        "--held-out", "0", "--dedup", "none", "--workers", "1", "--quiet", "--classifier", f"{model}:en:0.5", "--filters",
-        "min-line-words=5", *tokenizer,
-    ]  # fmt: skip
-    assert main(arguments) == 0
-    assert set(seen) == {line.replace("\xad", "")} and len(seen) == 9 * (1 + ("--vocab-size" in tokenizer))
+    path = write(tmp_path / "a.txt", f"Home | Contact\n{line}\n\n\n" * 9)
+    options = {"text_documents": "blank-line", "dedup": "none", "filters": "min-line-words=5"}
+    build_here(path, tmp_path / "out", classifier=f"{model}:en:0.5", **options, **tokenizer, **OPTIONS)
+    assert set(seen) == {line.replace("\xad", "")} and len(seen) == 9 * times

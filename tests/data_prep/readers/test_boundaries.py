@@ -1,14 +1,10 @@
 """What a document of plain text is, decided for a folder or an archive by its files."""
 
-import io
-import tarfile
-import zipfile
-
 import pytest
 
 from data_prep.readers import documents
 from data_prep.readers.boundaries import TextSample, decide
-from tests.helpers.prep_reading import PACK, plan, read_all
+from tests.helpers.prep_reading import PACK, archive, plan, read_all, write, write_all
 
 WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"
 SENTENCES = "This corpus has a sentence a line.\nIts documents have blank lines between.\nThat is BERT's format.\n\n"
@@ -25,95 +21,64 @@ def documents_of(text):
     return f"It is document {text}. It has several sentences. They are on one line.\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (SENTENCES * 9, "blank-line"),
-        (SENTENCES.replace("\n", "\r\n") * 9, "blank-line"),
-        (SENTENCES.replace("\n", "\r") * 9, "blank-line"),
-        (CHINESE * 9, "blank-line"),
-        (URDU * 9, "blank-line"),
-        (WEB * 80, "blank-line"),
-        ((PARAGRAPHS + SENTENCES + WEB) * 30, "blank-line"),
-        ("Title\nA text.\n\n" * 99, "blank-line"),
-        (SENTENCES * 3, "blank-line"),
-        ("".join(map(documents_of, range(400))), "line"),
-        ("一句。又一句。\n" * 40, "line"),
-        ("".join(map(HEADED.format, range(30))), "heading"),
-        (" \n" + HEADED, "heading"),
-        (WRAPPED * 9, "file"),
-        (WRAPPED.replace("\n\n", "\n") * 99, "file"),
-        (PARAGRAPHS * 99, "file"),
-        (VERSE * 40, "file"),
-        (DIALOGUE * 60, "file"),
-        ("A file of a sentence a line.\n" * 900, "file"),
-        (documents_of("one") * 19, "file"),
-        (SENTENCES * 2, "file"),
-        (WRAPPED * 9 + " = No title of WikiText = \n", "file"),
-        ("", "file"),
+KINDS = {
+    "blank-line": [
+        *(SENTENCES * 9, SENTENCES.replace("\n", "\r\n") * 9, SENTENCES.replace("\n", "\r") * 9, SENTENCES * 3),
+        *(CHINESE * 9, URDU * 9, WEB * 80, (PARAGRAPHS + SENTENCES + WEB) * 30, "Title\nA text.\n\n" * 99),
     ],
-)
-def test_the_kind_of_one_file(text, kind):
-    head = text.encode()
-    assert decide([TextSample(head, len(head), whole=True)]) == kind
+    "line": ["".join(map(documents_of, range(400))), "一句。又一句。\n" * 40],
+    "heading": ["".join(map(HEADED.format, range(30))), " \n" + HEADED],
+    "file": [
+        *(WRAPPED * 9, WRAPPED.replace("\n\n", "\n") * 99, PARAGRAPHS * 99, VERSE * 40, DIALOGUE * 60, SENTENCES * 2),
+        *("A file of a sentence a line.\n" * 900, documents_of("one") * 19, ""),
+        WRAPPED * 9 + " = No title of WikiText = \n",
+    ],
+}
 
 
-def write(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return folder
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_one_file(kind):
+    for head in map(str.encode, KINDS[kind]):
+        assert decide([TextSample(head, len(head), whole=True)]) == kind, head[:99]
+
+
+def count(*inputs, **options):
+    """How many documents the inputs have."""
+    return len(read_all(inputs, **options)[0])
 
 
 def test_articles_of_a_folder_stay_whole(tmp_path):
-    articles = {f"{i:02}.txt": SENTENCES * (1 + i % 7) for i in range(40)}
-    assert len(read_all([write(tmp_path / "in", articles)])[0]) == 40
-    assert len(read_all([tmp_path / "in" / "*.txt"])[0]) == 40
-    assert len(read_all([tmp_path / "in" / "06.txt"])[0]) == 7
-    assert len(read_all([tmp_path / "in"], text_documents="blank-line")[0]) == sum(1 + i % 7 for i in range(40))
-    articles = {f"{i:02}.txt": documents_of(i) * (1 + i) for i in range(40)}
-    assert len(read_all([write(tmp_path / "lines", articles)])[0]) == 40
+    folder = write_all(tmp_path / "in", {f"{i:02}.txt": SENTENCES * (1 + i % 7) for i in range(40)})
+    assert count(folder) == count(folder / "*.txt") == 40
+    assert count(folder / "06.txt") == 7
+    assert count(folder, text_documents="blank-line") == sum(1 + i % 7 for i in range(40))
+    assert count(write_all(tmp_path / "lines", {f"{i:02}.txt": documents_of(i) * (1 + i) for i in range(40)})) == 40
 
 
 def test_the_files_of_a_folder_are_split_alike(tmp_path):
-    parts = {f"{i}.txt": SENTENCES * 60 for i in range(5)} | {"5.txt": PARAGRAPHS * 9}
-    assert len(read_all([write(tmp_path / "in", parts)])[0]) == 309
-    parts = {f"{i}.txt": WRAPPED * 60 for i in range(5)} | {"5.txt": SENTENCES * 60}
-    assert len(read_all([write(tmp_path / "novels", parts)])[0]) == 6
-    assert len(read_all([tmp_path / "in", tmp_path / "novels"])[0]) == 315
+    parts = write_all(tmp_path / "in", {f"{i}.txt": SENTENCES * 60 for i in range(5)} | {"5.txt": PARAGRAPHS * 9})
+    novels = write_all(tmp_path / "no", {f"{i}.txt": WRAPPED * 60 for i in range(5)} | {"5.txt": SENTENCES * 60})
+    assert (count(parts), count(novels), count(parts, novels)) == (309, 6, 315)
 
 
 @pytest.mark.parametrize("kind", PACK)
 def test_packed_collections_are_split(kind, tmp_path):
     text = "".join(f"Title {i}\n{SENTENCES}" for i in range(80)).encode()
-    found, _ = read_all([write(tmp_path / "in", {f"en.txt.{kind}": PACK[kind](text)})])
-    assert len(found) == 80 and found[79] == f"Title 79\n{SENTENCES}".rstrip() + "\n\n" * (kind == "none")
+    found, _ = read_all([write(tmp_path / f"en.txt.{kind}", PACK[kind](text))])
+    assert len(found) == 80 and found[79] == f"Title 79\n{SENTENCES}".rstrip()
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_an_archive_is_a_folder_of_its_own(kind, tmp_path):
-    def pack(name, files):
-        path = tmp_path / f"{name}.{kind}"
-        with zipfile.ZipFile(path, "w") if kind == "zip" else tarfile.open(path, "w") as archive:
-            for member, text in files.items():
-                if kind == "zip":
-                    archive.writestr(member, text)
-                else:
-                    info = tarfile.TarInfo(member)
-                    info.size = len(text.encode())
-                    archive.addfile(info, io.BytesIO(text.encode()))
-        return path
-
-    articles = pack("articles", {f"{i:02}.txt": SENTENCES * 6 for i in range(10)})
-    collection = pack("collection", {"part.txt": SENTENCES * 90, "more.txt": SENTENCES * 70})
-    assert len(read_all([articles])[0]) == 10
-    assert len(read_all([collection])[0]) == 160
-    assert len(read_all([tmp_path])[0]) == 170
+    articles = archive(kind, {f"{i:02}.txt": (SENTENCES * 6).encode() for i in range(10)})
+    collection = archive(kind, {f"{size}.txt": (SENTENCES * size).encode() for size in (90, 70)})
+    write_all(tmp_path, {f"articles.{kind}": articles, f"collection.{kind}": collection})
+    found = [count(tmp_path / name) for name in (f"articles.{kind}", f"collection.{kind}", "")]
+    assert found == [10, 160, 170]
 
 
 def test_headings_of_wikitext_begin_documents_in_any_range(tmp_path, monkeypatch):
-    path = tmp_path / "wiki.train.tokens"
-    path.write_text("".join(map(HEADED.format, range(30))))
+    path = write(tmp_path / "wiki.train.tokens", "".join(map(HEADED.format, range(30))))
     whole, _ = read_all([path], format="text")
     assert len(whole) == 30 and all(text.count("First words") == 1 for text in whole)
     monkeypatch.setattr(documents, "RANGE_BYTES", 100)
@@ -122,37 +87,29 @@ def test_headings_of_wikitext_begin_documents_in_any_range(tmp_path, monkeypatch
     assert sum(len(task.ranges) for task in plan([path], format="text")) > 20
 
 
-@pytest.mark.parametrize(("kind", "count"), [("line", 90), ("blank-line", 30), ("auto", 30), ("file", 1)])
-def test_carriage_returns_end_lines(kind, count, tmp_path, monkeypatch):
-    path = tmp_path / "mac.txt"
-    path.write_bytes(SENTENCES.replace("\n", "\r").encode() * 30)
+@pytest.mark.parametrize(("kind", "size"), [("line", 90), ("blank-line", 30), ("auto", 30), ("file", 1)])
+def test_carriage_returns_end_lines(kind, size, tmp_path, monkeypatch):
+    path = write(tmp_path / "mac.txt", SENTENCES.replace("\n", "\r") * 30)
     whole, _ = read_all([path], text_documents=kind)
-    assert len(whole) == count and sum(text.count("format") for text in whole) == 30
+    assert len(whole) == size and sum(text.count("format") for text in whole) == 30
     monkeypatch.setattr(documents, "RANGE_BYTES", 150)
     assert read_all([path], text_documents=kind)[0] == whole
 
 
-DOC = "<doc{}>\n{}</doc>\n"
-
-
 @pytest.mark.parametrize(
-    ("element", "text"),
+    ("head", "body", "text"),
     [
-        ('<doc id="1">All text.</doc>', "All text."),
-        ('<doc id="1">\nFirst line.\n\nSecond line.\n</doc>', "First line.\n\nSecond line.\n"),
-        ("<doc>\nFirst line.\nSecond line.\n</doc>", "First line.\nSecond line.\n"),
-        ('<doc id="1" title="A &amp; B">\nA & B\n\nText.\n</doc>', "\nText.\n"),
-        ('<doc id="1" title="A">\nA\nText.\n</doc>', "Text.\n"),
-        ('<doc id="1" title="A "quoted" > B" url="u">\nA "quoted" > B\n\nText > more.\n</doc>', "\nText > more.\n"),
-        ('<doc id="1" title="Other">\nA title\n\nText.\n</doc>', "\nText.\n"),
-        ('<doc id="1" title="Other">\nA sentence of the text.\n\nText.\n</doc>', "A sentence of the text.\n\nText.\n"),
-        (
-            '<doc id="1" title="Other">\nNo title, for text follows\nText.\n</doc>',
-            "No title, for text follows\nText.\n",
-        ),
+        ('id="1"', "All text.", "All text."),
+        ('id="1"', "\nFirst line.\n\nSecond line.\n", "First line.\n\nSecond line.\n"),
+        ("", "\nFirst line.\nSecond line.\n", "First line.\nSecond line.\n"),
+        ('title="A &amp; B"', "\nA & B\n\nText.\n", "\nText.\n"),
+        ('title="A"', "\nA\nText.\n", "Text.\n"),
+        ('title="A "quoted" > B" url="u"', '\nA "quoted" > B\n\nText > more.\n', "\nText > more.\n"),
+        ('title="Other"', "\nA title\n\nText.\n", "\nText.\n"),
+        ('title="Other"', "\nA sentence of the text.\n\nText.\n", "A sentence of the text.\n\nText.\n"),
+        ('title="Other"', "\nNo title, for text follows\nText.\n", "No title, for text follows\nText.\n"),
     ],
 )
-def test_the_title_of_a_doc_element(element, text, tmp_path):
-    path = tmp_path / "wiki_00"
-    path.write_text(element)
-    assert read_all([path])[0] == [text]
+def test_the_title_of_a_doc_element(head, body, text, tmp_path):
+    element = f"<doc {head}>{body}</doc>" if head else f"<doc>{body}</doc>"
+    assert read_all([write(tmp_path / "wiki_00", element)])[0] == [text]

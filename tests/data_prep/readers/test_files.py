@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -16,15 +15,12 @@ from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import files, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.tasks import group, list_ranges
-from tests.helpers.prep_reading import plan, read_all
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers.prep_builds import ROOT
+from tests.helpers.prep_reading import plan, read_all, write_all
 
 
 def make(folder, *names):
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(os.fsencode(name))
+    return write_all(folder, {name: os.fsencode(name) for name in names})
 
 
 def distinct_names(folder, item):
@@ -77,33 +73,28 @@ def test_a_listed_file_costs_few_bytes():
     assert (many - few) / 90_000 < 90 + len("/text/00000/article-000000000.txt")
 
 
-def test_broken_links_are_named_or_counted(tmp_path):
-    (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    for name, reason in (("self.txt", "Too many levels of symbolic links"), ("gone.txt", "No such file")):
-        with pytest.raises(BadInput, match=rf"{name}: can't be read: {reason}"):
-            plan([tmp_path / name])
-    problems = Problems("skip")
-    assert plan([tmp_path], problems) == [] and problems.counts == {"unreadable file": 2}
-
-
-def test_pipes_and_devices_are_never_opened(tmp_path, monkeypatch):
+def test_links_pipes_and_devices_are_never_opened(tmp_path, monkeypatch):
+    for name, target in (("self.txt", tmp_path / "self.txt"), ("gone.txt", "nowhere"), ("device.txt", "/dev/zero")):
+        (tmp_path / name).symlink_to(target)
     os.mkfifo(tmp_path / "pipe.txt")
-    (tmp_path / "device.txt").symlink_to("/dev/zero")
-    opened = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest, **more: (opened.append(path), real(path, *rest, **more))[1])
-    for name in ("pipe.txt", "device.txt"):
-        with pytest.raises(BadInput, match=rf"{name}: not a regular file"):
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more))
+    for name, reason in (
+        ("self.txt", "can't be read: Too many levels of symbolic links"),
+        ("gone.txt", "can't be read: No such file"),
+        ("pipe.txt", "not a regular file"),
+        ("device.txt", "not a regular file"),
+    ):
+        with pytest.raises(BadInput, match=f"{name}: {reason}"):
             plan([tmp_path / name])
     problems = Problems("skip")
-    assert plan([tmp_path], problems) == [] == opened and problems.counts == {"unknown format": 2}
+    assert plan([tmp_path], problems) == [] == opened
+    assert problems.counts == {"unreadable file": 2, "unknown format": 2}
 
 
 def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made."""
     make(tmp_path, "in/a.txt", "in/shut/b.txt", "in/locked.txt")
-    real_scan, real_open = os.scandir, os.open
 
     def refuse(real, name):
         def call(path, *rest, **more):
@@ -113,8 +104,8 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(os, "scandir", refuse(real_scan, "shut"))
-    monkeypatch.setattr(os, "open", refuse(real_open, "locked.txt"))
+    monkeypatch.setattr(os, "scandir", refuse(os.scandir, "shut"))
+    monkeypatch.setattr(os, "open", refuse(os.open, "locked.txt"))
     with pytest.raises(BadInput, match=r"in/shut: can't be read: Permission denied"):
         plan([tmp_path])
     with pytest.raises(BadInput, match=r"locked\.txt: can't be read: Permission denied"):
@@ -124,46 +115,40 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "replace", "vanish"])
-@pytest.mark.parametrize("kind", ["txt", "gz"])
-def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch):
-    path = tmp_path / f"f.{kind}"
-    pack = gzip.compress if kind == "gz" else bytes
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["txt", "gz"])
+def test_file_changed_while_reading_is_named(change, pack, tmp_path):
+    path, copy = tmp_path / "f", tmp_path / "copy"
     content = pack(b"".join(b"Line %d of a file.\n" % i for i in range(200_000)))
     message = r"changed while it was read \(\d+ bytes" if change != "vanish" else "can't be read: No such file"
-
-    def restore():
-        path.write_bytes(content)
-        os.utime(path, ns=(1, 1))
-
-    (tmp_path / "other").write_bytes(content)
     alter = {
         "grow": lambda: path.write_bytes(content + pack(b"more")),
         "shrink": lambda: os.truncate(path, len(content) // 2),
-        "replace": lambda: shutil.move(shutil.copy(tmp_path / "other", tmp_path / "copy"), path),
+        "replace": lambda: (copy.write_bytes(content), shutil.move(copy, path)),
         "vanish": path.unlink,
     }[change]
 
     def read(problems, when):
         """Read the file, which changes before or after its sixth document."""
-        restore()
+        path.write_bytes(content)
+        os.utime(path, ns=(1, 1))
         (task,) = plan([path])
         if when == "before":
             alter()
         for i, _ in enumerate(read_documents(next(iter(task.ranges)), ReadOptions(text_documents="line"), problems)):
             if i == 5 and when == "while":
                 alter()
+        return problems
 
     for when in ("before", "while"):
         with pytest.raises(BadInput, match=message):
             read(Problems("stop"), when)
-        read(skipping := Problems("skip"), when)
-        assert sum(skipping.counts.values()) == 1
+        assert sum(read(Problems("skip"), when).counts.values()) == 1
 
 
 def test_task_never_mixes_corpora(tmp_path):
     make(tmp_path, *(f"{name}/{i}.txt" for name in "abc" for i in range(3)))
-    corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
-               Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
+    corpora = [Corpus("one", (f"{tmp_path}/a", f"{tmp_path}/b/1.txt")), Corpus("two", (f"{tmp_path}/b",))]
+    corpora.append(Corpus("three", (f"{tmp_path}/b/0.txt", f"{tmp_path}/c"), weight=2.0))
     planned = group(list_ranges(corpora, ReadOptions(), Problems("stop")))
     read = [(task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.ranges]) for task in planned]
     one, two = ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"], ["b/0.txt", "b/2.txt"]
@@ -171,29 +156,21 @@ def test_task_never_mixes_corpora(tmp_path):
 
 
 def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):
-    for i in range(400):
-        (tmp_path / f"{i:03}.txt").write_bytes(b"x" * 100)
+    write_all(tmp_path, {f"{i:03}.txt": b"x" * 100 for i in range(400)})
     monkeypatch.setattr(tasks, "TASK_BYTES", (200, 2000))
-    assert len(plan([tmp_path])) == 200
-    monkeypatch.setattr(tasks, "TASKS", 50)
-    assert len(plan([tmp_path])) == 50
-    monkeypatch.setattr(tasks, "TASKS", 2)
-    assert len(plan([tmp_path])) == 20
+    for most, planned in ((tasks.TASKS, 200), (50, 50), (2, 20)):
+        monkeypatch.setattr(tasks, "TASKS", most)
+        assert len(plan([tmp_path])) == planned
 
 
 def test_invalid_bytes_are_replaced_in_every_format(tmp_path):
     column = pa.array([b"Caf\xe9 5."], pa.binary()).view(pa.string())
     parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    contents = {
-        "a.csv": b"text\nCaf\xe9 1.\n",
-        "b.jsonl": b'{"text": "Caf\xe9 2."}\n',
-        "c.tsv": b"text\nCaf\xe9 3.\n",
-        "d.xml": b"<mediawiki><page><title>T</title><ns>0</ns><text>Caf\xe9 4.</text></page></mediawiki>",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
+    page = b"<mediawiki><page><title>T</title><ns>0</ns><text>Caf\xe9 4.</text></page></mediawiki>"
+    files = {"a.csv": b"text\nCaf\xe9 1.\n", "b.jsonl": b'{"text": "Caf\xe9 2."}\n', "c.tsv": b"text\nCaf\xe9 3.\n"}
+    write_all(tmp_path, files | {"d.xml": page})
     found, problems = read_all([tmp_path], encoding_errors="replace")
     assert sorted(found) == [f"Caf\ufffd {i}." for i in range(1, 6)]
     assert problems.counts == {"invalid UTF-8 replaced": 5}
-    found, problems = read_all([tmp_path], policy="skip")
+    found, problems = read_all([tmp_path], "skip")
     assert not found and problems.counts == {"invalid UTF-8": 4, "bad page": 1}

@@ -1,7 +1,6 @@
 """Arbitrary bytes in every format and compression: only BadInput, always an end, the same documents however cut."""
 
 import bz2
-import json
 from itertools import pairwise
 from unittest import mock
 
@@ -15,9 +14,7 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import ReadOptions
 from data_prep.readers import documents, formats
 from data_prep.readers.documents import read_documents
-from tests.helpers.prep_reading import PACK, plan
-
-PACK = {"": bytes, **PACK}
+from tests.helpers.prep_reading import PACK, plan, records, write
 
 FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "json", "csv", "wet", "parquet", "arrow")
 few = settings(derandomize=True, max_examples=150, deadline=None, database=None)
@@ -40,9 +37,8 @@ UNCUT_SNIPPETS = {
 
 
 def soup(kind):
-    return st.lists(st.sampled_from((SNIPPETS | UNCUT_SNIPPETS)[kind]) | st.binary(max_size=3), max_size=60).map(
-        b"".join
-    )
+    parts = st.sampled_from((SNIPPETS | UNCUT_SNIPPETS)[kind]) | st.binary(max_size=3)
+    return st.lists(parts, max_size=60).map(b"".join)
 
 
 def read(path, problems, **options):
@@ -58,12 +54,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("bz2", "xz") else k for k in PACK])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("bz2", "xz") else k for k in ("", *PACK)]
+)
 @settings(few, max_examples=40)
 @given(data=st.data())
 def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data):
     content = data.draw(st.binary(max_size=300) | soup(format_ if format_ in SNIPPETS | UNCUT_SNIPPETS else "wiki"))
-    packed = PACK[kind](content)
+    packed = PACK.get(kind, bytes)(content)
     damage = data.draw(st.integers(0, 3))
     if damage == 1:
         packed = packed[: data.draw(st.integers(0, len(packed)))]
@@ -72,8 +70,7 @@ def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data
         packed = packed[:at] + data.draw(st.binary(min_size=1, max_size=4)) + packed[at + 1 :]
     elif damage == 3:
         packed += data.draw(st.binary(max_size=20))
-    path = folder / "file"
-    path.write_bytes(packed)
+    path = write(folder / "file", packed)
     _, found = read(path, skipping := Problems("skip"), format=format_)
     assert all(isinstance(text, bytes) or text.encode() is not None for _, text in found)
     try:
@@ -94,8 +91,7 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
     content = b"\n" + data.draw(soup(kind))  # no magic number of a compression
     step = data.draw(st.integers(3, 40))
     line, document = data.draw(st.sampled_from([(4, 9), (20, 30), (1 << 20, 1 << 20)]))
-    path = folder / "cut"
-    path.write_bytes(content)
+    path = write(folder / "cut", content)
     format_ = kind if kind in FORMATS else "text"
     options = {"format": format_, "text_documents": kind if format_ == "text" else "auto"}
     part = data.draw(st.sampled_from([9, 30, 1 << 20]))
@@ -124,8 +120,7 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
     content = head + data.draw(soup(kind))
     ends = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=12)) | {0, len(content)})
     packed = b"".join(bz2.compress(content[a:b]) for a, b in pairwise(ends))
-    path = folder / "streams"
-    path.write_bytes(packed)
+    path = write(folder / "streams", packed)
     _, want = read(path, whole := Problems("skip"), format=kind)
     with (
         mock.patch.object(documents, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
@@ -137,20 +132,19 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
     assert cut.counts == whole.counts and cut.dropped == whole.dropped
 
 
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
 @settings(few, max_examples=100)
-@given(values=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=20))
+@given(values=st.lists(TEXTS, min_size=1, max_size=20))
 @example(values=["\ud7ff\ufeff", "\u2028", ""])
 def test_records_come_back_as_they_were_written(folder, values):
-    path = folder / "records"
-    path.write_text("".join(json.dumps({"text": value}, ensure_ascii=False) + "\n" for value in values))
+    path = write(folder / "records", records(values))
     assert [text for _, text in read(path, Problems("stop"), format="jsonl")[1]] == values
 
 
 @settings(few, max_examples=30)
-@given(
-    values=st.lists(st.none() | st.text(st.characters(codec="utf-8"), max_size=20), min_size=1, max_size=30),
-    group=st.integers(1, 10),
-)
+@given(values=st.lists(st.none() | TEXTS, min_size=1, max_size=30), group=st.integers(1, 10))
 def test_tables_come_back_as_they_were_written(folder, values, group):
     table = pa.table({"text": pa.array(values, pa.string())})
     pq.write_table(table, folder / "t.parquet", row_group_size=group)

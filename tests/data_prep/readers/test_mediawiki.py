@@ -3,19 +3,17 @@
 import bz2
 import gzip
 import html
-import json
 import os
 import random
 import re
 import time
-import zipfile
 from collections import Counter
 from pathlib import Path
 
 import mwparserfromhell
 import pytest
 
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
@@ -23,7 +21,8 @@ from data_prep.readers import documents, inline_templates, mediawiki, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.wikitext import prose
 from data_prep.stages.unpack import cut, packed_files, unpack
-from tests.helpers.prep_reading import plan, read_all
+from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_reading import archive, plan, read_all, refuse, write
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
 DUMP = DATA / "wikidump" / "enwiki-pages-articles1-shortened.xml.bz2"
@@ -191,17 +190,8 @@ def test_calls_without_arguments_never_fail():
     names = sorted({name for table in tables for name in getattr(inline_templates, table)})
     assert len(names) > 300
     for name in names:
-        for call in (
-            name,
-            f"{name}|",
-            f"{name}|||",
-            f"{name}|a=b",
-            f"{name}|1=",
-            f"{name}||x",
-            f"{name}|x|y|z|1|2|3",
-            f"{name}|{'1|' * 999}",
-        ):
-            assert isinstance(inline_templates.expand_call(call), str | None), call
+        for given in ("", "|", "|||", "|a=b", "|1=", "||x", "|x|y|z|1|2|3", f"|{'1|' * 999}"):
+            assert isinstance(inline_templates.expand_call(name + given), str | None), name + given
 
 
 def test_sentence_with_a_gap_is_dropped_and_counted():
@@ -217,14 +207,8 @@ def test_sentence_with_a_gap_is_dropped_and_counted():
         "== References ==\n* This is a reference that has five words.\n"
     )
     assert prose(text, changed=changed).split("\n") == [
-        "Mars is a planet. It is red.",
-        "It has moons. They are small.",
-        "A heading",
-        "The second one stays.",
-        "The rest stays.",
-        "That stays.",
-        "And this.",
-        "This item is a sentence too.",
+        *("Mars is a planet. It is red.", "It has moons. They are small.", "A heading", "The second one stays."),
+        *("The rest stays.", "That stays.", "And this.", "This item is a sentence too."),
     ]
     assert +changed == {
         "sentences with a template of unknown text": 3,
@@ -286,10 +270,8 @@ SITES = {
 
 def site(language):
     names = zip((-2, 6, 14), SITES[language][0].split(), strict=True)
-    spaces = "".join(
-        f'<namespace key="{key}" case="first-letter">{name.replace("_", " ")}</namespace>' for key, name in names
-    )
-    return f'<mediawiki xml:lang="{language}">\n<siteinfo><namespaces>{spaces}</namespaces></siteinfo>\n'
+    spaces = (f'<namespace key="{key}" case="first-letter">{name.replace("_", " ")}</namespace>' for key, name in names)
+    return f'<mediawiki xml:lang="{language}">\n<siteinfo><namespaces>{"".join(spaces)}</namespaces></siteinfo>\n'
 
 
 @pytest.mark.parametrize("language", SITES)
@@ -297,43 +279,39 @@ def test_prose_of_a_language_by_its_siteinfo(language, tmp_path):
     lines = SITES[language][1]
     text, want = "\n".join(a for a, _ in lines), "\n".join(b for _, b in lines if b)
     pages = page("A", text), page("B", "#WEITER [[A]]"), page("C", "#転送[[A]]"), page("D", "#Yönlendirme [[A b]]")
-    (tmp_path / "d.xml").write_text(site(language) + "".join(pages) + "</mediawiki>\n")
-    found, problems = read_all([tmp_path])
-    assert found == [want]
-    assert problems.dropped == {mediawiki.REDIRECT: 3}
-    (tmp_path / "d.xml").write_text("<mediawiki>\n" + page("A", text) + "</mediawiki>\n")
+    found, problems = read_all([write(tmp_path / "d.xml", site(language) + "".join(pages) + "</mediawiki>\n")])
+    assert found == [want] and problems.dropped == {mediawiki.REDIRECT: 3}
     if language != "xx":  # a dump without its head: by the names of all these languages
-        assert read_all([tmp_path])[0] == [want]
+        path = write(tmp_path / "d.xml", "<mediawiki>\n" + page("A", text) + "</mediawiki>\n")
+        assert read_all([path])[0] == [want]
 
 
 @pytest.mark.parametrize("kind", ["plain", "bz2", "gz", "zip"])
 def test_every_range_knows_the_siteinfo(kind, tmp_path, monkeypatch):
     """A name that only the head of the file says: in ranges, in streams behind the first one, in spools, in an archive."""
     head, rng = site("xx"), random.Random(3)
-    pages = [
-        page(f"P{i}", f"[[Foo Bar:K.jpg|{rng.random()}|Caption]]Page {i} is {rng.random()} here.[[Baz:C{i}]]")
-        for i in range(400)
-    ]
-    want = [re.search(r"Page .*? here\.", text)[0] for text in pages]
+    want = [f"Page {i} is {rng.random()} here." for i in range(400)]
+    texts = (f"[[Foo Bar:K.jpg|{rng.random()}|Caption]]{text}[[Baz:C{i}]]" for i, text in enumerate(want))
+    pages = [page(f"P{i}", text) for i, text in enumerate(texts)]
     streams = [head[:40], head[40:], *("".join(pages[i : i + 10]) for i in range(0, 400, 10)), "</mediawiki>"]
     text = "".join(streams).encode()
-    path = tmp_path / f"d.{kind}"
+    pack = {
+        "plain": bytes,
+        "bz2": lambda _: b"".join(bz2.compress(stream.encode()) for stream in streams),
+        "gz": gzip.compress,
+        "zip": lambda text: archive("zip", {"d.xml": text}),
+    }
+    path = write(tmp_path / f"d.{kind}", pack[kind](text))
     monkeypatch.setattr(documents, "RANGE_BYTES", 20_000)
-    if kind == "zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("d.xml", text)
-    elif kind == "bz2":
-        path.write_bytes(b"".join(bz2.compress(stream.encode()) for stream in streams))
+    if kind == "bz2":
         monkeypatch.setattr(documents, "_must_unpack", lambda file, head: False)
-    else:
-        path.write_bytes(gzip.compress(text) if kind == "gz" else text)
     if kind != "gz":
         parts = [part for task in plan([path]) for part in task.ranges]
         assert (len(parts) > 3) == (kind != "zip")
         assert read_all([path])[0] == want
         return
-    job = BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     monkeypatch.setattr(documents, "MOST_UNCUT", 1)
+    job = BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     ranges = tasks.list_ranges([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
     packed = packed_files(ranges)
     (parts,) = cut(job, ranges, packed, [unpack(job, item) for item in packed])
@@ -345,31 +323,18 @@ def test_every_range_knows_the_siteinfo(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [5, 400_000])
 def test_index_of_a_multistream_dump_is_left_out(size, tmp_path):
     lines = "".join(f"{i * 700}:{i}:Title: {i * 7919 % 10**9}\n" for i in range(size)).encode()
-    (tmp_path / "w-multistream-index.txt.bz2").write_bytes(bz2.compress(lines))
-    (tmp_path / "w-multistream.xml.bz2").write_bytes(bz2.compress(dump([page("A", "Text of A.")])))
+    write(tmp_path / "w-multistream-index.txt.bz2", bz2.compress(lines))
+    write(tmp_path / "w-multistream.xml.bz2", bz2.compress(dump([page("A", "Text of A.")])))
     found, problems = read_all([tmp_path])
-    assert found == ["Text of A."]
-    assert problems.counts == {"index of a dump, left out": 1}
+    assert found == ["Text of A."] and problems.counts == {"index of a dump, left out": 1}
 
 
-def test_report_counts_what_was_dropped_from_pages(tokenizer_file, command, tmp_path):
-    (tmp_path / "d.xml").write_bytes(
-        dump([page(f"P{i}", f"Page {i} is long. It is {{{{unknown|{i}}}}} old.\n* Item") for i in range(30)])
-    )
-    result = command(
-        "build",
-        "--input",
-        tmp_path / "d.xml",
-        "--output",
-        tmp_path / "out",
-        "--tokenizer",
-        tokenizer_file,
-        "--seq-len",
-        64,
-    )
-    assert result.returncode == 0, result.stderr
+def test_report_counts_what_was_dropped_from_pages(tokenizer_file, tmp_path):
+    pages = [page(f"P{i}", f"Page {i} is long. It is {{{{unknown|{i}}}}} old.\n* Item") for i in range(30)]
+    path = write(tmp_path / "d.xml", dump(pages))
+    result = build(path, tmp_path / "out", tokenizer=tokenizer_file, seq_len=64)
     want = {"list items that are not sentences": 30, "sentences with a template of unknown text": 30}
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["changed"] == want
+    assert report(tmp_path / "out")["changed"] == want
     assert "list items that are not sentences 30, sentences with a template of unknown text 30\n" in result.stdout
 
 
@@ -387,14 +352,11 @@ def test_left_out_pages_are_counted(tmp_path):
         page("H", "Old text.").replace("  </page>", "<revision><text>New text.</text></revision></page>"),
     ]
     items = "See A for the first of these two items.\nHere is the second of these two items."
-    (tmp_path / "d.xml").write_bytes(dump(pages))
+    dropped = {mediawiki.REDIRECT: 2, mediawiki.NAMESPACE: 1, mediawiki.DISAMBIGUATION: 2, mediawiki.EMPTY: 1}
     for policy in ("stop", "skip"):
-        found, problems = read_all([tmp_path], policy)
+        found, problems = read_all([write(tmp_path / "d.xml", dump(pages))], policy)
         assert found == ["Text of the article A is here.", "G is text.", items, "New text."]
-        assert not problems.counts
-        assert problems.dropped == {
-            mediawiki.REDIRECT: 2, mediawiki.NAMESPACE: 1, mediawiki.DISAMBIGUATION: 2, mediawiki.EMPTY: 1,
-        }  # fmt: skip
+        assert problems.dropped == dropped and not problems.counts
 
 
 BOMB = (
@@ -419,11 +381,8 @@ BOMB = (
     ids=["bomb", "entity", "doctype", "tags", "depth", "unclosed", "long", "bytes"],
 )  # fmt: skip
 def test_bad_xml_is_named_or_counted(content, message, reason, tmp_path):
-    (tmp_path / "d.xml").write_bytes(content)
     began = time.monotonic()
-    with pytest.raises(BadInput, match=message):
-        read_all([tmp_path])
-    assert read_all([tmp_path], "skip")[1].counts == {reason: 1}
+    assert refuse(write(tmp_path / "d.xml", content), message)[1].counts == {reason: 1}
     assert time.monotonic() - began < 5
 
 
@@ -457,7 +416,7 @@ def test_random_markup_never_fails_and_never_stays():
 @pytest.mark.skipif(not DUMP.exists(), reason="no real dump: MEGABERT_DATA names no folder with wikidump")
 def test_real_articles_hold_the_words_a_parser_finds():
     """Nearly every word of ours is in the text that mwparserfromhell leaves; no markup is."""
-    found = read_all([DUMP])[0]
+    found, _ = read_all([DUMP])
     assert len(found) == 97
     for text in found:
         assert not [token for token in MARKUP if token in text] and not re.search(r"^[|!*#]|\|\|", text, re.MULTILINE)

@@ -9,18 +9,37 @@ import pytest
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers import formats, json_records
-from tests.helpers.prep_reading import PACK, read_all
+from tests.helpers.prep_reading import PACK, read_all, refuse, write
 
 ARRAY = b'\xef\xbb\xbf [{"text": "One, [two]"}, {"n": [1, {"a": 2}], "text": "a \\"b\\" \\\\"},\n"A string.",{"text":null}, {"text": "\\u00e9"}]\n'
-ARRAY_TEXTS = ["One, [two]", 'a "b" \\', "A string.", "é"]
+PAGES = [b"First page.\nWARC/1.0\r\nWARC-Type: conversion\r\n\r\nIts second line.", "Zweite Seite: é.".encode()]
+
+
+def warc(kind, body, size=None):
+    head = b"WARC/1.0\r\nWARC-Type: %s\r\nWARC-Target-URI: http://a/\r\nContent-Length: %d\r\n\r\n"
+    return head % (kind, len(body) if size is None else size) + body + b"\r\n\r\n"
+
+
+def lost_bytes(problems):
+    return {reason: loss["bytes"] for reason, loss in problems.lost.items()}
 
 
 @pytest.mark.parametrize("kind", ["", *PACK])
-def test_json_array_is_read_by_elements(kind, tmp_path):
-    path = tmp_path / f"a.json{kind and '.' + kind}"
-    path.write_bytes(PACK.get(kind, bytes)(ARRAY))
-    found, problems = read_all([path])
-    assert found == ARRAY_TEXTS and problems.dropped == {"null value": 1} and not problems.counts
+def test_arrays_and_wet_records_are_documents(kind, tmp_path):
+    suffix, pack = kind and f".{kind}", PACK.get(kind, bytes)
+    found, problems = read_all([write(tmp_path / f"a.json{suffix}", pack(ARRAY))])
+    assert found == ["One, [two]", 'a "b" \\', "A string.", "é"]
+    assert problems.dropped == {"null value": 1} and not problems.counts
+    types = (
+        (b"warcinfo", b"software: x"),
+        (b"conversion", PAGES[0]),
+        (b"response", b"<html>"),
+        (b"conversion", PAGES[1]),
+    )
+    members = (pack(warc(*record)) for record in types)
+    found, problems = read_all([write(tmp_path / f"a.warc.wet{suffix}", b"".join(members))])
+    assert [text.encode() for text in found] == PAGES and not problems.counts
+    assert problems.dropped == {"WARC record of type warcinfo": 1, "WARC record of type response": 1}
 
 
 def test_elements_do_not_depend_on_chunks():
@@ -32,29 +51,28 @@ def test_elements_do_not_depend_on_chunks():
         assert not problems.counts
 
 
-def test_a_bad_element_costs_no_other(tmp_path, monkeypatch):
+def test_a_bad_record_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "MAX_LINE", 100)
-    path = tmp_path / "a.json"
+    monkeypatch.setattr("data_prep.readers.wet.MAX_DOCUMENT", 100)
     bad = [b'{"text": "\xff"}', b'{"text" "x"}', b'{"text": 5}', b'{"text": "' + b"x" * 200 + b'"}']
-    path.write_bytes(b'[{"text": "One."}, ' + b", ".join(bad) + b', {"text": "Two."}]')
-    with pytest.raises(BadInput, match=r"byte 29: invalid UTF-8"):
-        read_all([path])
-    found, problems = read_all([path], "skip")
-    assert found == ["One.", "Two."]
-    assert problems.counts == {"invalid UTF-8": 1, "bad JSON line": 1, "no text field": 1, "long record": 1}
-    assert {reason: loss["bytes"] for reason, loss in problems.lost.items()} == {
-        "invalid UTF-8": 13, "bad JSON line": 12, "no text field": 11, "long record": 213,
-    }  # fmt: skip
+    array = b'[{"text": "One."}, ' + b", ".join(bad) + b', {"text": "Two."}]'
+    found, problems = refuse(write(tmp_path / "a.json", array), r"byte 29: invalid UTF-8")
+    assert found == ["One.", "Two."] and set(problems.counts.values()) == {1}
+    assert lost_bytes(problems) == {"invalid UTF-8": 13, "bad JSON line": 12, "no text field": 11, "long record": 213}
+    wet = warc(b"conversion", PAGES[0]) + b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\nlost words\r\n\r\n"
+    wet += warc(b"conversion", b"x" * 101) + warc(b"conversion", PAGES[1]) + warc(b"conversion", b"cut", 50)
+    found, problems = refuse(write(tmp_path / "a.warc.wet", wet), "a WARC record without its Content-Length")
+    assert [text.encode() for text in found] == PAGES
+    assert problems.counts == {"bad WARC record": 2, "long document": 1, "unclosed document": 1}
+    assert lost_bytes(problems) == {"bad WARC record": 14, "long document": 101, "unclosed document": 7}
 
 
 @pytest.mark.parametrize(
     ("content", "size"), [(b'[{"text": "One."}, {"text": "T', 12), (b'[{"text": "One."}] and more', 8)]
 )
 def test_an_array_without_its_end(content, size, tmp_path):
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(BadInput, match=r"a\.json: byte \d+: (the array is not closed|text outside of the array)"):
-        read_all([tmp_path / "a.json"])
-    found, problems = read_all([tmp_path / "a.json"], "skip")
+    message = r"a\.json: byte \d+: (the array is not closed|text outside of the array)"
+    found, problems = refuse(write(tmp_path / "a.json", content), message)
     assert found == ["One."] and problems.lost["bad JSON"]["bytes"] == size
 
 
@@ -71,19 +89,22 @@ LISTS = {
 }
 
 
+def write_arrow(path, table):
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
 @pytest.mark.parametrize("field", LISTS)
 def test_lists_of_texts_are_joined(kind, field, tmp_path):
     path = tmp_path / f"a.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(RECORDS))
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    elif kind == "parquet":
+    if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(RECORDS), path)
+    elif kind == "arrow":
+        write_arrow(path, pa.Table.from_pylist(RECORDS))
     else:
-        with pa.ipc.new_stream(str(path), (table := pa.Table.from_pylist(RECORDS)).schema) as writer:
-            writer.write_table(table)
+        write(path, json.dumps(RECORDS) if kind == "json" else "\n".join(map(json.dumps, RECORDS)))
     found, problems = read_all([path], text_field=field)
     assert found == LISTS[field] and problems.dropped == {"null value": 2}
     for wrong in ("body[].n", "body"):
@@ -94,101 +115,44 @@ def test_lists_of_texts_are_joined(kind, field, tmp_path):
 def test_a_list_of_a_batch_is_read_by_its_slice(tmp_path):
     """Batches are longer than the rows that are converted at once, and lists have other offsets then."""
     texts = [[f"Row {i}."] * (i % 3) for i in range(1000)]
-    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), (table := pa.table({"text": texts})).schema) as writer:
-        writer.write_table(table)
-    want = ["\n\n".join(row) for row in texts if row]
-    assert read_all([tmp_path / "a.arrow"])[0] == want
-
-
-def warc(kind, body, size=None):
-    head = b"WARC/1.0\r\nWARC-Type: %s\r\nWARC-Target-URI: http://a/\r\nContent-Length: %d\r\n\r\n"
-    return head % (kind, len(body) if size is None else size) + body + b"\r\n\r\n"
-
-
-PAGES = [b"First page.\nWARC/1.0\r\nWARC-Type: conversion\r\n\r\nIts second line.", "Zweite Seite: é.".encode()]
-
-
-@pytest.mark.parametrize("kind", ["", *PACK])
-def test_wet_records_are_documents(kind, tmp_path):
-    records = [warc(b"warcinfo", b"software: x"), warc(b"conversion", PAGES[0]), warc(b"response", b"<html>")]
-    records.append(warc(b"conversion", PAGES[1]))
-    path = tmp_path / f"a.warc.wet{kind and '.' + kind}"
-    path.write_bytes(b"".join(map(PACK.get(kind, bytes), records)))  # a member a record
-    found, problems = read_all([path])
-    assert [text.encode() for text in found] == PAGES and not problems.counts
-    assert problems.dropped == {"WARC record of type warcinfo": 1, "WARC record of type response": 1}
-
-
-def test_a_damaged_wet_record_costs_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.readers.wet.MAX_DOCUMENT", 100)
-    records = [
-        warc(b"conversion", PAGES[0]),
-        b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\nlost words\r\n\r\n",
-        warc(b"conversion", b"x" * 101),
-        warc(b"conversion", PAGES[1]),
-        warc(b"conversion", b"cut", 50),
-    ]
-    path = tmp_path / "a.warc.wet"
-    path.write_bytes(b"".join(records))
-    with pytest.raises(BadInput, match="a WARC record without its Content-Length"):
-        read_all([path])
-    found, problems = read_all([path], "skip")
-    assert [text.encode() for text in found] == PAGES
-    assert problems.counts == {"bad WARC record": 2, "long document": 1, "unclosed document": 1}
-    assert {reason: loss["bytes"] for reason, loss in problems.lost.items()} == {
-        "bad WARC record": 14, "long document": 101, "unclosed document": 7,
-    }  # fmt: skip
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"text": texts}))
+    assert read_all([path])[0] == ["\n\n".join(row) for row in texts if row]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_columns_without_names_have_numbers(name, tmp_path):
     rows = b"1\tx\tSome words\n2\ty\tMore words\n" if "tsv" in name else b'1,x,"Some\nwords"\n2,y,"More words"\n'
-    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    path = write(tmp_path / name, gzip.compress(rows) if name.endswith("gz") else rows)
     first = "Some words" if "tsv" in name else "Some\nwords"
-    assert read_all([tmp_path / name], text_field="3")[0] == [first, "More words"]
-    assert read_all([tmp_path / name], text_field="2+3")[0] == [f"x\n\n{first}", "y\n\nMore words"]
+    assert read_all([path], text_field="3")[0] == [first, "More words"]
+    assert read_all([path], text_field="2+3")[0] == [f"x\n\n{first}", "y\n\nMore words"]
     with pytest.raises(BadInput, match=r"no column '4'.*or its number from 1"):
-        read_all([tmp_path / name], text_field="4")
+        read_all([path], text_field="4")
 
 
-STRAY = [
-    # (rows behind the header, texts, places, lost bytes)
-    ('1,a\n2,"b\n3,c\n4,d\n', ["a", "c", "d"], 1, 5),
-    ('1,a\n2,"b\n3,"c, c"\n4,"d\nd"\n', ["a", "c, c", "d\nd"], 1, 5),
-    ('1,a\n2,"b" b\n3,c\n', ["a", "c"], 1, 8),
-    ('1,a\n2,"b" and\nits rest",x\n3,"c"\n', ["a", "c"], 1, 22),
-    ('1,a\n2,"b\n3,c,x\n4,d\n5,e,x\n', ["a", "d"], 2, 17),
-    ('"2","b', [], 1, 6),
-]
-
-
-@pytest.mark.parametrize("case", range(len(STRAY)))
-def test_a_stray_quote_costs_its_row(case, tmp_path):
-    rows, texts, places, size = STRAY[case]
-    path = tmp_path / "a.csv"
-    path.write_text("n,text\n" + rows)
-    with pytest.raises(BadInput, match=r"a\.csv: line \d: .*in the row that begins at line [23]"):
-        read_all([path])
-    found, problems = read_all([path], "skip")
+@pytest.mark.parametrize(
+    ("rows", "texts", "places", "size"),
+    [
+        ('1,a\n2,"b\n3,c\n4,d\n', ["a", "c", "d"], 1, 5),
+        ('1,a\n2,"b\n3,"c, c"\n4,"d\nd"\n', ["a", "c, c", "d\nd"], 1, 5),
+        ('1,a\n2,"b" b\n3,c\n', ["a", "c"], 1, 8),
+        ('1,a\n2,"b" and\nits rest",x\n3,"c"\n', ["a", "c"], 1, 22),
+        ('1,a\n2,"b\n3,c,x\n4,d\n5,e,x\n', ["a", "d"], 2, 17),
+        ('"2","b', [], 1, 6),
+        # the quoted value then is too long
+        ('5,"never closed\n' + "".join(f"{i},some words here\n" for i in range(199)), ["some words here"] * 199, 1, 16),
+    ],
+)
+def test_a_stray_quote_costs_its_row(rows, texts, places, size, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.readers.csv_rows.MAX_DOCUMENT", 500)
+    path = write(tmp_path / "a.csv", "n,text\n" + rows)
+    found, problems = refuse(path, r"a\.csv: line \d+: .*in the row that begins at line [23]")
     assert found == texts and problems.counts == {"bad CSV row": places}
     assert problems.lost == {"bad CSV row": {"bytes": size, "files": [str(path)]}}
 
 
-def test_many_rows_behind_a_stray_quote_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.readers.csv_rows.MAX_DOCUMENT", 500)  # the quoted value then is too long
-    rows = [f"{i},some words here\n" for i in range(200)]
-    rows[5] = '5,"never closed\n'
-    path = tmp_path / "a.csv"
-    path.write_text("n,text\n" + "".join(rows))
-    found, problems = read_all([path], "skip")
-    assert len(found) == 199 and problems.counts == {"bad CSV row": 1} and problems.lost["bad CSV row"]["bytes"] == 16
-
-
 def test_lone_surrogates_are_replaced_on_request(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a \\ud800 b \\udc00\\ud83d\\ude00"}\n')
-    with pytest.raises(BadInput, match="half a surrogate pair"):
-        read_all([path])
+    path = write(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b \\udc00\\ud83d\\ude00"}\n')
     found, problems = read_all([path], encoding_errors="replace")
     assert found == ["a \ufffd b \ufffd\U0001f600"] and problems.counts == {"invalid UTF-8 replaced": 2}
 
@@ -197,21 +161,18 @@ def test_lone_surrogates_are_replaced_on_request(tmp_path):
 def test_bytes_of_a_long_line_are_counted(limit, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_LINE", 40)
     monkeypatch.setattr(formats, "STEP", limit)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "One."}\n{"text": "' + b"x" * 90 + b'"}\n{"text": "Two."}\n')
-    found, problems = read_all([path], "skip")
+    lines = b'{"text": "One."}\n{"text": "' + b"x" * 90 + b'"}\n{"text": "Two."}\n'
+    found, problems = read_all([write(tmp_path / "a.jsonl", lines)], "skip")
     assert found == ["One.", "Two."] and problems.counts == {"long line": 1}
-    assert problems.lost == {"long line": {"bytes": 103, "files": [str(path)]}}
+    assert problems.lost == {"long line": {"bytes": 103, "files": [f"{tmp_path}/a.jsonl"]}}
 
 
-@pytest.mark.parametrize("format_", ["wiki", "mediawiki"])
-def test_bytes_of_long_and_unclosed_elements_are_counted(format_, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("format_", "begin", "end"), [("wiki", b'<doc id="1">', b"</doc>\n"), ("mediawiki", b"<page>", b"</page>\n")]
+)
+def test_bytes_of_long_and_unclosed_elements_are_counted(format_, begin, end, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_DOCUMENT", 60)
-    begin, end = (b'<doc id="1">', b"</doc>\n") if format_ == "wiki" else (b"<page>", b"</page>\n")
     long, unclosed = begin + b"x" * 90, begin + b"y"
-    path = tmp_path / "a"
-    path.write_bytes(long + end + unclosed + long + end + unclosed)
-    _, problems = read_all([path], "skip", format=format_)
+    _, problems = read_all([write(tmp_path / "a", 2 * (long + end + unclosed))], "skip", format=format_)
     assert problems.counts == {"long document": 2, "unclosed document": 2}
-    assert problems.lost["long document"]["bytes"] == 2 * len(long)
-    assert problems.lost["unclosed document"]["bytes"] == 2 * len(unclosed)
+    assert lost_bytes(problems) == {"long document": 2 * len(long), "unclosed document": 2 * len(unclosed)}

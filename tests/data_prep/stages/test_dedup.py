@@ -1,14 +1,12 @@
 """Duplicates: signatures, keys, planted copies in builds, many key ranges."""
 
 import contextlib
-import json
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.executor import work_files
@@ -21,6 +19,8 @@ from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, Units
 from data_prep.stages.read import read_task
 from data_prep.tokens.encoder import WordEncoder
 from megabert.data.tokenizer import Tokenizer
+from tests.helpers.prep_builds import build, build_here, report
+from tests.helpers.prep_reading import records, write, write_all
 
 WORDS, CHARACTERS = 3, 5
 
@@ -34,19 +34,8 @@ def units_of(texts: list[str], tokenizer_file: Path) -> Units:
 
 
 def test_shingles_stay_inside_documents(tokenizer_file: Path) -> None:
-    texts = [
-        "a b c d",
-        "b c d",
-        "a b",
-        "b a",
-        "a",
-        "",
-        "d c b",
-        "b c d a b c",
-        "東京に行く",
-        "私は東京に行く",
-        "go 東京 \u200b b c d",
-    ]
+    texts = ["a b c d", "b c d", "a b", "b a", "a", "", "d c b", "b c d a b c"]
+    texts += ["東京に行く", "私は東京に行く", "go 東京 \u200b b c d"]
     found, edges = minhash.shingles(units_of(texts, tokenizer_file), WORDS, CHARACTERS)
     expected = [
         [tuple(w[i : i + WORDS]) for i in range(max(len(w) - WORDS + 1, bool(w)))] for w in map(str.split, texts)
@@ -115,7 +104,6 @@ def test_candidates_pair_first_and_previous() -> None:
 @pytest.fixture(scope="module")
 def planted(topics, tmp_path_factory):
     """A folder: 300 documents of distinct sentences; 40 exact copies, 30 near copies and 25 repeated paragraphs."""
-    folder = tmp_path_factory.mktemp("planted")
     vocabulary = sorted({word for text in topics for word in text.split() if word.isalpha()})
     rng = random.Random(11)
 
@@ -134,42 +122,38 @@ def planted(topics, tmp_path_factory):
     bodies = ["\n".join(document) for document in documents + copies + near]
     bodies[300::2] = [body.replace(". ", ".   ") for body in bodies[300::2]]  # whitespace is no difference
     rng.shuffle(bodies)
-    for part in range(4):
-        lines = [f'<doc id="1" url="u" title="T">\nT\n\n{body}\n</doc>\n' for body in bodies[part::4]]
-        (folder / f"wiki_{part}").write_text("".join(lines), encoding="utf-8")
-    return folder
+    lines = [f'<doc id="1" url="u" title="T">\nT\n\n{body}\n</doc>\n' for body in bodies]
+    return write_all(tmp_path_factory.mktemp("planted"), {f"wiki_{i}": "".join(lines[i::4]) for i in range(4)})
 
 
-def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, command, tmp_path):
-    exact, near = {"exact duplicate": 40}, {"near duplicate": 30}
+EXACT, NEAR = {"exact duplicate": 40}, {"near duplicate": 30}
+
+
+@pytest.mark.parametrize(
+    ("dedup", "reasons", "paragraphs"),
     # 25 planted paragraphs; those of near copies went with them
-    cases = {"none": ({}, 0), "": (exact, 0), "documents near paragraphs": (exact | near, 25)}
-    for kinds, (reasons, paragraphs) in cases.items():
-        output = tmp_path / f"out {kinds}"
-        result = command(
-            "build", "--input", planted, "--tokenizer", tokenizer_file, "--output", output, "--held-out", 0, "--quiet",
-            *(("--dedup", *kinds.split()) if kinds else ()),
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        report = json.loads((output / "report.json").read_text())
-        assert report["read"]["documents"] == 370 and report["dropped"]["reasons"] == reasons
-        assert report["dropped"]["repeated_paragraphs"] == paragraphs
-        assert ("exact duplicate 40" in result.stdout) == bool(reasons) and "random next none" in result.stdout
-        statistics = report["datasets"]["128"]  # full sentences, of which nothing is lost
-        assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
+    [("none", {}, 0), (None, EXACT, 0), (("documents", "near", "paragraphs"), EXACT | NEAR, 25)],
+)
+def test_planted_copies_are_dropped_and_nothing_else(dedup, reasons, paragraphs, planted, tokenizer_file, tmp_path):
+    more = {"dedup": dedup} if dedup else {}
+    result = build(planted, tmp_path / "out", tokenizer=tokenizer_file, held_out=0, **more)
+    facts = report(tmp_path / "out")
+    assert facts["read"]["documents"] == 370 and facts["dropped"]["reasons"] == reasons
+    assert facts["dropped"]["repeated_paragraphs"] == paragraphs
+    assert ("exact duplicate 40" in result.stdout) == bool(reasons) and "random next none" in result.stdout
+    statistics = facts["datasets"]["128"]  # full sentences, of which nothing is lost
+    assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
 
 
-def test_short_paragraphs_are_never_repeated_ones(tokenizer_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("characters", "repeated"), [(38, 39), (1, 3 * 39), (39, 0)])
+def test_short_paragraphs_are_never_repeated_ones(characters, repeated, tokenizer_file, tmp_path) -> None:
     """Headings and answers stay; the line of 38 characters and 8 spaces goes from all documents but the first."""
     notice = "All rights of this text belong to its authors."
     bodies = [f"History\n{f'Sentence number {i} ends. ' * 9}\nYes.\n{notice}" for i in range(40)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": body}) + "\n" for body in bodies))
-    command = ["build", "--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer_file, "--workers", 1, "--quiet"]
-    for option, repeated in (("38", 39), ("1", 3 * 39), ("39", 0)):
-        extra = ["--dedup", "paragraphs", "--paragraph-characters", option, "--output", tmp_path / option]
-        assert main([*map(str, [*command, *extra])]) == 0
-        report = json.loads((tmp_path / option / "report.json").read_text())
-        assert report["dropped"]["repeated_paragraphs"] == repeated
+    path = write(tmp_path / "in.jsonl", records(bodies))
+    options = {"dedup": "paragraphs", "paragraph_characters": characters, "workers": 1}
+    facts = build_here(path, tmp_path / "out", tokenizer=tokenizer_file, **options)
+    assert facts["dropped"]["repeated_paragraphs"] == repeated
 
 
 @pytest.mark.parametrize("size", [64, 1 << 21])
@@ -184,4 +168,4 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
         compared, mask = dedup.run(stages, job, stages.map("read", read_task, job, tasks))
     same, near, keep = compared
     assert mask == "keep" and (min(len(same.results), len(near.results)) > 1) == (size == 64)
-    assert work_files.total(keep.results).dropped == {"exact duplicate": 40, "near duplicate": 30}
+    assert work_files.total(keep.results).dropped == EXACT | NEAR

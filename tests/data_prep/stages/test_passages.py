@@ -1,6 +1,5 @@
 """Held-out passages of a corpus of few documents: the share, no text in both parts, no sequence over a cut, the same bytes."""
 
-import json
 import re
 from itertools import pairwise
 
@@ -18,7 +17,8 @@ from data_prep.tokens.encoder import Encoded
 from megabert.common import logs
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_reading import contents
+from tests.helpers.prep_builds import report
+from tests.helpers.prep_reading import contents, write, write_all
 
 SENTENCES = 1500
 
@@ -26,19 +26,16 @@ SENTENCES = 1500
 @pytest.fixture(scope="module")
 def novels(tmp_path_factory):
     """Three documents of numbered sentences, each number once."""
-    folder = tmp_path_factory.mktemp("novels")
-    for book in range(3):
-        numbers = range(book * SENTENCES, (book + 1) * SENTENCES)
-        text = " ".join(f"It was day {number} of the long journey home, and nobody spoke." for number in numbers)
-        (folder / f"{book}.txt").write_text(text)
-    return folder
+    days = [f"It was day {number} of the long journey home, and nobody spoke." for number in range(3 * SENTENCES)]
+    books = {f"{i}.txt": " ".join(days[i * SENTENCES : (i + 1) * SENTENCES]) for i in range(3)}
+    return write_all(tmp_path_factory.mktemp("novels"), books)
 
 
 @pytest.fixture
 def make(novels, tokenizer_file, tmp_path):
-    def run(name, workers=1, **options):
+    def run(name, source=novels, workers=1, **options):
         given = BuildOptions(**{"held_out": 0.05, "seq_len": (64, 128), **options})
-        plan = BuildPlan([Corpus("input", (str(novels),))], tmp_path / name, given, Tokenizer.load(tokenizer_file))
+        plan = BuildPlan([Corpus("input", (str(source),))], tmp_path / name, given, Tokenizer.load(tokenizer_file))
         build(plan, Pool(workers), progress=False)
         return tmp_path / name
 
@@ -66,13 +63,13 @@ def test_passages_of_three_novels_are_held_out(nsp, make, capsys):
     folder = make("data", nsp=nsp)
     kind, line = capsys.readouterr().out.splitlines()
     assert "a document of plain text is a file" in kind
-    report = json.loads((folder / "report.json").read_text())
+    facts = report(folder)
     for length in (64, 128):
         dataset = folder / f"seq{length}"
         assert list(verify(dataset)) == []
-        entry, figures = Dataset(dataset).manifest.held_out, report["datasets"][str(length)]["held_out"]
+        entry, figures = Dataset(dataset).manifest.held_out, facts["datasets"][str(length)]["held_out"]
         assert line.startswith(f"held out: {entry['passages']} passages of about 1,024 tokens, ")
-        share = figures["tokens"] / report["read"]["tokens"]
+        share = figures["tokens"] / facts["read"]["tokens"]
         assert share == pytest.approx(0.05, abs=0.01) and figures["passages"] == entry["passages"] > 2
         assert entry["passage_tokens"] == 1024 and figures["documents"] == 0
         trained, held = list(days(dataset)), list(days(dataset / "held_out"))
@@ -93,24 +90,17 @@ def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
         patch.setattr(sequences, "_held_unit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make("stopped")
-
-    def find(*_):
-        raise AssertionError("found before")
-
-    monkeypatch.setattr(passages, "find", find)
+    monkeypatch.setattr(passages, "find", lambda *_: pytest.fail("found before"))
     assert contents(make("stopped")) == whole
 
 
-def test_a_text_of_hardly_a_row_is_not_held_out(topics, tokenizer_file, tmp_path):
-    (tmp_path / "in.txt").write_text(topics[1][:1400])
-    tokenizer = Tokenizer.load(tokenizer_file)
-    for length in (32, 192):
-        plan = BuildPlan(
-            [Corpus("input", (f"{tmp_path}/in.txt",))], tmp_path / f"{length}", BuildOptions((length,)), tokenizer
-        )
-        report = build(plan, Pool(1), progress=False)
-        assert 256 < report["read"]["tokens"] < 320
-        assert (Dataset(tmp_path / f"{length}").manifest.held_out is None) == (length == 192)
+@pytest.mark.parametrize(("length", "held_out"), [(32, True), (192, False)])
+def test_a_text_of_hardly_a_row_is_not_held_out(length, held_out, topics, make, tmp_path):
+    folder = make(
+        "out", write(tmp_path / "in.txt", topics[1][:1400]), seq_len=(length,), held_out=BuildOptions.held_out
+    )
+    assert 256 < report(folder)["read"]["tokens"] < 320
+    assert (Dataset(folder).manifest.held_out is not None) == held_out
 
 
 def test_equal_passages_are_in_one_part(tokenizer_file, tmp_path):
@@ -141,8 +131,8 @@ def test_equal_passages_are_in_one_part(tokenizer_file, tmp_path):
 )
 def test_few_documents_or_another_share_need_passages(documents, tokens, needed, tmp_path):
     result = ItemResult()
-    result.counts.update({"tokens read": 110_000, "dropped tokens": 10_000})
-    result.counts.update({"held-out documents": documents, "held-out tokens": tokens})
+    result.counts.update({"tokens read": 110_000, "dropped tokens": 10_000, "held-out documents": documents})
+    result.counts["held-out tokens"] = tokens
     stage = Stage("read", "", [result])
     job = BuildJob(BuildOptions(held_out=0.01), "", str(tmp_path), "stop")
     assert passages.are_needed(job, stage) == needed

@@ -30,8 +30,7 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
 
 
 def test_merged_runs_give_the_same_bytes(make, monkeypatch):
-    few, merged = make("few"), []
-    original = shuffle.merge
+    few, merged, original = make("few"), [], shuffle.merge
     monkeypatch.setattr(work_files, "MAX_OPENS", 1)
     monkeypatch.setattr(work_files, "MERGED_RUNS", 2)
 

