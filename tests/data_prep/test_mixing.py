@@ -23,38 +23,27 @@ def test_named_inputs_and_weights():
             corpora(["wiki=a"], [weight])
 
 
-@pytest.fixture(scope="module")
-def mixed(corpus, topics, tokenizer_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixed")
-    books = write_all(folder / "books", {f"{i:02}.txt": text for i, text in enumerate(topics[:60])})
+def test_two_corpora_by_weight_in_two_row_lengths(corpus, topics, tokenizer_file, tmp_path):
+    books = write_all(tmp_path / "books", {f"{i:02}.txt": text for i, text in enumerate(topics[:60])})
     options = {"weight": ("wiki=0.25", "books=2.5"), "seq_len": (32, 96), "held_out": 0.02, "nsp": True}
-    result = build([f"wiki={corpus}", f"books={books}"], folder / "out", tokenizer=tokenizer_file, **options)
-    return folder / "out", report(folder / "out"), result.stdout
-
-
-def test_weights_are_shares_of_documents(mixed):
-    _, facts, _ = mixed
+    result = build([f"wiki={corpus}", f"books={books}"], tmp_path / "out", tokenizer=tokenizer_file, **options)
+    facts = report(tmp_path / "out")
     wiki, books = facts["corpora"]["wiki"], facts["corpora"]["books"]
     kept = 1 - wiki["dropped_while_reading"]["left out by weight"] / wiki["documents"]
     assert kept == pytest.approx(0.25, abs=0.03) and wiki["documents"] > 2000
     # Each book but the held-out ones is there twice, and half of them a third time.
-    dataset = facts["datasets"]["32"]
-    assert books["documents"] == 60 and 60 * 1.25 < dataset["repeated"]["documents"] < 60 * 1.75
-    assert dataset["held_out"]["documents"] > 2
-
-
-def test_every_length_holds_the_same_documents_and_tokens(mixed):
-    folder, facts, stdout = mixed
-    assert "rows 32" in stdout and "rows 96" in stdout
-    names = ("documents", "sentences", "corpus_tokens")
-    assert len({tuple(facts["datasets"][n][name] for name in names) for n in ("32", "96")}) == 1
-    for n in ("32", "96"):
-        assert list(verify(folder / f"seq{n}")) == []
-        d = facts["datasets"][n]
+    first, second = (facts["datasets"][n] for n in ("32", "96"))
+    assert books["documents"] == 60 and 60 * 1.25 < first["repeated"]["documents"] < 60 * 1.75
+    assert first["held_out"]["documents"] > 2
+    assert "rows 32" in result.stdout and "rows 96" in result.stdout
+    assert [first[name] == second[name] for name in ("documents", "sentences", "corpus_tokens")] == [True] * 3
+    for length, d in ((32, first), (96, second)):
+        folder = tmp_path / "out" / f"seq{length}"
+        assert list(verify(folder)) == []
         own = d["corpus_tokens"] + d["borrowed_tokens"] - d["truncated_tokens"]
         assert d["tokens"] - 3 * d["sequences"] == own
-        dataset = Dataset(folder / f"seq{n}")
-        assert dataset.manifest.seq_len == int(n) and dataset.held_out_path is not None
+        dataset = Dataset(folder)
+        assert dataset.manifest.seq_len == length and dataset.held_out_path is not None
         assert Tokenizer.load(dataset.tokenizer_path).sha256 == facts["tokenizer"]["sha256"]
         assert int((dataset.read(np.arange(dataset.rows)).ids > 0).sum()) == d["tokens"]
 

@@ -1,7 +1,5 @@
 """Text → ids → text in twelve scripts and Persian, and the normal forms and casings of trained tokenizers."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import unicodedata
@@ -16,13 +14,13 @@ from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
 from data_prep.text import clean
-from data_prep.tokens.encoder import WordEncoder
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all
+from tests.helpers.prep_texts import encoded
 
 SAMPLES = Path(__file__).parent / "scripts"
 # what of a script is easily changed: joiners, marks, compatibility characters, digits, characters that a library reserves
@@ -67,10 +65,7 @@ def trained(folder: Path, kind: str, *lines: str, **options: Any) -> Tokenizer:
 
 def same_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each text, which are those of a build, with offsets, and of the exported tokenizer.json."""
-    encoder = WordEncoder(tokenizer, np.dtype(np.uint32))
-    for text in texts:
-        encoder.add(clean.paragraphs(clean.decode(text.encode())[0], False))
-    batch = encoder.finish().encoded
+    batch = encoded([clean.paragraphs(clean.decode(text.encode())[0], False) for text in texts], tokenizer).encoded
     built = [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.document_tokens())[:-1])]
     exported = tokenizer_files.build(tokenizer)
     ids = tokenizer.encode_texts(texts)

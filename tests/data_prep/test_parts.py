@@ -80,14 +80,11 @@ def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     assert contents(output) == contents(tmp_path / "at once")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_bad_parts_are_refused(tmp_path, capfd):
+    for words, error in (
         ("3/2", "--part 3/2: give K/N with K from 1 to N"),
         ("one", "--part one: give K/N"),
         ("1/2 --overwrite", "excludes --overwrite and --json"),
-    ],
-)
-def test_bad_parts_are_refused(words, error, tmp_path, capfd):
-    assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *words.split()]) == 2
-    assert error in capfd.readouterr().err and not (tmp_path / "out").exists()
+    ):
+        assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *words.split()]) == 2
+        assert error in capfd.readouterr().err and not (tmp_path / "out").exists()

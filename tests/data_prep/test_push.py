@@ -1,7 +1,5 @@
 """Datasets pushed to a hub, a stand-in on this machine, and read from there by their URL."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -19,15 +17,22 @@ from megabert.common import storage
 from megabert.data.shards import verify
 from megabert.distributed.ranks import World
 from tests.helpers.hub import PRIVATE, READ_TOKEN, Hub
+from tests.helpers.prep_builds import ROOT
 from tests.helpers.prep_reading import contents
 from tests.test_held_out_by_dataset import DATA, random_rows, trained
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME, URL = "datasets/some/rows", "hf://datasets/some/rows"
 
 
 def push(folder: object, *options: str) -> int:
     return main(["push", str(folder), "some/rows", *options])
+
+
+def pushed(model_hub: Hub) -> dict[str, bytes]:
+    """Files of the dataset, beside its card."""
+    files = model_hub.files(NAME)
+    assert files.pop("README.md")
+    return files
 
 
 def test_a_pushed_dataset_has_its_bytes_and_trains(model_hub: Hub, world: World, tmp_path: Path, monkeypatch) -> None:
@@ -59,12 +64,8 @@ def test_a_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_p
 @pytest.mark.parametrize("requests", [2, 3, 5])
 def test_a_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hub: Hub, tmp_path: Path) -> None:
     folder = random_rows(tmp_path / "data", 400, seed=3)
-    command = [
-        sys.executable,
-        "-c",
-        "from data_prep import push; push.COMMIT = 2\nfrom data_prep.__main__ import main; main()",
-    ]
-    process = subprocess.Popen([*command, "push", folder, "some/rows"], cwd=ROOT)
+    code = "from data_prep import push; push.COMMIT = 2\nfrom data_prep.__main__ import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, "push", folder, "some/rows"], cwd=ROOT)
     seen = 0
 
     def kill(method: str, path: str) -> int | None:
@@ -83,7 +84,7 @@ def test_a_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_
     assert push(folder) == 0
     # shards of the commit that was killed were uploaded
     assert len(model_hub.uploads) == len(set(model_hub.uploads)) and before >= 2 * requests - 2
-    assert {**model_hub.files(NAME), "README.md": b""} == contents(folder) | {"README.md": b""}
+    assert pushed(model_hub) == contents(folder)
     assert list(verify(URL)) == []
 
 
@@ -99,7 +100,7 @@ def test_another_dataset_replaces_the_one_there(model_hub: Hub, tmp_path: Path) 
     model_hub.fault = look
     assert push(second) == 0
     assert "manifest.json" in seen[0] and "manifest.json" not in seen[1] and len(seen) == 2
-    assert {**model_hub.files(NAME), "README.md": b""} == contents(second) | {"README.md": b""}
+    assert pushed(model_hub) == contents(second)
 
 
 def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_dataset_of_a_bucket_is_pushed(model_hub: Hub, proxy: object, tmp_path
     for path in sorted(DATA.rglob("*.*")):
         storage.put(path, f"s3://shelf/golden/{path.relative_to(DATA).as_posix()}")
     assert push("s3://shelf/golden") == 0
-    assert {**model_hub.files(NAME), "README.md": b""} == contents(DATA) | {"README.md": b""}
+    assert pushed(model_hub) == contents(DATA)
 
 
 def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,7 +1,5 @@
 """Builds on a Ray cluster of two nodes on this machine: the bytes of a local build, also where a node or the command is killed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -15,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import prep_builds
 from tests.helpers.prep_builds import ROOT, build, build_words, error_of
 from tests.helpers.prep_reading import contents, write
 
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray (pip install 'megabert[ray]')")
+
+
+def on_cluster(test):
+    return on_ray(pytest.mark.slow(test))
+
 
 # prints the cluster's address; a line on stdin adds a node and prints the process id of its raylet
 CLUSTER = """
@@ -118,8 +122,7 @@ def options(tokenizer_file, reading, tmp_path_factory) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def inputs(corpus) -> list[str]:
-    """An item of work each."""
-    return [f"{path.name}={path}" for path in sorted(corpus.iterdir())]
+    return [f"{path.name}={path}" for path in sorted(corpus.iterdir())]  # an item of work each
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +140,7 @@ def start(cluster, inputs, options, tmp_path) -> Callable[..., subprocess.Popen[
     env = os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": paths}
 
     def begin(inputs=inputs, output=tmp_path / "out", folder=ROOT, **more) -> subprocess.Popen[str]:
-        words = build_words(inputs, output, executor="ray", **options | more)
-        command = [sys.executable, "-m", "data_prep", *words]
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return prep_builds.start(build_words(inputs, output, executor="ray", **options | more), folder, env)
 
     return begin
 
@@ -158,8 +159,7 @@ def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
     return process.communicate(timeout=60)[1]
 
 
-@on_ray
-@pytest.mark.slow
+@on_cluster
 def test_a_killed_node_does_not_change_the_bytes(start, local, cluster, reading, tmp_path):
     raylet = cluster.node()
     process = start()
@@ -172,20 +172,9 @@ def test_a_killed_node_does_not_change_the_bytes(start, local, cluster, reading,
     assert workers and not [number for number in workers if Path(f"/proc/{number}/exe").exists()]
 
 
-@on_ray
-@pytest.mark.slow
-def test_a_killed_command_resumes_to_the_same_bytes(start, local, tmp_path):
-    stop(start(), signal.SIGKILL, tmp_path / "out")
-    process = start(workers=1)
-    out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and "resumed" in out and "by 1 worker" in out, error
-    assert contents(tmp_path / "out") == local[0]
-
-
-@on_ray
-@pytest.mark.slow
+@on_cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_items_end_with_the_command(number, start, cluster, tmp_path):
+def test_items_end_with_the_command(number, start, local, cluster, tmp_path):
     process = start()
     error = stop(process, number, tmp_path / "out")
     if number == signal.SIGINT:
@@ -195,10 +184,14 @@ def test_items_end_with_the_command(number, start, cluster, tmp_path):
     else:
         assert process.returncode == -number and error == ""
         assert not wait_for(lambda: not cluster.processes(b"ray::_run_item"))
+    if number == signal.SIGKILL:
+        again = start(workers=1)
+        out, error = again.communicate(timeout=120)
+        assert again.returncode == 0 and "resumed" in out and "by 1 worker" in out, error
+        assert contents(tmp_path / "out") == local[0]
 
 
-@on_ray
-@pytest.mark.slow
+@on_cluster
 def test_an_error_in_an_item_is_one_line(corpus, start, tmp_path):
     data = (corpus / "wiki_03").read_bytes()
     bad = write(tmp_path / "bad", data[:1_000_000] + b"\xff" + data[1_000_001:])
@@ -217,8 +210,7 @@ def node_with(cluster: RayCluster, mount: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@on_ray
-@pytest.mark.slow
+@on_cluster
 @pytest.mark.parametrize("differs", ["output", "current folder", "code"])
 def test_a_node_with_other_files_is_refused(differs, start, cluster, tmp_path):
     shared, pipeline = tmp_path / "shared", ROOT / "data_prep/pipeline.py"

@@ -1,14 +1,10 @@
 """Builds from a bucket, whose requests fail now and then, beside the same builds from a folder."""
 
-from __future__ import annotations
-
 import bz2
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -18,7 +14,7 @@ from megabert.common import storage
 from megabert.data.shards import verify
 from tests.helpers import hub, prep_reading
 from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE
-from tests.helpers.prep_builds import ROOT, build, build_here, build_words, command, error_of
+from tests.helpers.prep_builds import build, build_here, build_words, command, error_of, start
 from tests.helpers.prep_reading import PACK, archive, records, write_all
 
 pytest.importorskip("s3fs")
@@ -148,9 +144,7 @@ def test_an_output_in_a_bucket_is_the_folder_of_a_local_build(mixed, proxy, opti
 def test_a_build_killed_during_an_upload_goes_on(puts, mixed, proxy, options) -> None:
     url = f"s3://texts/killed/{puts}"
     words = build_words(mixed, url, **options)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *words], cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE
-    )
+    process = start(words)
     seen = 0
 
     def kill(method: str, path: str, number: int) -> str:

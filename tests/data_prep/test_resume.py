@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from data_prep import build
 from data_prep.__main__ import main
 from data_prep.executor import journal
 from data_prep.readers import tasks
-from tests.helpers.prep_builds import ROOT, build_here, build_words, command
+from tests.helpers.prep_builds import build_here, build_words, command, start
 from tests.helpers.prep_reading import contents, write, write_all
 
 
@@ -37,11 +36,6 @@ def whole(words, tmp_path_factory):
     found = contents(output)
     assert len(found) > 12 and not any(".work" in name for name in found)
     return time.monotonic() - began, found
-
-
-def start(words):
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
-    return subprocess.Popen([sys.executable, "-m", "data_prep", *words], cwd=ROOT, text=True, **options)
 
 
 def test_killed_builds_give_the_same_bytes(words, whole, tmp_path):

@@ -47,23 +47,21 @@ def lines(language):
 
 def documents(language, count=100):
     """Documents of 15 to 60 sentences in paragraphs of 3 to 6."""
-    rng, glue = random.Random(3), "" if language in NO_SPACE else " "
-    return [
-        "\n".join(glue.join(rng.choices(lines(language), k=rng.randint(3, 6))) for _ in range(rng.randint(5, 10)))
-        for _ in range(count)
-    ]
+    rng, glue, known = random.Random(3), "" if language in NO_SPACE else " ", lines(language)
+    sizes = ([rng.randint(3, 6) for _ in range(rng.randint(5, 10))] for _ in range(count))
+    return ["\n".join(glue.join(rng.choices(known, k=size)) for size in document) for document in sizes]
 
 
 def split(text):
     """The sentences of a document as the encoder would find them."""
-    found = [paragraph.split() for paragraph in clean.paragraphs(text, False)]
-    starts = np.array(sentences.starts([word for words in found for word in words]), np.uint8)
+    paragraphs = [paragraph.split() for paragraph in clean.paragraphs(text, False)]
+    starts = np.array(sentences.starts([word for words in paragraphs for word in words]), np.uint8)
     (kinds,) = sentences.allowed(starts, np.array([0, len(starts)]))
-    sentences_of = []
-    for words in filter(None, found):
+    found = []
+    for words in filter(None, paragraphs):
         begins = np.flatnonzero(sentences.ends(words)[:-1] & sentences.starts(words)[1:] & kinds) + 1
-        sentences_of += [" ".join(part) for part in np.split(np.array(words, object), begins)]
-    return sentences_of
+        found += [" ".join(part) for part in np.split(np.array(words, object), begins)]
+    return found
 
 
 @pytest.mark.parametrize("language", [*LANGUAGES, *MORE])
@@ -92,21 +90,9 @@ def built(request, tmp_path_factory):
 def test_little_is_lost_half_the_pairs_random(built):
     language, folder = built
     facts = Dataset(folder).manifest.statistics
-    lost = facts["truncated_tokens"] / (facts["corpus_tokens"] + facts["borrowed_tokens"])
-    assert lost < 0.05 and 0.45 <= facts["random_next_share"] <= 0.55, (lost, facts["random_next_share"])
+    assert facts["truncated_tokens"] < 0.05 * (facts["corpus_tokens"] + facts["borrowed_tokens"])
+    assert 0.45 <= facts["random_next_share"] <= 0.55
     assert report(folder)["read"]["sentences"] == sum(len(split(text)) for text in documents(language))
-
-
-def test_what_is_in_the_rows_is_the_text(built):
-    language, folder = built
-    dataset = Dataset(folder)
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    rows = dataset.read(np.arange(min(20, dataset.manifest.rows)))
-    whole = ["".join(clean_word(text).split()) for text in documents(language)]
-    for ids, bounds in zip(rows.ids, rows.bounds, strict=True):
-        assert tokenizer.unk_id not in ids
-        first = tokenizer.decode(ids[1 : bounds[0, 1] - 1])
-        assert any("".join(first.split()) in text for text in whole), first
 
 
 def test_a_text_has_the_ids_of_its_build(built, tmp_path):
@@ -126,11 +112,10 @@ def test_a_text_has_the_ids_of_its_build(built, tmp_path):
         used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
         items = encode(used, [TextExample("", "", text, None, None) for text in texts], tokenizer, ("0", "1"), 1 << 20)
         exported = tokenizer_files.build(tokenizer)
-        for text, ids, item in zip(texts, built_ids, items, strict=True):
+        for i, (text, ids, item) in enumerate(zip(texts, built_ids, items, strict=True)):
             assert item.ids[1:-1].tolist() == ids.tolist()
             assert exported.encode(prepared(text)).ids == item.ids.tolist()
-        for text, ids in zip(texts[:-2], built_ids, strict=False):
-            assert exported.encode(text, add_special_tokens=False).ids == ids.tolist()
+            assert i >= 20 or exported.encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
 def test_tags_are_read_from_first_tokens(built):

@@ -20,6 +20,13 @@ def command(*words, code=0, prefix=(), preexec_fn=None):
     return result
 
 
+def start(words, cwd=ROOT, env=None):
+    """The command as a process with a group of its own."""
+    whole = [sys.executable, "-m", "data_prep", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(whole, cwd=cwd, env=env, start_new_session=True, **pipes)
+
+
 def build_words(inputs, output, **options):
     """A quiet build of one input or a list: `seq_len=(32, 64)` is `--seq-len 32 64`, `nsp=True` is `--nsp`."""
     words = ["build", "--input", *(inputs if isinstance(inputs, list | tuple) else [inputs]), "--output", output]

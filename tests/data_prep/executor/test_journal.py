@@ -34,7 +34,6 @@ def add_one(job, item):
 
 @pytest.fixture
 def job(tmp_path):
-    calls.clear()
     return BuildJob(BuildOptions(), "", str(tmp_path), "stop")
 
 
@@ -53,11 +52,11 @@ def run(job, items=(1, 2, 3), consume=False):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_only_damaged_files_are_made_again(job, tmp_path, damage):
+def test_only_damaged_files_are_made_again(damage, job, tmp_path):
     assert run(job) == ([2, 5, 10], [("square", i) for i in (1, 2, 3)] + [("add", i) for i in (1, 2, 3)])
     assert run(job) == ([2, 5, 10], [])
     path = tmp_path / "square-2"
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     if damage == "remove":
         path.unlink()
     else:

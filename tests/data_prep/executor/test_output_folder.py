@@ -18,36 +18,40 @@ ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
 OTHER = {**ACCOUNT, "options": {"seed": 1}}
 
 
+class Killed(BaseException):
+    pass
+
+
 def begin(folder, account=ACCOUNT, overwrite=False, sources=()):
     return opened(folder, account, (128,), overwrite, sources)
 
 
-def full():
-    return OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
-def test_unexpected_error_keeps_the_work(error, tmp_path):
-    """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
-    output = tmp_path / "out"
-    with pytest.raises(error), begin(output) as work:
-        (work / "read-0000000.tokens").write_bytes(b"tokens")
+def begin_and_stop(folder, *names, error=OSError, **options):
+    """A build that leaves files of these names in its work folder and ends with an error."""
+    with pytest.raises(error), begin(folder, **options) as work:
+        write_all(work, dict.fromkeys(names, "{}"))
         raise error("cannot reshape array of size 5 into shape (2,)")
-    with begin(output) as work:
-        assert (work / "read-0000000.tokens").read_bytes() == b"tokens"
-    with pytest.raises(BadInput), begin(tmp_path / "mistake"):
-        raise BadInput("--vocab-size: too many")
-    assert not (tmp_path / "mistake").exists()
-
-
-class Killed(BaseException):
-    pass
 
 
 def finish(folder: Path, account: dict = ACCOUNT) -> None:
     """What a build does last."""
     output_folder.write_json(folder / output_folder.ACCOUNT, account)
     (folder / MANIFEST).write_text("{}")
+
+
+def is_refused(message, build):
+    with pytest.raises(BadInput, match=message), build:
+        pytest.fail("the build began")
+
+
+@pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
+def test_unexpected_error_keeps_the_work(error, tmp_path):
+    """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
+    begin_and_stop(tmp_path / "out", "read-0000000.tokens", error=error)
+    with begin(tmp_path / "out") as work:
+        assert (work / "read-0000000.tokens").read_text() == "{}"
+    begin_and_stop(tmp_path / "mistake", error=BadInput)
+    assert not (tmp_path / "mistake").exists()
 
 
 @pytest.mark.parametrize("files", range(4))
@@ -90,8 +94,7 @@ def test_foreign_files_of_similar_names_are_kept(tmp_path):
     for name in names:
         write(tmp_path / name, "mine")
         for overwrite in (False, True):
-            with pytest.raises(BadInput, match=r"holds .*not of a build"), begin(tmp_path, overwrite=overwrite):
-                pytest.fail("the build began")
+            is_refused(r"holds .*, which is not of a build", begin(tmp_path, overwrite=overwrite))
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
@@ -99,10 +102,9 @@ def test_sources_in_the_output_are_refused(tmp_path):
     output = write_all(tmp_path / "out", dict.fromkeys((output_folder.ACCOUNT, "tokenizer.model"), "{}"))
     (tmp_path / "link").symlink_to(output)
     (tmp_path / "beside.txt").touch()
-    for source in (output / "tokenizer.model", tmp_path / "link" / "held_out" / "a.txt"):
-        refused = pytest.raises(BadInput, match=f"would replace {source}, which it reads")
-        with refused, begin(output, overwrite=True, sources=[str(source)]):
-            pytest.fail("the build began")
+    for source in (f"{output}/tokenizer.model", f"{tmp_path}/link/held_out/a.txt"):
+        message = f"would replace {source}, which it reads"
+        is_refused(message, begin(output, overwrite=True, sources=[source]))
     assert (output / "tokenizer.model").read_text() == "{}"
     with begin(output, overwrite=True, sources=[f"{tmp_path}/beside.txt"]) as work:
         assert work.is_dir()
@@ -113,10 +115,7 @@ def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch)
     def killed(path: Path, **_: object) -> None:
         raise Killed
 
-    with pytest.raises(OSError), begin(tmp_path) as work:
-        (work / "read.json").write_text("{}")
-        (tmp_path / "shard-000000.tar").touch()
-        raise full()
+    begin_and_stop(tmp_path, "read.json", "../shard-000000.tar")
     with monkeypatch.context() as patched:
         patched.setattr(call, killed)
         with pytest.raises(Killed), begin(tmp_path, OTHER, overwrite=True):
@@ -133,21 +132,18 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
         with pytest.raises(OSError), begin(tmp_path, overwrite=True) as work:
             assert (work / "read.json").exists() == started and not (tmp_path / MANIFEST).exists()
             (work / "read.json").write_text("{}")
-            raise full()
+            raise OSError(28, "No space left on device")
     (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged
     with begin(tmp_path, overwrite=True) as work:
         assert not (work / "read.json").exists()
 
 
 def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
-    with pytest.raises(OSError), begin(tmp_path) as work:
-        (work / "read.json").write_text("{}")
-        raise full()
+    begin_and_stop(tmp_path, "read.json")
     with monkeypatch.context() as patched:
         patched.setattr(output_folder, "version", lambda package: "0.1")
         for again in (begin(tmp_path), output_folder.joined(tmp_path, ACCOUNT, (128,))):
-            with pytest.raises(BadInput, match=r"other .* code \(.*code: sentencepiece was .*, is 0\.1"), again:
-                pytest.fail("the build resumed")
+            is_refused(r"other options or code \(.*code: sentencepiece was .*, is 0\.1", again)
     with begin(tmp_path) as work:
         assert (work / "read.json").exists()
         finish(tmp_path)
@@ -162,8 +158,7 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", none)
     logs.setup()
-    with output_folder.joined(tmp_path / "out", ACCOUNT, (128,)) as work:
-        assert work is not None
-    with begin(tmp_path / "out") as work:
-        assert work is not None
+    for build in (output_folder.joined(tmp_path / "out", ACCOUNT, (128,)), begin(tmp_path / "out")):
+        with build as work:
+            assert work is not None
     assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err

@@ -29,14 +29,12 @@ def test_copied_pages_are_released(tmp_path):
 
 
 def test_failed_attempt_leaves_the_file_of_another(tmp_path):
-    job, results = (
-        work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop"),
-        [work_files.ItemResult() for _ in "ab"],
-    )
-    with pytest.raises(SystemExit), work_files.Writer(job, "items", results[0]) as failing:
+    job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
+    one, other = work_files.ItemResult(), work_files.ItemResult()
+    with pytest.raises(SystemExit), work_files.Writer(job, "items", one) as failing:
         failing.write(np.arange(3))
-        work_files.write(job, "items", np.arange(5), results[1])
+        work_files.write(job, "items", np.arange(5), other)
         raise SystemExit
     assert work_files.read(job, "items", np.int64).tolist() == [0, 1, 2, 3, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["items"]
-    assert work_files.is_whole(str(tmp_path), results[1].files)
+    assert work_files.is_whole(str(tmp_path), other.files)

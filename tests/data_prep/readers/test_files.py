@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -35,13 +36,11 @@ def test_folders_are_walked_once_in_order(tmp_path):
     assert distinct_names(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
     make(tmp_path, "in/b/c.md")
     assert distinct_names(tmp_path, tmp_path / "i*" / "**" / "*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
-
-
-def test_walk_is_sorted_by_whole_paths(tmp_path):
-    make(tmp_path, "in/a/x", "in/a.txt", "in/a-b/y/1", "in/a-b/y.txt", "in/b", "in/ä/1", "in/a/\udcff.txt")
+    # sorted by whole paths
+    folder = make(tmp_path / "more", "a/x", "a.txt", "a-b/y/1", "a-b/y.txt", "b", "ä/1", "a/\udcff.txt")
     want = ["a-b/y.txt", "a-b/y/1", "a.txt", "a/x", "a/\udcff.txt", "b", "ä/1"]
-    assert distinct_names(tmp_path / "in", f"{tmp_path}/in/") == want
-    assert [part.path for part in plan([tmp_path / "in"])[0].ranges] == [str(tmp_path / "in" / name) for name in want]
+    assert distinct_names(folder, f"{folder}/") == want
+    assert [part.path for part in plan([folder])[0].ranges] == [str(folder / name) for name in want]
 
 
 def test_files_of_many_folders_are_seen_once():
@@ -96,20 +95,16 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made."""
     make(tmp_path, "in/a.txt", "in/shut/b.txt", "in/locked.txt")
 
-    def refuse(real, name):
-        def call(path, *rest, **more):
-            if os.path.basename(path) == name:
-                raise PermissionError(13, "Permission denied", path)
-            return real(path, *rest, **more)
+    def forbid(real, path, *rest, **more):
+        if os.path.basename(path) in ("shut", "locked.txt"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *rest, **more)
 
-        return call
-
-    monkeypatch.setattr(os, "scandir", refuse(os.scandir, "shut"))
-    monkeypatch.setattr(os, "open", refuse(os.open, "locked.txt"))
-    with pytest.raises(BadInput, match=r"in/shut: can't be read: Permission denied"):
-        plan([tmp_path])
-    with pytest.raises(BadInput, match=r"locked\.txt: can't be read: Permission denied"):
-        read_all([tmp_path / "in" / "locked.txt"])
+    monkeypatch.setattr(os, "scandir", partial(forbid, os.scandir))
+    monkeypatch.setattr(os, "open", partial(forbid, os.open))
+    for path, name in ((tmp_path, "in/shut"), (tmp_path / "in" / "locked.txt", r"locked\.txt")):
+        with pytest.raises(BadInput, match=f"{name}: can't be read: Permission denied"):
+            read_all([path])
     found, problems = read_all([tmp_path], "skip")
     assert found == ["in/a.txt"] and problems.counts == {"unreadable folder": 1, "unreadable file": 1}
 

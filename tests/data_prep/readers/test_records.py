@@ -30,13 +30,8 @@ def test_arrays_and_wet_records_are_documents(kind, tmp_path):
     found, problems = read_all([write(tmp_path / f"a.json{suffix}", pack(ARRAY))])
     assert found == ["One, [two]", 'a "b" \\', "A string.", "é"]
     assert problems.dropped == {"null value": 1} and not problems.counts
-    types = (
-        (b"warcinfo", b"software: x"),
-        (b"conversion", PAGES[0]),
-        (b"response", b"<html>"),
-        (b"conversion", PAGES[1]),
-    )
-    members = (pack(warc(*record)) for record in types)
+    texts = {b"warcinfo": [b"software: x"], b"conversion": PAGES, b"response": [b"<html>"]}
+    members = (pack(warc(type_, text)) for type_ in texts for text in texts[type_])
     found, problems = read_all([write(tmp_path / f"a.warc.wet{suffix}", b"".join(members))])
     assert [text.encode() for text in found] == PAGES and not problems.counts
     assert problems.dropped == {"WARC record of type warcinfo": 1, "WARC record of type response": 1}

@@ -17,29 +17,26 @@ from data_prep.readers.tasks import group, list_ranges
 from data_prep.stages import dedup, minhash
 from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, Units
 from data_prep.stages.read import read_task
-from data_prep.tokens.encoder import WordEncoder
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_builds import build, build_here, report
 from tests.helpers.prep_reading import records, write, write_all
+from tests.helpers.prep_texts import encoded
 
 WORDS, CHARACTERS = 3, 5
 
 
 def units_of(texts: list[str], tokenizer_file: Path) -> Units:
     """Units of documents as the build makes them, a paragraph each."""
-    encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
-    for text in texts:
-        encoder.add([text])
-    return minhash.units(encoder.finish(), [[text] for text in texts])
+    documents = [[text] for text in texts]
+    return minhash.units(encoded(documents, Tokenizer.load(tokenizer_file)), documents)
 
 
 def test_shingles_stay_inside_documents(tokenizer_file: Path) -> None:
     texts = ["a b c d", "b c d", "a b", "b a", "a", "", "d c b", "b c d a b c"]
     texts += ["東京に行く", "私は東京に行く", "go 東京 \u200b b c d"]
     found, edges = minhash.shingles(units_of(texts, tokenizer_file), WORDS, CHARACTERS)
-    expected = [
-        [tuple(w[i : i + WORDS]) for i in range(max(len(w) - WORDS + 1, bool(w)))] for w in map(str.split, texts)
-    ]
+    places = [(words, range(max(len(words) - WORDS + 1, bool(words)))) for words in map(str.split, texts)]
+    expected = [[tuple(words[i : i + WORDS]) for i in starts] for words, starts in places]
     expected[-3:] = [[tuple("東京に行く")], [tuple("私は東京に"), tuple("は東京に行"), tuple("東京に行く")]]
     expected += [[("go", "東", "京"), ("東", "京", "b", "c", "d"), ("b", "c", "d")]]
     assert np.diff(edges).tolist() == [len(e) for e in expected] == [2, 1, 1, 1, 1, 0, 1, 4, 1, 3, 3]

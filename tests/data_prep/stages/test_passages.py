@@ -96,9 +96,8 @@ def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
 
 @pytest.mark.parametrize(("length", "held_out"), [(32, True), (192, False)])
 def test_a_text_of_hardly_a_row_is_not_held_out(length, held_out, topics, make, tmp_path):
-    folder = make(
-        "out", write(tmp_path / "in.txt", topics[1][:1400]), seq_len=(length,), held_out=BuildOptions.held_out
-    )
+    source = write(tmp_path / "in.txt", topics[1][:1400])
+    folder = make("out", source, seq_len=(length,), held_out=BuildOptions().held_out)
     assert 256 < report(folder)["read"]["tokens"] < 320
     assert (Dataset(folder).manifest.held_out is not None) == held_out
 

@@ -1,7 +1,5 @@
 """Sentence pairs and filled rows, long sentences, checks of what was drawn; token values are corpus positions."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -32,21 +30,16 @@ def random_documents(count, seed, low=1, high=40):
 
 def test_a_and_b_agree_with_the_label():
     encoded = random_documents(200, 0)
-    capacity = 125
-    ranges = sentence_pairs(encoded, capacity, 0.1, np.random.default_rng(1))
-    spans, labels = ranges.spans, ranges.labels
-    edges = np.cumsum(encoded.document_tokens())
-    document = np.searchsorted(edges, spans[:, [0, 2]], side="right")
-    same_end = np.searchsorted(edges, spans[:, [1, 3]] - 1, side="right")
-    assert (document == same_end).all(), "a part crosses a document's end"
-    assert (document[labels == 0, 0] == document[labels == 0, 1]).all()
-    assert (document[labels == 1, 0] != document[labels == 1, 1]).all()
-    follows = spans[labels == 0]
-    gap = follows[:, 2] - follows[:, 1]
-    whole = (follows[:, 1] - follows[:, 0] + follows[:, 3] - follows[:, 2]) < capacity  # nothing was truncated
+    ranges = sentence_pairs(encoded, 125, 0.1, np.random.default_rng(1))
+    spans, labels, edges = ranges.spans, ranges.labels, np.cumsum(encoded.document_tokens())
+    first, second = np.searchsorted(edges, spans[:, [0, 2]], side="right").T
+    ends = np.searchsorted(edges, spans[:, [1, 3]] - 1, side="right").T
+    assert (ends == (first, second)).all(), "a part crosses a document's end"
+    assert ((first == second) == (labels == 0)).all() and set(labels) == {0, 1}
+    lengths = np.diff(spans)[:, ::2]
+    assert lengths.min() >= 1 and lengths.sum(1).max() == 125
+    gap, whole = (spans[:, 2] - spans[:, 1])[labels == 0], lengths.sum(1)[labels == 0] < 125  # nothing was truncated
     assert whole.sum() > 50 and (gap[whole] == 0).all() and (gap >= 0).all()
-    lengths = (spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2])
-    assert min(lengths[0].min(), lengths[1].min()) >= 1 and (lengths[0] + lengths[1]).max() == capacity
 
 
 def test_every_sentence_is_used_once():
@@ -96,14 +89,11 @@ def test_truncation_equals_one_token_at_a_time():
         a, b, capacity = rng.integers((1, 1, 2), 60).tolist()
         spans = np.array([[100, 100 + a, 300, 300 + b]])
         _truncate(spans, capacity, rng)
-        la, lb = a, b
-        while la + lb > capacity:
-            if la > lb:
-                la -= 1
-            else:
-                lb -= 1
-        assert (spans[0, 1] - spans[0, 0], spans[0, 3] - spans[0, 2]) == (la, lb)
-        assert spans[0, 0] >= 100 and spans[0, 1] <= 100 + a and spans[0, 2] >= 300 and spans[0, 3] <= 300 + b
+        left = [a, b]
+        while sum(left) > capacity:
+            left[left[0] <= left[1]] -= 1
+        assert np.diff(spans)[0, ::2].tolist() == left
+        assert 100 <= spans[0, 0] < spans[0, 1] <= 100 + a and 300 <= spans[0, 2] < spans[0, 3] <= 300 + b
 
 
 def test_filled_rows_drop_nothing():
@@ -127,10 +117,9 @@ def naive_best_fit(lengths, capacity, slots):
     open_rows = []
     for length in sorted(lengths, reverse=True):
         fitting = [r for r in open_rows if r[0] >= length and r[1] < slots]
-        if fitting:
-            best = min(fitting, key=lambda r: r[0])
-        else:
-            open_rows.append(best := [capacity, 0])
+        best = min(fitting, key=lambda r: r[0], default=[capacity, 0])
+        if not fitting:
+            open_rows.append(best)
         best[0] -= length
         best[1] += 1
     return len(open_rows)
@@ -147,7 +136,7 @@ def test_packing_equals_best_fit(slots):
         for r, o, n in zip(row, offset, lengths, strict=True):
             taken[r, o : o + n] += 1
         assert taken.max() == 1 and taken.sum() == lengths.sum()
-        assert np.bincount(row).max() <= slots and set(zip(row, slot, strict=True)).__len__() == len(row)
+        assert np.bincount(row).max() <= slots and len({*zip(row, slot, strict=True)}) == len(row)
         first = taken.cumsum(1)[:, -1]
         assert all(taken[r, : first[r]].all() for r in range(rows)), "a gap before the last sequence"
 

@@ -3,14 +3,11 @@
 import numpy as np
 import pytest
 
-from data_prep.build import BuildPlan, build
 from data_prep.executor import work_files
-from data_prep.executor.pool import Pool
-from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
 from megabert.data.shards import Dataset
-from megabert.data.tokenizer import Tokenizer
+from tests.helpers.prep_builds import build_here
 
 
 @pytest.fixture
@@ -19,11 +16,9 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 20, 1 << 20))
     monkeypatch.setattr(shuffle, "MAX_BUCKET_TOKENS", 1 << 16)
 
-    def run(name, **options):
-        given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
-        corpora = [tasks.Corpus("input", (str(corpus),))]
-        plan = BuildPlan(corpora, tmp_path / name, given, Tokenizer.load(tokenizer_file))
-        build(plan, Pool(1), progress=False)
+    def run(name):
+        options = {"tokenizer": tokenizer_file, "held_out": 0.02, "rows_per_shard": 4096, "workers": 1}
+        build_here(corpus, tmp_path / name, **options)
         return tmp_path / name
 
     return run

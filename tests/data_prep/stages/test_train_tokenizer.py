@@ -1,7 +1,5 @@
 """Scores of a unigram model have exact sums, so that no rounding decides between two segmentations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

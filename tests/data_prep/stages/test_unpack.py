@@ -1,7 +1,6 @@
 """A large file gives the same rows whatever it is packed in."""
 
 import bz2
-import gzip
 import json
 import os
 
@@ -17,7 +16,7 @@ from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, tasks
 from data_prep.stages.unpack import PackedFile, unpack
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_reading import PACK, contents
+from tests.helpers.prep_reading import PACK, contents, write
 
 
 def by_streams(data):
@@ -31,6 +30,10 @@ MAKE = {
     "jsonl": lambda i, text: json.dumps({"text": text}, ensure_ascii=False) + "\n",
     "wiki": lambda i, text: f'<doc id="{i}" title="Ä">\nÄ\n\n{text}\n</doc>\n',
 }
+
+
+def make(kind, texts):
+    return "".join(MAKE[kind](i, text) for i, text in enumerate(texts)).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +60,13 @@ def run(tokenizer_file, tmp_path):
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_packed_file_gives_the_same_rows(kind, topics, run, tmp_path):
-    data = "".join(MAKE[kind](i, text) for i, text in enumerate(topics[:60])).encode()
+    data = make(kind, topics[:60])
     options = {"format": kind, "text_documents": "blank-line" if kind == "text" else "auto"}
-    (tmp_path / "plain.txt").write_bytes(data)
-    summary, want = run("plain", tmp_path / "plain.txt", **options)
+    summary, want = run("plain", write(tmp_path / "plain.txt", data), **options)
     assert len(want) >= 2 and "unpack" not in summary["stages"]
     for name in PACKERS if kind != "text" else ("gz", "bz2"):
-        path = tmp_path / f"packed {name}"
-        path.write_bytes(PACKERS[name](data))
-        summary, found = run(f"out {name}", path, **options)
+        packed = write(tmp_path / f"packed {name}", PACKERS[name](data))
+        summary, found = run(f"out {name}", packed, **options)
         in_ranges = kind == "wiki" and name == "bz2 of streams"
         assert ("unpack" in summary["stages"]) != in_ranges
         assert found == want or in_ranges, name
@@ -73,10 +74,9 @@ def test_packed_file_gives_the_same_rows(kind, topics, run, tmp_path):
 
 def test_small_file_that_packs_well_is_unpacked(tmp_path):
     """20 KB that hold a megabyte are too much for one worker's memory."""
-    lines = [f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000)]
+    lines = "".join(f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000))
     for name in ("gz", "zst", "bz2"):
-        path = tmp_path / name
-        path.write_bytes(PACK[name]("".join(lines).encode()))
+        path = write(tmp_path / name, PACK[name](lines.encode()))
         assert path.stat().st_size < documents.RANGE_BYTES // 4 * 3 // 2
         ((file,),) = tasks.list_ranges([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
         assert file.unpack_first, name
@@ -85,20 +85,18 @@ def test_small_file_that_packs_well_is_unpacked(tmp_path):
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("name", ["gz", "bz2"])
 def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
-    data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
+    data = make("wiki", topics[:60])
     packed = bytearray(PACKERS[name](data))
     packed[len(packed) * 2 // 3] ^= 0x55
-    path = tmp_path / "damaged"
-    path.write_bytes(packed)
+    path = write(tmp_path / "damaged", packed)
     if policy == "stop":
         with pytest.raises(Unfinished, match=r"damaged: (damaged|truncated|byte)"):
             run("out", path)
         path.write_bytes(PACKERS[name](data))
         assert run("out", path)[0]["read"]["documents"] == 60
     else:
-        path.write_bytes(packed + bytes(10))
-        (tmp_path / "good").write_bytes(data)
-        summary, _ = run("out", path, tmp_path / "good", on_error="skip", dedup=())
+        write(path, packed + bytes(10))
+        summary, _ = run("out", path, write(tmp_path / "good", data), on_error="skip", dedup=())
         lost = summary["lost"]["damaged or truncated file"]
         assert summary["problems"]["damaged or truncated file"] == 1 and lost["files"] == [str(path)]
         assert 0 < lost["bytes"] <= len(packed) + 10 + documents.RANGE_BYTES
@@ -108,8 +106,7 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
 def test_corrected_option_reuses_unpacked_text(topics, tmp_path):
     """The size of a vocabulary is found too large after unpacking. The corrected command doesn't read the packed files."""
     for i in (0, 1):
-        text = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[i::2]))
-        (tmp_path / f"{i}.gz").write_bytes(gzip.compress(text.encode()))
+        write(tmp_path / f"{i}.gz", PACK["gz"](make("wiki", topics[i::2])))
 
     def run(name, vocab_size, **options):
         given = BuildOptions(vocab_size=vocab_size, model_type="bpe", sample_megabytes=1, rows_per_shard=256, **options)
@@ -131,8 +128,8 @@ def test_corrected_option_reuses_unpacked_text(topics, tmp_path):
 def test_spools_of_another_input_are_removed(topics, tmp_path):
     job, names = BuildJob(BuildOptions(), "", str(tmp_path), "stop"), []
     for i in (0, 1):
-        (tmp_path / f"{i}.gz").write_bytes(gzip.compress(topics[i].encode()))
-        names.append(unpack(job, PackedFile(i, FileRange(str(tmp_path / f"{i}.gz"), "gz"))))
+        path = write(tmp_path / f"{i}.gz", PACK["gz"](topics[i].encode()))
+        names.append(unpack(job, PackedFile(i, FileRange(str(path), "gz"))))
     (tmp_path / ".stream-000001-0000.zst.1a2b.tmp").touch()  # of a killed worker
     remove_others(tmp_path, SPOOLS, names[1:])
     assert [path.name for path in tmp_path.glob("*stream*")] == list(names[1].files)

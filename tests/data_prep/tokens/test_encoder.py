@@ -13,13 +13,7 @@ from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import WordEncoder, word_facts
 from megabert.data.text import clean_word
 from megabert.data.tokenizer import Tokenizer
-
-
-def test_a_model_whose_tokens_cross_words_is_refused(tokenizer_file):
-    tokenizer = Tokenizer.load(tokenizer_file)
-    tokenizer.word_local = False
-    with pytest.raises(ValueError, match="tokens cross word boundaries"):
-        WordEncoder(tokenizer, np.dtype(np.uint16))
+from tests.helpers.prep_texts import encoded
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])
@@ -32,33 +26,27 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
     encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
     extra = ["ﬁne ½ e\u0301 \u4f60\u597d\u3002\u518d\u89c1 \u200b", "", "x" * 40 + " [MASK] \u2581"]
     documents = [clean.paragraphs(text, False) for text in [*topics, *extra]]
-    for document in documents:
-        encoder.add(document)
-    encoded = encoder.finish().encoded
+    found = encoded(documents, tokenizer, encoder).encoded
     want = [[" ".join(map(clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents]
     per_document = [[ids for ids in tokenizer.encode_batch(s) if ids] for s in want]
-    assert encoded.document_sizes.tolist() == [len(d) for d in per_document]
+    assert found.document_sizes.tolist() == [len(d) for d in per_document]
     flat = [ids for d in per_document for ids in d]
-    assert encoded.sentence_lengths.sum() == len(encoded.tokens)
-    cut = np.split(encoded.tokens, np.cumsum(encoded.sentence_lengths)[:-1])
+    assert found.sentence_lengths.sum() == len(found.tokens)
+    cut = np.split(found.tokens, np.cumsum(found.sentence_lengths)[:-1])
     different = [(a.tolist(), b) for a, b in zip(cut, flat, strict=True) if a.tolist() != b]
     # Drawn tables have ties: "-----" is "-" "----" or "----" "-".
     assert len(flat) > 3000 and not different
     # A full cache, an empty one and one that was just dropped give the same tokens.
     for _ in range(2):
-        for document in documents:
-            encoder.add(document)
-        np.testing.assert_array_equal(encoder.finish().encoded.tokens, encoded.tokens)
+        np.testing.assert_array_equal(encoded(documents, tokenizer, encoder).encoded.tokens, found.tokens)
         encoder._reset_cache()
 
 
 def test_megabyte_without_a_space_is_cut(tokenizer_file):
     tokenizer = Tokenizer.load(tokenizer_file)
-    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
-    encoder.add(["ab" * 500_000])
-    encoded = encoder.finish().encoded
-    assert encoded.document_sizes.tolist() == [1]
-    assert tokenizer.decode(encoded.tokens).replace(" ", "") == "ab" * 500_000
+    found = encoded([["ab" * 500_000]], tokenizer).encoded
+    assert found.document_sizes.tolist() == [1]
+    assert tokenizer.decode(found.tokens).replace(" ", "") == "ab" * 500_000
 
 
 def test_arrow_splits_where_python_does():
@@ -72,12 +60,8 @@ def test_arrow_splits_where_python_does():
 
 
 def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
-    tokenizer = Tokenizer.load(tokenizer_file)
-    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
     documents = [["One two. Three four.", "", "  ", " Five \u3000 six "], [], ["\u200b"], [" "], ["Seven."]]
-    for document in documents:
-        encoder.add(document)
-    batch = encoder.finish()
+    batch = encoded(documents, Tokenizer.load(tokenizer_file))
     assert batch.words.documents.tolist() == [0, 6, 6, 7, 7, 8]
     assert batch.words.paragraphs.tolist() == [0, 4, 4, 4, 6, 7, 7, 8]
     assert batch.paragraph_sizes.tolist() == [2, 0, 0, 1, 0, 0, 1]

@@ -10,6 +10,7 @@ from data_prep.tokens import encoder as encoder_module
 from data_prep.tokens.encoder import WordEncoder
 from data_prep.tokens.word_cache import SHARING_TASKS, SharedWords, WordNumbers, word_hashes
 from megabert.data.tokenizer import Tokenizer
+from tests.helpers import prep_texts
 
 
 def find_words(rng, count):
@@ -48,9 +49,7 @@ DOCUMENTS = 2 * [["One two. Three four!", "\u00dcber \u201cone\u201d u.s. 2,000"
 
 
 def encoded(encoder, documents):
-    for document in documents:
-        encoder.add(document)
-    batch = encoder.finish()
+    batch = prep_texts.encoded(documents, encoder.tokenizer, encoder)
     return batch.encoded.tokens, batch.encoded.sentence_lengths, batch.words.facts, batch.words.folded
 
 
