@@ -131,9 +131,7 @@ def undisturbed(corpus, tokenizer_file, tmp_path_factory):
 def test_build_resumes_after_a_full_disk(workers, limit, build, corpus, undisturbed, tmp_path):
     """A limit on the size of a file stops the build while it reads, and while it writes shards."""
 
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+    limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
     result = build(corpus, workers=workers, preexec_fn=limited, code=4)
     expect_error(result, tmp_path / "out", "disk is full", "resumes")
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,15 +96,12 @@ def stop(topics, tokenizer_file, tmp_path, monkeypatch):
     write_all(tmp_path / "in", {f"{i}.txt": text for i, text in enumerate(topics[:20])})
     options = {"tokenizer": tokenizer_file, "save_text": True, "rows_per_shard": 256, "held_out": 0.1, "workers": 1}
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     def stop(*lengths):
         def run(name, code=0):
             return build_here(tmp_path / "in", tmp_path / name, code, seq_len=lengths, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(build, "_commit", full)
+            patched.setattr(build, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
             run("out", 4)
         return run
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,10 +76,8 @@ def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
 
 
 def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
-    def kept(folder):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
-
-    monkeypatch.setattr(output_folder.shutil, "rmtree", kept)
+    kept = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"{tmp_path}/.work")
+    monkeypatch.setattr(output_folder.shutil, "rmtree", Mock(side_effect=kept))
     logs.setup()
     with begin(tmp_path):
         finish(tmp_path)
@@ -112,12 +111,9 @@ def test_sources_in_the_output_are_refused(tmp_path):
 
 @pytest.mark.parametrize("call", ["shutil.rmtree", "pathlib.Path.unlink"])
 def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch):
-    def killed(path: Path, **_: object) -> None:
-        raise Killed
-
     begin_and_stop(tmp_path, "read.json", "../shard-000000.tar")
     with monkeypatch.context() as patched:
-        patched.setattr(call, killed)
+        patched.setattr(call, Mock(side_effect=Killed))
         with pytest.raises(Killed), begin(tmp_path, OTHER, overwrite=True):
             pytest.fail("the build began")
     with begin(tmp_path) as work:
@@ -153,10 +149,7 @@ def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
 
 
 def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
-    def none(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     logs.setup()
     for build in (output_folder.joined(tmp_path / "out", ACCOUNT, (128,)), begin(tmp_path / "out")):
         with build as work:

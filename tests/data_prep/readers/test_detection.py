@@ -2,7 +2,6 @@
 
 import pytest
 
-from data_prep.common.errors import Problems
 from data_prep.readers import files
 from megabert.common import logs
 from tests.helpers.prep_reading import archive, plan, read_all, refuse, write, write_all
@@ -80,17 +79,11 @@ def test_descriptions_of_a_folder_are_left_out(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("split", "glob"),
-    [
-        ("test.jsonl", "train*"),
-        ("data/validation-00000-of-00001.jsonl", "data/train*"),
-        ("dev/a.jsonl", "train*"),
-        ("wiki.valid.tokens.jsonl", "train*"),
-        ("latest.jsonl", ""),
-        ("testimony/a.jsonl", ""),
-    ],
-)
+SPLITS = dict.fromkeys(("test.jsonl", "dev/a.jsonl", "wiki.valid.tokens.jsonl"), "train*")
+SPLITS |= {"data/validation-00000-of-00001.jsonl": "data/train*", "latest.jsonl": "", "testimony/a.jsonl": ""}
+
+
+@pytest.mark.parametrize(("split", "glob"), SPLITS.items())
 def test_a_split_for_evaluation_is_warned_of(split, glob, tmp_path, capsys):
     folder = write_all(tmp_path / "in", dict.fromkeys(("train.jsonl", split), '{"text": "Words."}\n'))
     logs.setup()
@@ -109,10 +102,3 @@ def test_names_of_splits():
         assert files.EVALUATION_SPLIT.fullmatch(name), name
     for name in ("test_corpus", "latest.txt", "device.txt", "contest", "testing.txt", "train.txt"):
         assert not files.EVALUATION_SPLIT.fullmatch(name), name
-
-
-def test_files_of_a_reason_are_the_first_five():
-    problems = Problems("skip")
-    for i in range(9):
-        problems.bad(f"{i}.txt", 0, "invalid UTF-8", size=10)
-    assert problems.lost == {"invalid UTF-8": {"bytes": 90, "files": [f"{i}.txt" for i in range(5)]}}

@@ -104,10 +104,9 @@ def planted(topics, tmp_path_factory):
     vocabulary = sorted({word for text in topics for word in text.split() if word.isalpha()})
     rng = random.Random(11)
 
-    def paragraph():
-        return " ".join(" ".join(rng.choices(vocabulary, k=12)).capitalize() + "." for _ in range(4))
-
-    documents = [[paragraph() for _ in range(5)] for _ in range(300)]
+    words = ([rng.choices(vocabulary, k=12) for _ in range(4)] for _ in range(1500))
+    paragraphs = [" ".join(" ".join(sentence).capitalize() + "." for sentence in part) for part in words]
+    documents = [paragraphs[i : i + 5] for i in range(0, 1500, 5)]
     for i in range(25):  # the second paragraph of i stands again in 100 + i
         documents[100 + i][2] = documents[i][1]
     copies = [list(documents[i]) for i in range(40, 80)]
