@@ -1,4 +1,4 @@
-"""Members of zip and tar archives and rows of CSV files are documents; what is damaged is named with its place."""
+"""Members of zip and tar archives and rows of CSV files are documents; what is damaged in any file is named with its place."""
 
 import random
 from functools import partial
@@ -54,6 +54,14 @@ DAMAGED[500] ^= 1
         ("a.csv", b'text,n\n"one,1\ntwo,2\n', r"a\.csv: line 4?3?: unexpected end of data"),
         ("a.csv", b"body;n\none;1\n", r"a\.csv: line 1: no column 'text' \(it has body;n\)"),
         ("a.tsv", b"text\tn\none\t1\nt\xffo\t1\n", r"a\.tsv: line 3: invalid UTF-8"),
+        ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data \(or UTF-16: convert"),
+        ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
+        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\)"),
+        ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 25: invalid UTF-8"),
+        ("a.jsonl", b'{"te\0xt": 1}\n', r"a\.jsonl: byte 0: not a JSON object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
+        ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
     ],
     ids=name_of,
 )

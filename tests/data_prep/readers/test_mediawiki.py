@@ -83,10 +83,19 @@ Surface
 An indented sentence stands here too."""
 
 
+# short ones keep a form in text
+FORMULAS = [
+    ("x", "x"), ("E = mc^2", "E = mc²"), (r"\alpha_{ij} \leq \frac{a+b}{2} \cdot \sqrt{c}", "α_ij ≤ (a+b)/2 · √c"),
+    (r"x_1, \ldots, x_{n-1}", "x_1, …, x_(n-1)"), (r"\sin^{-1} \theta + \bar{x}", "sin⁻¹ θ + x̄"),
+    (r"\left\{ 1,2 \right\}\,", "{ 1,2 }"), (r"e^{i\pi} + 1 = 0", "e^iπ + 1 = 0"), (r"\mathrm{H_2O}", "H_2O"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("wikitext", "want"),
     [
         (ARTICLE, PROSE),
+        *((f"Let <math>{tex}</math> be given.", f"Let {text} be given.") for tex, text in FORMULAS),
         ("[[a|b]] [[c]]s [[d (e)|]]", "b cs d (e)"),
         ("[[:Category:Art|art]] [[wikt:word|word]] [[de:Wort]][[Star Trek: Voyager]]", "art word Star Trek: Voyager"),
         ("[[File:a|thumb|x [[File:b|y [[c]]]] z]]after", "after"),
@@ -198,23 +207,6 @@ def test_sentence_with_a_gap_is_dropped_and_counted():
     changed.clear()
     assert prose("これは{{不明|x}}です。これは文です。", changed=changed) == "これは文です。"
     assert +changed == {"sentences with a template of unknown text": 1}
-
-
-@pytest.mark.parametrize(
-    ("tex", "text"),
-    [
-        ("x", "x"),
-        ("E = mc^2", "E = mc²"),
-        (r"\alpha_{ij} \leq \frac{a+b}{2} \cdot \sqrt{c}", "α_ij ≤ (a+b)/2 · √c"),
-        (r"x_1, \ldots, x_{n-1}", "x_1, …, x_(n-1)"),
-        (r"\sin^{-1} \theta + \bar{x}", "sin⁻¹ θ + x̄"),
-        (r"\left\{ 1,2 \right\}\,", "{ 1,2 }"),
-        (r"e^{i\pi} + 1 = 0", "e^iπ + 1 = 0"),
-        (r"\mathrm{H_2O}", "H_2O"),
-    ],
-)
-def test_short_formula_keeps_a_form_in_text(tex, text):
-    assert prose(f"Let <math>{tex}</math> be given.") == f"Let {text} be given."
 
 
 SITES = {

@@ -11,7 +11,7 @@ import pytest
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers import documents, pydoc_corpus, tasks
 from tests.helpers.prep_builds import ROOT
-from tests.helpers.prep_reading import PACK, archive, plan, read_all, records, refuse, write, write_all
+from tests.helpers.prep_reading import PACK, archive, plan, read_all, records, write, write_all
 
 WIKI = b'<doc id="1" title="One">\nOne\n\nFirst text.\nSecond line.\n</doc>\n<doc id="2" title="a > b">\nTwo\n\nOther.\n</doc>\n'
 JSONL = b'{"text": "Alpha one."}\n\n{"n": 2, "text": "Beta \\u00e9."}\n'
@@ -30,24 +30,6 @@ def test_what_a_document_is_in_plain_text(tmp_path):
     assert len(read_all([path])[0]) == 1
     assert read_all([path], text_documents="blank-line")[0] == ["a 1\na 2", "b 1", "c 1\nc 2\n"]
     assert read_all([path], text_documents="line")[0] == ["a 1", "a 2", "b 1", "c 1", "c 2"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data \(or UTF-16: convert"),
-        ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
-        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\)"),
-        ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 25: invalid UTF-8"),
-        ("a.jsonl", b'{"te\0xt": 1}\n', r"a\.jsonl: byte 0: not a JSON object"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
-        ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
-        ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
-    ],
-)
-def test_bad_files_are_named_or_counted(name, content, message, tmp_path):
-    _, problems = refuse(write(tmp_path / name, content), message)
-    assert sum(problems.counts.values()) == 1
 
 
 MODULE = '''"""Module text."""
