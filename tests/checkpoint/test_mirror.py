@@ -218,9 +218,7 @@ def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> No
         gone.upload()
 
 
-def test_stale_lists_hide_no_checkpoint_and_no_job(
-    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch) -> None:
     """Every list is that of the time before the newest checkpoint, and before the job that wrote it."""
     url, run = "s3://runs/stale", tmp_path / "run"
     made = opened(url, run, keep=1)

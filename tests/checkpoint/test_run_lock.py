@@ -13,10 +13,9 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 from megabert.checkpoint import Checkpoints, run_lock
 from megabert.checkpoint.format import SEAL
@@ -24,12 +23,13 @@ from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_co
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import RankRefused, World
 from tests.helpers.ranks import CONTEXT, run_ranks
+from tests.helpers.simulated_ranks import ALONE
 
-ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 LIBC = ctypes.CDLL(None, use_errno=True)
 # linux/sched.h, linux/prctl.h
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, PR_SET_PDEATHSIG = 0x00020000, 0x04000000, 0x20000000, 1
 LIMIT = 2.0
+OTHER = run_lock.Owner("token", "n2", "elsewhere", 1, "1", "")
 
 
 def become(host: str) -> None:
@@ -101,12 +101,25 @@ class Job:
         os.kill(int(Path(f"/proc/{outer}/task/{outer}/children").read_text()), number)
 
 
+def taken(host: str, run: Path, commits: int = 0) -> Job:
+    made = Job(host, run, commits)
+    assert made.outcome() == "taken"
+    return made
+
+
+def taken_over(run: Path) -> None:
+    assert run_lock._create(run / "lock/00000002", OTHER)
+
+
+def give_up() -> None:
+    """Before the lock that another job took ends this process."""
+    run_lock._owned.popitem()[1]._ending.set()
+
+
 def test_a_predecessor_of_the_same_job_is_not_waited_for(tmp_path, monkeypatch):
     """One on a lost host, of which only the ranks of its job know that it has ended."""
     monkeypatch.setattr(run_lock, "LIMIT", 1000.0)
-    first = Job("n1", tmp_path / "run")
-    assert first.outcome() == "taken"
-    first.signal(signal.SIGKILL)
+    taken("n1", tmp_path / "run").signal(signal.SIGKILL)
     owner = json.loads((tmp_path / "run/lock/00000001").read_text())["token"]
     token = run_lock.take(tmp_path / "run", ALONE, predecessor=owner)
     assert token != owner and os.listdir(tmp_path / "run/lock") == ["00000002"]
@@ -125,8 +138,7 @@ def refused(world: World, run: str) -> str:
 @pytest.mark.parametrize("host", [pytest.param("", marks=pytest.mark.slow), "n2"])
 def test_a_second_job_is_refused_beside_the_first(host, tmp_path):
     run = tmp_path / "run"
-    first = Job("n1", run)
-    assert first.outcome() == "taken"
+    taken("n1", run)
     second = Job(host, run)
     expected = f"{run} is in use by pid 1 on host n1 (job 77); wait for it, stop it, or name another run folder"
     assert second.outcome() == expected and second.code() == USER_ERROR
@@ -150,16 +162,9 @@ def test_nodes_without_a_shared_run_folder_are_refused(tmp_path):
     for node in nodes:
         (node / "disk").mkdir(parents=True)
     apart = [str(node / "disk/run") for node in nodes]
-    found = run_ranks(2, take_on_node, apart)
     host = socket.gethostname()
-    assert (
-        found
-        == [
-            f"rank 1: {apart[1]} on host {host} is not the folder of that name on host {host}: name a run folder on a file system that all "
-            "nodes share"
-        ]
-        * 2
-    )
+    refusal = f"rank 1: {apart[1]} on host {host} is not the folder of that name on host {host}: name a run folder on a"
+    assert run_ranks(2, take_on_node, apart) == [f"{refusal} file system that all nodes share"] * 2
     nodes[1].joinpath("shared").symlink_to(nodes[0] / "disk")
     first, second = run_ranks(2, take_on_node, [apart[0], str(nodes[1] / "shared/run")])
     assert first == second and len(first) == 16
@@ -168,13 +173,12 @@ def test_nodes_without_a_shared_run_folder_are_refused(tmp_path):
 @pytest.mark.parametrize(("one", "other", "least"), [("", "", 0), ("n1", "n2", LIMIT), ("leaves", "n2", 0)])
 def test_the_next_job_starts_when_the_first_ended(one, other, least, tmp_path):
     """At once on the same host and after an orderly end, otherwise when the limit has passed."""
-    first = Job(one, tmp_path / "run")
-    assert first.outcome() == "taken"
+    first = taken(one, tmp_path / "run")
     if one != "leaves":
         first.signal(signal.SIGKILL)
         assert first.code() is not None
     started = time.monotonic()
-    assert Job(other, tmp_path / "run").outcome() == "taken"
+    taken(other, tmp_path / "run")
     assert least * 0.9 < time.monotonic() - started < least + LIMIT
     assert os.listdir(tmp_path / "run/lock") == ["00000002"]
 
@@ -182,12 +186,10 @@ def test_the_next_job_starts_when_the_first_ended(one, other, least, tmp_path):
 @pytest.mark.parametrize("commits", [0, 10], ids=["renewing", "committing"])
 def test_a_suspended_owner_ends_before_it_harms(commits, tmp_path):
     run = tmp_path / "run"
-    first = Job("n1", run, commits)
-    assert first.outcome() == "taken"
+    first = taken("n1", run, commits)
     time.sleep(0.3)
     first.signal(signal.SIGSTOP)
-    second = Job("n2", run)
-    assert second.outcome() == "taken"
+    second = taken("n2", run)
     newer = run / "checkpoints/step-00001000"  # of the second job; the first would remove it as newer than its own
     newer.mkdir(parents=True)
     first.signal(signal.SIGCONT)
@@ -205,43 +207,38 @@ def test_a_commit_cut_by_the_next_owner_names_it(tmp_path, monkeypatch):
 
     def taken_over_before(source: Path, target: Path) -> None:
         shutil.rmtree(saving)
-        assert run_lock._create(run / "lock/00000002", run_lock.Owner("token", "n2", "elsewhere", 1, "1", ""))
+        taken_over(run)
         os.replace(source, target)
 
     monkeypatch.setattr(os, "rename", taken_over_before)
     with pytest.raises(Failed, match="pid 1 on host n2 took the run over"):
         checkpoints.commit(saving, 1, manifest_of(1))
-    run_lock._owned.popitem()[1]._ending.set()  # before it ends this process
+    give_up()
 
 
 def test_of_several_takers_one_wins(tmp_path):
     run = tmp_path / "run"
-    first = Job("n1", run)
-    assert first.outcome() == "taken"
-    first.signal(signal.SIGKILL)
+    taken("n1", run).signal(signal.SIGKILL)
     takers = [Job(host, run) for host in ("n2", "n3", "", "")]
     outcomes = [taker.outcome() for taker in takers]
     assert outcomes.count("taken") == 1 and sum(" is in use by pid " in text for text in outcomes) == 3, outcomes
 
 
 def test_a_number_long_past_is_not_taken(tmp_path):
-    owner = run_lock.Owner("token", "host", "elsewhere", 1, "1", "")
-    assert run_lock._create(tmp_path / "00000007", owner) and not run_lock._create(tmp_path / "00000007", owner)
-    assert not run_lock._create(tmp_path / "00000006", owner)
+    assert [run_lock._create(tmp_path / f"0000000{n}", OTHER) for n in (7, 7, 6)] == [True, False, False]
     assert os.listdir(tmp_path) == ["00000007"]
 
 
 def test_a_job_killed_while_it_locks_blocks_nobody(tmp_path):
     (tmp_path / "run/lock").mkdir(parents=True)
     (tmp_path / "run/lock/00000001").touch()
-    assert Job("", tmp_path / "run").outcome() == "taken"
+    taken("", tmp_path / "run")
 
 
 def test_an_owner_whose_lock_was_removed_ends(tmp_path):
-    first = Job("", tmp_path / "run")
-    assert first.outcome() == "taken"
+    first = taken("", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/lock")
-    assert Job("", tmp_path / "run").outcome() == "taken"
+    taken("", tmp_path / "run")
     assert first.code() == FAILED
 
 
@@ -250,19 +247,16 @@ def test_a_stale_listing_does_not_keep_a_lock(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_lock.take(run, ALONE)
     run_lock.check(run)
-    assert run_lock._create(run / "lock/00000002", run_lock.Owner("token", "n2", "elsewhere", 1, "1", ""))
+    taken_over(run)
     monkeypatch.setattr(os, "listdir", lambda folder: ["00000001"])
     with pytest.raises(Failed, match="took the run over"):
         run_lock.check(run)
-    run_lock._owned.popitem()[1]._ending.set()  # before it ends this process
-
-
-def failing(*arguments: Any) -> None:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/lock")
+    give_up()
 
 
 def test_a_file_system_fault_is_not_a_user_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "listdir", failing)
+    fault = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/lock")
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=fault))
     with pytest.raises(OSError, match="run/lock: Stale file handle") as found:
         run_lock.take(tmp_path / "run", ALONE)
     assert exit_code(found.value) == FAILED

@@ -21,13 +21,16 @@ with patch("setuptools.setup"):  # the machine's, or that of NVIDIA's wheels
     NVCC = runpy.run_path(str(ROOT / "setup.py"))["find_nvcc"]()
 CSRC = ROOT / "csrc"
 FILES = sorted(CSRC.rglob("*.cu"))
-# of a multiprocessor, and the most that a block can have
-REGISTERS = 65_536
+REGISTERS = 65_536  # of a multiprocessor, and the most that a block can have
 # what ptxas says of a kernel: name, stack, spill stores, spill loads, registers
 PTXAS = (
     r"Compiling entry function '(\S+)' for[\s\S]*?"
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers"
 )
+
+
+def code(path: Path) -> str:
+    return re.sub(r"//[^\n]*", "", path.read_text())
 
 
 @pytest.mark.slow
@@ -69,8 +72,7 @@ def test_the_library_brings_torchs_cuda_library() -> None:
 @pytest.mark.parametrize("path", [*FILES, ROOT / "csrc/common/cuda.h"], ids=lambda path: path.parent.name)
 def test_every_launch_is_checked(path: Path) -> None:
     """The statement after each launch is check_launch."""
-    code = re.sub(r"//[^\n]*", "", path.read_text())
-    launches = code.split("<<<")[1:]
+    launches = code(path).split("<<<")[1:]
     assert launches, "no launch in a CUDA file"
     for launch in launches:
         # the arguments hold blocks of code in parentheses: the statement ends at the first semicolon outside them
@@ -86,14 +88,9 @@ CALLS = rf"torch::stable::(?:accelerator::)?\w+(?=[ ({{<;]|\s\w)|\baoti_torch_\w
 CUDA_ONLY = {"torch::stable::accelerator::DeviceGuard", "aoti_torch_get_current_cuda_stream"}  # common/cuda.h
 
 
-def code(path: Path) -> str:
-    return re.sub(r"//[^\n]*", "", path.read_text())
-
-
 def includes(path: Path) -> set[Path]:
     """A source and the headers of csrc that it includes, directly or not."""
-    found: set[Path] = set()
-    waiting = [path]
+    found, waiting = set[Path](), [path]
     while waiting:
         found.add(at := waiting.pop())
         named = {CSRC / name for name in re.findall(r'#include "([^"]+)"', at.read_text())}

@@ -78,9 +78,7 @@ def softmax_arguments(
     ],
     ids=str,
 )  # fmt: skip
-def test_softmax_mask(
-    kernels: Kernels, shape: tuple[int, int, int, int], kind: str, p: float, dtype: torch.dtype
-) -> None:
+def test_softmax_mask(kernels, shape, kind, p, dtype) -> None:
     batch, heads, queries, keys = shape
     rows = batch * heads * queries
     start, end = bounds(shape)
@@ -161,9 +159,7 @@ def test_rotate(kernels: Kernels, rows: int, heads: int, half: int, back: bool, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize(("lines", "place"), [(0, 0), (3, 4)], ids=["alone", "part of a larger batch"])
-def test_dropout_draws_the_oracles_mask(
-    kernels: Kernels, rows: int, width: int, lines: int, place: int, dtype: torch.dtype
-) -> None:
+def test_dropout_draws_the_oracles_mask(kernels, rows, width, lines, place, dtype) -> None:
     x, seed = normal(rows, width, seed=1).to(dtype), torch.tensor([SEED, place])
     with kernels.lines_of_a_row(lines):
         (y,) = kernels.run(
@@ -283,9 +279,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "width", "heads", "size", "p", "kind"), ROWS)
-def test_attention(
-    kernels: Kernels, rows: list[list[int]], width: int, heads: int, size: int, p: float, kind: str
-) -> None:
+def test_attention(kernels, rows, width, heads, size, p, kind) -> None:
     start, end, _ = sequence_bounds(*rows, width=width)
     if kind != "whole":
         start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)

@@ -77,9 +77,7 @@ def test_without_a_place_to_keep_it_each_start_measures(measured: list[float], t
         assert found.tflops == rate and found.origin.startswith("measured, and not kept: ")
 
 
-def test_a_busy_machine_is_named(
-    measured: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_machine_is_named(measured, monkeypatch, caplog) -> None:
     """A second of the clock, in which two threads had 2 or 0.7 seconds of processor time."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(ceiling, "ALONE", 0.8)

@@ -248,9 +248,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, *numbers: 
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flash_attention_gets_sequences_windows_and_objective(
-    causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_gets_sequences_windows_and_objective(causal, window, monkeypatch) -> None:
     """A model gets masked and causal batches, and passes the objective of each to the kernel."""
     monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)

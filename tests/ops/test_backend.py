@@ -80,9 +80,7 @@ def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dty
         (("native", "varlen"), False, "sdpa"),
     ],
 )
-def test_auto_on_a_gpu_is_a_rule(
-    blocked: tuple[str, ...], causal: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_on_a_gpu_is_a_rule(blocked, causal, chosen, monkeypatch) -> None:
     """Ours where it was built for the device, else flash attention, which needs to be told which batches are causal."""
     monkeypatch.setattr(backend, "_obstacle", lambda _, name, *__: f"{name} is blocked" if name in blocked else "")
     found = ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=causal)
@@ -102,9 +100,7 @@ def test_auto_on_a_gpu_is_a_rule(
         (True, (7, 5), "needs compute capability 8.0 or newer"),
     ],
 )
-def test_where_flash_attention_3_runs(
-    installed: bool, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_flash_attention_3_runs(installed, capability, reason, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: installed or None)
@@ -139,9 +135,7 @@ def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.
         ("7.1", True, (13000, 0), "this torch is the build for ROCm"),
     ],
 )
-def test_a_gpu_that_native_kernels_cannot_use_is_named(
-    hip: str | None, kernels: bool, releases: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_native_kernels_cannot_use_is_named(hip, kernels, releases, reason, monkeypatch) -> None:
     monkeypatch.setattr(backend, "MISSING", "")
     monkeypatch.setattr(backend, "has_kernel", lambda *_: kernels)
     monkeypatch.setattr(backend, "cuda_releases", lambda: releases)

@@ -38,17 +38,8 @@ def build() -> ctypes.CDLL:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             part = library.with_suffix(".part")
-            command = [
-                compiler() or "c++",
-                "-O1",
-                "-U_FORTIFY_SOURCE",
-                "-std=c++17",
-                "-fPIC",
-                "-shared",
-                "-w",
-                f"-I{ROOT / 'csrc'}",
-            ]
-            command += [str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
+            options = ["-O1", "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-shared", "-w", f"-I{ROOT / 'csrc'}"]
+            command = [compiler() or "c++", *options, str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-4000:]
             os.replace(part, library)

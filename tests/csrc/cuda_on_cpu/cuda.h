@@ -108,7 +108,6 @@ inline std::vector<Fibre> fibres;
 inline jmp_buf scheduler;
 inline Fibre* current = nullptr;
 inline std::function<void()> body;
-inline float slots[1024];
 inline sigjmp_buf on_fault;
 inline const char* fault_message;
 inline bool copies_at_once;  // or as late as they are waited for: a GPU may do either
@@ -119,6 +118,19 @@ inline void yield(State state) {
   current->state = state;
   if (!_setjmp(current->yielded)) _longjmp(scheduler, 1);
 }
+
+// The values that the 32 lanes of this warp give. They lie in two places in turn, so that one wait suffices: when a place is
+// written again, all lanes have come to the next exchange and so have read it.
+template <class V>
+const V* exchange(const V& value) {
+  static V places[2][1024];
+  const unsigned thread = threadIdx.x + threadIdx.y * blockDim.x;
+  V(&place)[1024] = places[current->turn++ % 2];
+  place[thread] = value;
+  yield(State::at_warp);
+  return place + thread / kWarpSize * kWarpSize;
+}
+inline unsigned lane() { return (threadIdx.x + threadIdx.y * blockDim.x) % kWarpSize; }
 
 inline void start() {
   for (;;) {
@@ -221,12 +233,7 @@ inline std::string launch(dim3 grid, dim3 block, bool backwards, std::function<v
 
 inline void __syncthreads() { cuda_on_cpu::yield(cuda_on_cpu::State::at_barrier); }
 
-inline float __shfl_xor_sync(unsigned, float value, int distance) {
-  using namespace cuda_on_cpu;
-  const unsigned thread = threadIdx.x + threadIdx.y * blockDim.x;
-  slots[thread] = value;
-  yield(State::at_warp);
-  const float other = slots[thread ^ static_cast<unsigned>(distance)];
-  yield(State::at_warp);
-  return other;
+template <class V>
+V __shfl_xor_sync(unsigned, V value, int distance) {
+  return cuda_on_cpu::exchange(value)[cuda_on_cpu::lane() ^ static_cast<unsigned>(distance)];
 }

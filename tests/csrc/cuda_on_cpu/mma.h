@@ -2,22 +2,11 @@
 // computed from the documented fragments of all lanes. Products and sums are fp32.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda.h"
 
 namespace cuda_on_cpu {
-
-// The values that the 32 lanes of this warp give. They lie in two places in turn, so that one wait suffices: when a place is
-// written again, all lanes have come to the next exchange and so have read it.
-template <class V>
-const V* exchange(const V& value) {
-  static V places[2][1024];
-  const unsigned thread = threadIdx.x + threadIdx.y * blockDim.x;
-  V(&place)[1024] = places[current->turn++ % 2];
-  place[thread] = value;
-  yield(State::at_warp);
-  return place + thread / kWarpSize * kWarpSize;
-}
-inline unsigned lane() { return (threadIdx.x + threadIdx.y * blockDim.x) % kWarpSize; }
 
 inline void check_aligned(const void* p, size_t bytes, const char* message) {
   if (reinterpret_cast<uintptr_t>(p) % bytes) fail(message);
@@ -37,9 +26,6 @@ struct Address {
 }  // namespace cuda_on_cpu
 
 inline void __syncwarp() { cuda_on_cpu::exchange(0); }
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int distance) {
-  return cuda_on_cpu::exchange(value)[cuda_on_cpu::lane() ^ static_cast<unsigned>(distance)];
-}
 template <class V>
 V __shfl_sync(unsigned, V value, int source) {
   return cuda_on_cpu::exchange(value)[source % 32];
@@ -104,13 +90,11 @@ void wait_copies() {
 
 inline int smallest_of_warp(int x) {
   const int* all = cuda_on_cpu::exchange(x);
-  for (int i = 0; i < 32; ++i) x = all[i] < x ? all[i] : x;
-  return x;
+  return *std::min_element(all, all + 32);
 }
 inline int largest_of_warp(int x) {
   const int* all = cuda_on_cpu::exchange(x);
-  for (int i = 0; i < 32; ++i) x = all[i] > x ? all[i] : x;
-  return x;
+  return *std::max_element(all, all + 32);
 }
 inline unsigned char* launched_shared() { return cuda_on_cpu::dynamic_shared; }
 
