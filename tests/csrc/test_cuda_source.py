@@ -6,6 +6,8 @@ The harness finds a barrier that not all threads reach and an access past the en
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
-from tests.csrc.cuda_on_cpu import Guarded, Kernels, compiler
+from tests.csrc.cuda_on_cpu import Guarded, Kernels, Result, compiler
 from tests.ops import reference
-from tests.ops.oracle import FLOOR, compare, normal
+from tests.ops.oracle import FLOOR, compare, normal, results
 from tests.ops.test_attention import arbitrary, causal, plain_attention
 from tests.ops.test_attention import bounds as sequence_bounds
-from tests.ops.test_softmax_mask import SCALE, bounds, inside, plain
+from tests.ops.test_softmax_mask import SCALE, bounds
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-DTYPES = [torch.bfloat16, torch.float32]
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 SEED, STREAM = 0x5EED5EED5, 7
 SEEDS = torch.tensor([SEED])
 
@@ -31,13 +34,22 @@ def kernels() -> Kernels:
     return Kernels()
 
 
-def gradients(output: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+def agree(
+    found: list[Tensor], plain: Callable[..., Any], exact: Callable[..., Any], inputs: list[Tensor],
+    grads: list[Tensor], dtype: torch.dtype, multiple: float = 2.0,
+) -> None:  # fmt: skip
+    """Asserts the rule of tests/ops/oracle.py for a kernel's outputs and the gradients of all inputs."""
+    truth = results(exact, [t.double() for t in inputs], grads)
+    compare(found, results(plain, inputs, grads), truth, dtype, multiple)
 
 
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Outputs start as NaN or a large number, so that what is not written shows."""
+def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    """NaN or a large number, so that what is not written shows."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+
+
+def result(dtype: torch.dtype, *shape: int) -> Result:
+    return Result(empty(dtype, *shape))
 
 
 def test_wrong_barriers_and_reads_are_noticed(kernels: Kernels) -> None:
@@ -60,15 +72,13 @@ class SoftmaxMask(ctypes.Structure):
 KINDS = {"none": 0, "bool": 1, "added": 2}
 
 
-def softmax_arguments(
-    heads: int, queries: int, keys: int, scale: float, start: Guarded, end: Guarded, kind: str
-) -> SoftmaxMask:
-    found = SoftmaxMask(heads, queries, keys, scale, start.address, end.address, kind=KINDS[kind])
-    found.start_stride[:] = found.end_stride[:] = [queries, 1]
+def softmax_arguments(shape: tuple[int, ...], scale: float, start: Guarded, end: Guarded, kind: str) -> SoftmaxMask:
+    found = SoftmaxMask(*shape[1:], scale, start.address, end.address, kind=KINDS[kind])
+    found.start_stride[:] = found.end_stride[:] = [shape[2], 1]
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize(
     ("shape", "kind", "p"),
     [
@@ -82,7 +92,7 @@ def test_softmax_mask(kernels, shape, kind, p, dtype) -> None:
     batch, heads, queries, keys = shape
     rows = batch * heads * queries
     start, end = bounds(shape)
-    allowed, added = inside(start, end, keys), torch.zeros(())
+    allowed, added = reference.inside(start, end, keys), torch.zeros(())
     mask = None
     if kind == "bool":
         mask = torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -91,24 +101,19 @@ def test_softmax_mask(kernels, shape, kind, p, dtype) -> None:
         mask = normal(heads, keys, seed=4).to(dtype)
         added, strides = mask[None, :, None], [0, keys, 0, 1]
     held = [Guarded(kernels.library, t) for t in (start, end, *([mask] if mask is not None else []))]
-    arguments = softmax_arguments(heads, queries, keys, SCALE, *held[:2], kind)
+    arguments = softmax_arguments(shape, SCALE, *held[:2], kind)
     if mask is not None:
         arguments.mask, arguments.mask_stride[:] = held[2].address, strides
     scores, grad = (normal(*shape, seed=s, scale=c).to(dtype) for s, c in ((7, 4), (8, 1)))
     keep = reference.keep_mask(SEED, STREAM, rows, keys, p).view(shape)
-    out, probs = kernels.run(
-        "softmax_mask", dtype, arguments, scores, empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), rows,
-        STREAM, p, SEEDS, outputs=(2, 3),
-    )  # fmt: skip
-    (dscores,) = kernels.run(
-        "softmax_mask_backward", dtype, grad, probs if p else out, empty(*shape, dtype=dtype), keys, SCALE,
-        rows, STREAM, p, SEEDS, outputs=(2,),
-    )  # fmt: skip
-    x, exact = scores.requires_grad_(), scores.detach().double().requires_grad_()
-    compare(
+    made, drop = result(dtype, *shape), (rows, STREAM, p, SEEDS)
+    out, probs = kernels.run("softmax_mask", dtype, arguments, scores, made, made, *drop)
+    (dscores,) = kernels.run("softmax_mask_backward", dtype, grad, probs if p else out, made, keys, SCALE, *drop)
+    agree(
         [out, dscores],
-        gradients(plain(x, allowed, added, keep), [x], grad),
-        gradients(reference.softmax_mask(exact, allowed, added, SCALE, keep), [exact], grad), dtype,
+        lambda x: [reference.users_softmax(x, allowed, added, SCALE, keep)],
+        lambda x: [reference.softmax_mask(x, allowed, added, SCALE, keep)],
+        [scores], [grad], dtype,
     )  # fmt: skip
     assert (out == 0)[(keep == 0).expand(shape)].all() and (out == 0)[~allowed.expand(shape)].all()
 
@@ -117,54 +122,49 @@ def test_softmax_mask_with_wrong_bounds_is_nan_and_touches_nothing(kernels: Kern
     shape = (1, 1, 4, 24)
     start, end = torch.tensor([[0, -1, 25, 3]]).int(), torch.tensor([[24, 5, 30, 25]]).int()
     held = [Guarded(kernels.library, t) for t in (start, end)]
-    arguments, zeros = softmax_arguments(1, 4, 24, 1.0, *held, "none"), torch.zeros(shape)
-    (out,) = kernels.run("softmax_mask", zeros.dtype, arguments, zeros, zeros, zeros, 4, 0, 0.0, SEEDS, outputs=(2,))
+    arguments, zeros = softmax_arguments(shape, 1.0, *held, "none"), torch.zeros(shape)
+    (out,) = kernels.run("softmax_mask", FP32, arguments, zeros, Result(zeros), zeros, 4, 0, 0.0, SEEDS)
     assert out[0, 0].isnan().all(-1).tolist() == [False, True, True, True]
 
 
 SIZES = [(1, 1), (4, 3), (5, 1023), (7, 1024), (4, 2056)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_geglu"])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_gelu_with_and_without_a_gate(kernels: Kernels, rows: int, width: int, name: str, dtype: torch.dtype) -> None:
     wide = 2 * width if name == "bias_geglu" else width
     given = normal(rows, wide, seed=1, scale=3), normal(wide, seed=2), normal(rows, width, seed=3)
     x, bias, grad = (t.to(dtype) for t in given)
-    (y,) = kernels.run(name, dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,))
+    (y,) = kernels.run(name, dtype, x, bias, result(dtype, rows, width), rows, width)
     dx, dbias = kernels.run(
-        f"{name}_backward", dtype, grad, x, bias, empty(rows, wide, dtype=dtype),
-        empty(3, wide, dtype=torch.float32), empty(wide, dtype=dtype), rows, width, outputs=(3, 5),
+        f"{name}_backward", dtype, grad, x, bias, result(dtype, rows, wide), empty(FP32, 3, wide), result(dtype, wide),
+        rows, width,
     )  # fmt: skip
-    leaves, exact = ([t.to(kind).requires_grad_() for t in (x, bias)] for kind in (dtype, torch.float64))
-    plain = gradients(getattr(ops, name)(*leaves, "torch"), leaves, grad)
-    compare([y, dx, dbias], plain, gradients(getattr(reference, name)(*exact), exact, grad), dtype)
+    plain, exact = getattr(ops, name), getattr(reference, name)
+    agree([y, dx, dbias], lambda *a: [plain(*a, "torch")], lambda *a: [exact(*a)], [x, bias], [grad], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("rows", "heads", "half"), [(1, 1, 1), (4, 3, 5), (5, 2, 12), (7, 16, 32), (4, 24, 64)])
 def test_rotate(kernels: Kernels, rows: int, heads: int, half: int, back: bool, dtype: torch.dtype) -> None:
     x, angles = normal(rows, 6 * heads * half, seed=1).to(dtype), normal(rows, half, seed=2)
     cos, sin = angles.cos().float(), angles.sin().float()
-    (y,) = kernels.run(
-        "rotate", dtype, x, cos, sin, empty(*x.shape, dtype=dtype), rows, heads, half, back, outputs=(3,)
-    )
+    (y,) = kernels.run("rotate", dtype, x, cos, sin, result(dtype, *x.shape), rows, heads, half, back)
     both = [reference.rotate(x.to(kind), cos, -sin if back else sin, heads) for kind in (dtype, torch.float64)]
     compare([y], [both[0]], [both[1]], dtype)
     assert y[:, 4 * heads * half :].equal(x[:, 4 * heads * half :]), "values are copied"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize(("lines", "place"), [(0, 0), (3, 4)], ids=["alone", "part of a larger batch"])
 def test_dropout_draws_the_oracles_mask(kernels, rows, width, lines, place, dtype) -> None:
     x, seed = normal(rows, width, seed=1).to(dtype), torch.tensor([SEED, place])
     with kernels.lines_of_a_row(lines):
-        (y,) = kernels.run(
-            "dropout", dtype, x, empty(rows, width, dtype=dtype), rows, width, STREAM, 0.3, seed, outputs=(1,)
-        )
+        (y,) = kernels.run("dropout", dtype, x, result(dtype, rows, width), rows, width, STREAM, 0.3, seed)
     keep = reference.keep_mask(SEED, STREAM, lines * place + rows, width, 0.3)[lines * place :]
     torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[dtype], atol=0)
 
@@ -173,7 +173,7 @@ GRADIENTS = [(0.0, "of y"), (0.1, "of y"), (0.1, "of z")]
 WIDE = [(4, 4100, 0.1, "of y"), (4, 4104, 0.0, "of z"), (5, 8192, 0.1, "of y")]  # two groups a thread
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize(
     ("rows", "width", "p", "second"), [*((*size, *gradient) for size in SIZES for gradient in GRADIENTS), *WIDE]
 )
@@ -181,85 +181,88 @@ def test_layer_norm(kernels: Kernels, rows: int, width: int, p: float, second: s
     x, residual, grad, more = (normal(rows, width, seed=s).to(dtype) for s in (1, 2, 7, 8))
     bias, weight, shift = (normal(width, seed=s).to(dtype) for s in (3, 4, 5))
     keep = reference.keep_mask(SEED, STREAM, rows, width, p)
-    statistic = empty(rows, dtype=torch.float32)
+    made, statistic, drop = result(dtype, rows, width), result(FP32, rows), (STREAM, p, SEEDS)
     y, z, mean, rstd = kernels.run(
-        "layer_norm", dtype, x, bias, residual, weight, shift, empty(rows, width, dtype=dtype),
-        empty(rows, width, dtype=dtype), statistic, statistic, rows, width, 1e-5, STREAM, p, SEEDS,
-        outputs=(5, 6, 7, 8),
+        "layer_norm",
+        dtype,
+        x,
+        bias,
+        residual,
+        weight,
+        shift,
+        made,
+        made,
+        statistic,
+        statistic,
+        rows,
+        width,
+        1e-5,
+        *drop,
+    )
+    vector, partial = result(dtype, width), empty(FP32, 3, 3, width)
+    *dx, dresidual, dbias, dweight, dshift = kernels.run(
+        "layer_norm_backward", dtype, grad, more, second == "of z", z, weight, mean, rstd, made if p else None, made,
+        partial, vector, vector, vector, rows, width, *drop,
     )  # fmt: skip
-    vector = empty(width, dtype=dtype)
-    dx, dresidual, dbias, dweight, dshift = kernels.run(
-        "layer_norm_backward", dtype, grad, more, second == "of z", z, weight, mean, rstd,
-        empty(rows, width, dtype=dtype) if p else None, empty(rows, width, dtype=dtype),
-        empty(3, 3, width, dtype=torch.float32), vector, vector, vector, rows, width, STREAM, p, SEEDS,
-        outputs=(7, 8, 10, 11, 12) if p else (8, 8, 10, 11, 12),
-    )  # fmt: skip
-    both = []
-    for kind in (dtype, torch.float64):
-        leaves = [t.to(kind).requires_grad_() for t in (x, residual, bias, weight, shift)]
-        a, r, b, w, s = leaves
-        summed = r + (a + b) * keep.to(kind)
-        normed = F.layer_norm(summed, (width,), w, s, 1e-5)
-        outputs = [normed, summed if second == "of z" else normed]
-        wanted = torch.autograd.grad(outputs, leaves, [grad.to(kind), more.to(kind)])
-        both.append([normed.detach(), summed.detach(), *wanted])
-    compare([y, z, dx, dresidual, dbias, dweight, dshift], *both, dtype)
+
+    def plain(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, shift: Tensor) -> list[Tensor]:
+        z = residual + (x + bias) * keep.to(x.dtype)
+        return [F.layer_norm(z, (width,), weight, shift, 1e-5), z]
+
+    grads = [grad, more] if second == "of z" else [grad.double() + more, torch.zeros(rows, width)]
+    found = [y, z, *(dx or [dresidual]), dresidual, dbias, dweight, dshift]
+    agree(found, plain, plain, [x, residual, bias, weight, shift], grads, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @pytest.mark.parametrize(("rows", "vocab", "stride"), [(1, 1, 1), (4, 3, 128), (5, 1023, 1023), (6, 4500, 4608)])
 def test_mlm_loss(kernels: Kernels, rows: int, vocab: int, stride: int, dtype: torch.dtype) -> None:
     logits, bias = normal(rows, stride, seed=1, scale=3).to(dtype), normal(stride, seed=2).to(dtype)
     labels = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(3))
     labels[1::3] = -100
     labels[0] = (logits[0, :vocab].float() + bias[:vocab].float()).argmax()
-    row, count = empty(rows, dtype=torch.float32), empty(1, dtype=torch.int64)
+    count = result(torch.int64, 1)
     dlogits, lse, dbias, total, hit_count, predictions = kernels.run(
-        "mlm_loss", dtype, logits, bias, labels, row, row, empty(rows, dtype=torch.int32),
-        empty(3, stride, dtype=torch.float32), empty(stride, dtype=dtype), empty(1, dtype=torch.float32), count, count,
-        rows, vocab, stride, outputs=(0, 4, 7, 8, 9, 10),
+        "mlm_loss", dtype, Result(logits), bias, labels, empty(FP32, rows), result(FP32, rows), empty(torch.int32, rows),
+        empty(FP32, 3, stride), result(dtype, stride), result(FP32, 1), count, count, rows, vocab, stride,
     )  # fmt: skip
-    both = []
-    for kind in (dtype, torch.float64):
-        leaves = [t.to(kind).requires_grad_() for t in (logits, bias)]
-        loss, hits = reference.mlm_loss(leaves[0], torch.eye(stride, dtype=kind), leaves[1], labels, vocab)
-        both.append(gradients(loss, leaves, torch.ones(())))
-    compare([total[0], dlogits, dbias], *both, dtype)
-    exact = (logits.double() + bias.double())[:, :vocab].logsumexp(-1) * (labels >= 0)
-    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-    assert int(hit_count) == int(hits) >= 1 and int(predictions) == int((labels >= 0).sum())
+
+    def exact(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.mlm_loss(logits, torch.eye(stride, dtype=logits.dtype), bias, labels, vocab)
+
+    agree([total[0], dlogits, dbias], exact, exact, [logits, bias], [torch.ones(())], dtype)
+    logsumexp = (logits.double() + bias.double())[:, :vocab].logsumexp(-1) * (labels >= 0)
+    torch.testing.assert_close(lse.double(), logsumexp, rtol=1e-5, atol=1e-5)
+    hits = int(exact(logits.double(), bias.double())[1])
+    assert int(hit_count) == hits >= 1 and int(predictions) == int((labels >= 0).sum())
     assert (dlogits[:, vocab:] == 0).all() and (dlogits[labels < 0] == 0).all()
 
 
 def test_mlm_loss_of_equal_logits_and_of_a_wrong_label(kernels: Kernels) -> None:
     """Of equal logits the first is the prediction; a label outside the vocabulary makes its row NaN and no other."""
-    labels = torch.tensor([0, 5, 8, -1])
-    row = empty(4, dtype=torch.float32)
+    labels, zero = torch.tensor([0, 5, 8, -1]), torch.zeros(1).long()
     dlogits, loss, correct = kernels.run(
-        "mlm_loss", torch.float32, torch.zeros(4, 8), torch.zeros(8), labels, row, row, empty(4, dtype=torch.int32),
-        empty(3, 8, dtype=torch.float32), torch.zeros(8), torch.zeros(1), torch.zeros(1).long(), torch.zeros(1).long(),
-        4, 8, 8, outputs=(0, 3, 5),
+        "mlm_loss", FP32, Result(torch.zeros(4, 8)), torch.zeros(8), labels, result(FP32, 4), empty(FP32, 4),
+        result(torch.int32, 4), empty(FP32, 3, 8), torch.zeros(8), torch.zeros(1), zero, zero, 4, 8, 8,
     )  # fmt: skip
     assert correct.tolist()[:2] == [1, 0]
-    assert loss.isnan().tolist() == [False, False, True, True]
-    assert dlogits.isnan().all(-1).tolist() == [False, False, True, True]
+    assert loss.isnan().tolist() == dlogits.isnan().all(-1).tolist() == [False, False, True, True]
 
 
 def attend(
     kernels: Kernels, qkv: Tensor, grad: Tensor, start: Tensor, end: Tensor, heads: int, p: float, place: int = 0
 ) -> list[Tensor]:
     """context, log-sum-exp, dqkv and the gradient of the bias"""
-    (batch, width, triple), dtype = qkv.shape, qkv.dtype
+    batch, width, triple = qkv.shape
     size, tiles = triple // 3 // heads, -(-width // 32)
     numbers = (batch, width, heads, size, STREAM, p, torch.tensor([SEED, place]))
     context, lse = kernels.run(
-        "attention", dtype, qkv, start, end, empty(batch, width, heads * size, dtype=dtype),
-        empty(batch, heads, width, dtype=torch.float32), *numbers, outputs=(3, 4),
-    )  # fmt: skip
-    partial = empty(batch * heads, tiles * 32, 64, dtype=torch.float32) if width > 128 else None
+        "attention", BF16, qkv, start, end, result(BF16, *grad.shape), result(FP32, batch, heads, width), *numbers
+    )
+    partial = empty(FP32, batch * heads, tiles * 32, 64) if width > 128 else None
     dqkv, dbias = kernels.run(
-        "attention_backward", dtype, grad, qkv, context, lse, start, end, empty(batch, width, triple, dtype=dtype),
-        empty(triple, dtype=dtype), empty(batch, triple, dtype=torch.float32), partial, *numbers, outputs=(6, 7),
+        "attention_backward", BF16, grad, qkv, context, lse, start, end, result(BF16, *qkv.shape), result(BF16, triple),
+        empty(FP32, batch, triple), partial, *numbers,
     )  # fmt: skip
     return [context, lse, dqkv, dbias]
 
@@ -283,18 +286,15 @@ def test_attention(kernels, rows, width, heads, size, p, kind) -> None:
     start, end, _ = sequence_bounds(*rows, width=width)
     if kind != "whole":
         start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)
-    dtype = torch.bfloat16
-    qkv = normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5).to(dtype)
-    grad = normal(len(rows), width, heads * size, seed=2).to(dtype)
+    qkv = normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5).to(BF16)
+    grad = normal(len(rows), width, heads * size, seed=2).to(BF16)
     keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(-1, heads, width, width)
     context, _, dqkv, dbias = attend(kernels, qkv, grad, start, end, heads, p)
-    x, exact = qkv.requires_grad_(), qkv.detach().double().requires_grad_()
-    zero, none = (torch.zeros_like(t[0, 0]).requires_grad_() for t in (x, exact))
-    compare(
+    agree(
         [context, dqkv, dbias],
-        gradients(plain_attention(x + zero, heads, start, end, keep), [x, zero], grad),
-        gradients(reference.attention(exact + none, heads, start, end, keep), [exact, none], grad),
-        dtype, multiple=4,
+        lambda qkv, bias: [plain_attention(qkv + bias, heads, start, end, keep)],
+        lambda qkv, bias: [reference.attention(qkv + bias, heads, start, end, keep)],
+        [qkv, torch.zeros_like(qkv[0, 0])], [grad], BF16, multiple=4,
     )  # fmt: skip
     silent = end <= start
     assert (context[silent] == 0).all() and (dqkv.view(*start.shape, 3, -1)[silent][:, 0] == 0).all()

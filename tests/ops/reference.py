@@ -6,6 +6,8 @@ on (column / 8, row, stream) under the seed, 16 bits an element, as written down
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,10 +33,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def keep_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> Tensor:
-    """Dropout as a factor, fp64 [rows, columns]: 0 where dropped, else 1 / (share kept).
-
-    An element is dropped with probability round(p * 65536) / 65536.
-    """
+    """Dropout as a factor, fp64 [rows, columns]: 0 where dropped, with probability round(p * 65536) / 65536, else 1 / (share kept)."""
     threshold = int(p * 65536 + 0.5)
     row = torch.arange(rows)[:, None]
     group = torch.arange(-(-columns // 8))[None]
@@ -75,18 +74,10 @@ def dropout_add_layer_norm(
     return centred * rstd * weight + shift, z
 
 
-def attention(qkv: Tensor, heads: int, key_start: Tensor, key_end: Tensor, keep: Tensor) -> Tensor:
-    """qkv [B, T, 3 * H * d], bounds [B, T], keep [B, H, T, T] -> context [B, T, H * d]; no keys: zeros."""
-    batch, width, triple = qkv.shape
-    q, k, v = qkv.view(batch, width, 3, heads, triple // 3 // heads).permute(2, 0, 3, 1, 4)
-    key = torch.arange(width)
-    allowed = ((key >= key_start[..., None]) & (key < key_end[..., None]))[:, None]  # (B, 1, T, T)
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weights = (scores - top).exp()
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * keep.to(qkv.dtype)
-    return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
+def inside(start: Tensor, end: Tensor, keys: int) -> Tensor:
+    """bounds [B, Q] -> the keys that may be attended to, [B, 1, Q, K]."""
+    key = torch.arange(keys)
+    return ((key >= start[..., None]) & (key < end[..., None]))[:, None]
 
 
 def softmax_mask(scores: Tensor, allowed: Tensor, added: Tensor, scale: float, keep: Tensor) -> Tensor:
@@ -95,6 +86,23 @@ def softmax_mask(scores: Tensor, allowed: Tensor, added: Tensor, scale: float, k
     top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = (scores - top).exp()
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * keep.to(scores.dtype)
+
+
+def users_softmax(scores: Tensor, allowed: Tensor, added: Tensor, scale: float, keep: Tensor) -> Tensor:
+    """The same as torch users write it, all in the input's type."""
+    scores = (scores * scale + added.to(scores.dtype)).masked_fill(~allowed, -torch.inf)
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) * keep.to(scores.dtype)
+
+
+def attention(
+    qkv: Tensor, heads: int, start: Tensor, end: Tensor, keep: Tensor, softmax: Callable[..., Tensor] = softmax_mask
+) -> Tensor:
+    """qkv [B, T, 3 * H * d], bounds [B, T], keep [B, H, T, T] -> context [B, T, H * d]; no keys: zeros."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    scale = q.shape[-1] ** -0.5
+    weights = softmax(q @ k.mT, inside(start, end, qkv.shape[1]), torch.zeros(()), scale, keep)
+    return (weights @ v).transpose(1, 2).flatten(-2)
 
 
 def mlm_loss(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -55,14 +55,7 @@ def factor(p: float, batch: int, heads: int, width: int) -> Tensor:
 
 
 def plain_attention(qkv: Tensor, heads: int, start: Tensor, end: Tensor, keep: Tensor) -> Tensor:
-    """What torch users write: scores, mask, softmax, dropout, product, all in the input's type."""
-    batch, width, triple = qkv.shape
-    q, k, v = qkv.view(batch, width, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    key = torch.arange(width)
-    allowed = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-    weights = F.softmax(scores, -1).masked_fill(~allowed, 0) * keep.to(qkv.dtype)
-    return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
+    return reference.attention(qkv, heads, start, end, keep, reference.users_softmax)
 
 
 def added(function: Callable[[Tensor], Tensor]) -> Function:
@@ -109,10 +102,8 @@ def test_native_against_fp64(case: str, kind: str, p: float, dtype: torch.dtype,
 
 
 def test_window_ends_at_its_sequence() -> None:
-    start, end, _ = bounds([5, 3], width=9)
-    start, end = local_keys(start, end, 4)
-    assert start.tolist() == [[0, 0, 0, 1, 2, 5, 5, 5, 0]]
-    assert end.tolist() == [[3, 4, 5, 5, 5, 8, 8, 8, 0]]
+    start, end = local_keys(*bounds([5, 3], width=9)[:2], 4)
+    assert (start.tolist(), end.tolist()) == ([[0, 0, 0, 1, 2, 5, 5, 5, 0]], [[3, 4, 5, 5, 5, 8, 8, 8, 0]])
 
 
 @needs_library
@@ -145,48 +136,22 @@ def test_hidden_keys_have_no_weight_at_all(dtype: torch.dtype) -> None:
     assert not grad[:, -1, 16:].any() and grad[:, :-1, 32:].all()
 
 
-BACKENDS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "backend", ["sdpa", *(pytest.param(b, marks=needs_library) for b in ("native", "fused_softmax"))]
 )
-
-
-@BACKENDS
-def test_windows_agree_with_the_oracle(backend: str) -> None:
-    rows, width, heads, size = CASES["packed and padded"]
-    start, end, lengths = bounds(*rows, width=width)
-    qkv, seed = normal(len(rows), width, 3 * heads * size, seed=1).float(), torch.tensor([SEED])
-    inputs = ops.attention_inputs(backend, start, end, lengths, 6)
-    out = ops.attend(qkv, heads, inputs, 0.0, seed, STREAM, backend, window=6)
-    keep = torch.ones(len(rows), heads, width, width)
-    exact = plain_attention(qkv.double(), heads, *local_keys(start, end, 6), keep.double())
-    whole = ops.attend(qkv, heads, ops.attention_inputs(backend, start, end, lengths), 0.0, seed, STREAM, backend)
-    assert (out.double() - exact).abs().max() < 2e-6 and (out - whole).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("window", "sides"), [(0, {}), (128, {"window_size_left": 64, "window_size_right": 64})])
-def test_flash_attention_gets_the_window(window: int, sides: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def kernel(q: Tensor, *_: Any, scale: float, **window: int) -> list[Tensor]:  # of a GPU
-        given.update(window)
-        return [q]
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
-    offsets = ops.attention_inputs("varlen", *bounds([4], width=4), window)
-    assert offsets[0].tolist() == [0, 4, 4]
-    ops.attend(torch.zeros(1, 4, 24), 1, offsets, 0.0, torch.tensor([SEED]), STREAM, "varlen", window=window)
-    assert given == sides
-
-
-@BACKENDS
 def test_backends_agree_with_the_oracle(backend: str) -> None:
-    """Pads are silent, and a causal model's later tokens change nothing before them."""
+    """With a window and without; pads are silent, and a causal model's later tokens change nothing before them."""
     rows, width, heads, size = CASES["packed and padded"]
     start, end, lengths = bounds(*rows, width=width)
     qkv, seed = normal(len(rows), width, 3 * heads * size, seed=1).float().requires_grad_(), torch.tensor([SEED])
-    out = ops.attend(qkv, heads, ops.attention_inputs(backend, start, end, lengths), 0.0, seed, STREAM, backend)
-    exact = reference.attention(qkv.double(), heads, start, end, torch.ones(1))
-    assert (out.double() - exact).abs().max() < 2e-6
+    outs = []
+    for window, seen in ((6, local_keys(start, end, 6)), (0, (start, end))):
+        inputs = ops.attention_inputs(backend, start, end, lengths, window)
+        out = ops.attend(qkv, heads, inputs, 0.0, seed, STREAM, backend, window=window)
+        exact = reference.attention(qkv.double(), heads, *seen, torch.ones(1))
+        assert (out.double() - exact).abs().max() < 2e-6
+        outs.append(out)
+    assert (outs[0] - out).abs().max() > 0.1
     (grad,) = torch.autograd.grad(out.square().sum(), qkv)
     assert not out[end == 0].any() and not grad[end == 0].any() and torch.isfinite(grad).all()
     inputs = ops.attention_inputs(backend, start, causal(start, end), lengths)
@@ -256,29 +221,22 @@ def test_flash_attention_gets_sequences_windows_and_objective(causal, window, mo
     monkeypatch.setattr(attention, "activate_flash_attention_impl", kernels.append)
     monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: kernels.append("torch's"))
     monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3" if kernels[-1:] == ["FA3"] else None)
-    shape = ModelConfig(
-        layers=2,
-        hidden=32,
-        heads=2,
-        vocab_size=50,
-        max_positions=16,
-        kind="modern",
-        norm="pre",
-        nsp=False,
-        window=window,
-        attention_dropout=0.0,
-    )
+    size = {"layers": 2, "hidden": 32, "heads": 2, "vocab_size": 50, "max_positions": 16, "window": window}
+    shape = ModelConfig(**size, kind="modern", norm="pre", nsp=False, attention_dropout=0.0)
     sequences = [np.arange(5, 5 + length) for length in (7, 6, 16, 3, 4, 5)]
     packed = pack(sequences, [len(ids) for ids in sequences], 16, causal)
+    built = lambda name, **more: BertForPreTraining(  # noqa: E731
+        shape.model_copy(update=more), OpsConfig(attention=name, layer="torch", mlm_loss="torch"), "cuda"
+    )
     states = []
     for name in ("varlen", "flash3", "sdpa"):
         torch.manual_seed(0)
-        model = BertForPreTraining(shape, OpsConfig(attention=name, layer="torch", mlm_loss="torch"), "cuda")
-        states.append(model.float().eval().encode(**packed.inputs(), causal=causal)[packed.key_end > 0])
+        model = built(name).float().eval()
+        states.append(model.encode(**packed.inputs(), causal=causal)[packed.key_end > 0])
     assert kernels == ["FA3"]
     for state in states[:2]:
         torch.testing.assert_close(state, states[2], rtol=1e-5, atol=1e-5)
-    BertForPreTraining(shape, OpsConfig(attention="varlen", layer="torch", mlm_loss="torch"), "cuda")
+    built("varlen")
     assert kernels == ["FA3", "torch's"]
     with pytest.raises(ValueError, match=r"ops\.attention=flash3 has no dropout: add model\.attention_dropout=0"):
-        BertForPreTraining(shape.model_copy(update={"attention_dropout": 0.1}), OpsConfig(attention="flash3"), "cuda")
+        built("flash3", attention_dropout=0.1)

@@ -15,9 +15,10 @@ import torch
 from megabert import ops
 from megabert.config import OpsConfig
 from megabert.ops import backend
+from tests.conftest import ROOT
 from tests.ops.oracle import needs_library
 
-ROOT = Path(__file__).resolve().parents[2]
+WITH_NATIVE = [op for op, backends in ops.BACKENDS.items() if "native" in backends]
 
 
 def test_configuration_model_and_table_name_the_same_backends() -> None:
@@ -34,9 +35,6 @@ def test_what_torch_says_of_a_failed_call_reaches_the_caller() -> None:
     with pytest.raises(RuntimeError, match=r"tried to allocate \d+ bytes" if kept else "aten::contiguous") as error:
         torch.ops.megabert.bias_gelu(huge, huge[0].contiguous())
     assert "failed at" in str(error.value)
-
-
-WITH_NATIVE = [op for op, backends in ops.BACKENDS.items() if "native" in backends]
 
 
 @needs_library
@@ -59,8 +57,10 @@ def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("op", "requested", "dtype", "message"),
     [
-        ("attention", "varlen", torch.bfloat16, "=varlen cannot run on cpu in bfloat16: .*CUDA"),
-        ("attention", "flash3", torch.bfloat16, "=flash3 cannot run on cpu in bfloat16: .*CUDA"),
+        *(
+            ("attention", n, torch.bfloat16, f"={n} cannot run on cpu in bfloat16: .*CUDA")
+            for n in ("varlen", "flash3")
+        ),
         ("attention", "flash", torch.bfloat16, "='flash': choose one of auto, sdpa, varlen, flash3, native"),
         ("layer", "native", torch.float64, "=native cannot run on cpu in float64"),
     ],
@@ -73,11 +73,8 @@ def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dty
 @pytest.mark.parametrize(
     ("blocked", "causal", "chosen"),
     [
-        ((), False, "native"),
-        ((), True, "native"),
-        (("native",), False, "varlen"),
-        (("native",), True, "sdpa"),
-        (("native", "varlen"), False, "sdpa"),
+        *(((), causal, "native") for causal in (False, True)),
+        *((("native",), False, "varlen"), (("native",), True, "sdpa"), (("native", "varlen"), False, "sdpa")),
     ],
 )
 def test_auto_on_a_gpu_is_a_rule(blocked, causal, chosen, monkeypatch) -> None:
@@ -93,10 +90,8 @@ def test_auto_on_a_gpu_is_a_rule(blocked, causal, chosen, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("installed", "capability", "reason"),
     [
-        (True, (9, 0), ""),
-        (False, (9, 0), "needs flash_attn_interface"),
-        (True, (8, 0), "is for compute capability 9, not 8"),
-        (True, (10, 0), "is for compute capability 9, not 10"),
+        *((True, (9, 0), ""), (False, (9, 0), "needs flash_attn_interface")),
+        *((True, (n, 0), f"is for compute capability 9, not {n}") for n in (8, 10)),
         (True, (7, 5), "needs compute capability 8.0 or newer"),
     ],
 )
@@ -167,13 +162,8 @@ def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     chosen = (
         "(fp64 or gelu or norm or rotate or dropout or native_mask) and not 40000 and not long and not micro_batches"
     )
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"],
-        *files,
-        "tests/csrc/test_philox.py",
-    ]
-    result = run([*command, "-k", chosen], name)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen]
+    result = run([*command, *files, "tests/csrc/test_philox.py"], name)
     assert result.returncode == 0, result.stdout[-3000:]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,13 +76,12 @@ def test_rotation_has_the_angles_of_the_paper() -> None:
 
 
 def norm_inputs(shape: tuple[int, ...]) -> list[Tensor]:
-    vectors = [normal(shape[-1], seed=s) for s in (3, 4, 5)]
-    return [normal(*shape, seed=1), vectors[0], normal(*shape, seed=2), vectors[1], vectors[2]]
+    sizes = (shape, shape[-1:], shape, shape[-1:], shape[-1:])
+    return [normal(*size, seed=s) for size, s in zip(sizes, (1, 3, 2, 4, 5), strict=True)]
 
 
 def keep_factor(shape: tuple[int, ...], p: float) -> Tensor:
-    rows = int(torch.tensor(shape[:-1]).prod())
-    return reference.keep_mask(SEED, STREAM, rows, shape[-1], p).view(shape)
+    return reference.keep_mask(SEED, STREAM, math.prod(shape[:-1]), shape[-1], p).view(shape)
 
 
 @ON
@@ -90,18 +91,18 @@ def keep_factor(shape: tuple[int, ...], p: float) -> Tensor:
 def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dtype: torch.dtype, device: str) -> None:
     seed, keep = torch.tensor([SEED], device=device), keep_factor(shape, p)
 
-    def plain(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
+    def plain(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         z = r + (x + b) * keep.to(x.dtype)
-        normed = F.layer_norm(z, z.shape[-1:], w, s, EPS)
-        return [normed, normed if post else z]
+        return F.layer_norm(z, z.shape[-1:], w, s, EPS), z
 
-    def exact(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
-        normed, z = reference.dropout_add_layer_norm(x, b, r, w, s, EPS, keep)
+    def outputs(normed: Tensor, z: Tensor) -> list[Tensor]:
         return [normed, normed if post else z]
 
     check(
-        lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, p, EPS, seed, STREAM, "native", post=post),
-        plain, exact, norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype, device=device,
+        lambda *inputs: ops.dropout_add_layer_norm(*inputs, p, EPS, seed, STREAM, "native", post=post),
+        lambda *inputs: outputs(*plain(*inputs)),
+        lambda *inputs: outputs(*reference.dropout_add_layer_norm(*inputs, EPS, keep)),
+        norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype, device=device,
     )  # fmt: skip
 
 

@@ -22,14 +22,10 @@ def problem(count: int, width: int, vocab: int, entries: int) -> tuple[list[Tens
 @ON
 @pytest.mark.parametrize(
     ("count", "width", "vocab", "entries"),
-    # of 2,500 predictions five chunks, the last a short one; of 40,000 as many chunks as there may be
     [
-        (2, 8, 1, 1),
-        (3, 5, 3, 128),
-        (1023, 32, 1023, 1152),
-        (33, 16, 128, 128),
-        (2500, 16, 120, 128),
-        (40_000, 16, 120, 128),
+        *((2, 8, 1, 1), (3, 5, 3, 128), (1023, 32, 1023, 1152), (33, 16, 128, 128)),
+        # of 2,500 predictions five chunks, the last a short one; of 40,000 as many chunks as there may be
+        *((count, 16, 120, 128) for count in (2500, 40_000)),
     ],
 )
 def test_against_fp64(count: int, width: int, vocab: int, entries: int, dtype: torch.dtype, device: str) -> None:
@@ -69,8 +65,8 @@ def test_log_sum_exp_and_counts() -> None:
     assert int(results[2]) == int((labels >= 0).sum())
     exact = (hidden @ weight[:500].T + bias[:500]).double().logsumexp(-1) * (labels >= 0)
     torch.testing.assert_close(results[3].double(), exact, rtol=1e-6, atol=1e-5)
-    tied = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(8)
-    assert int(ops.mlm_loss(*tied, torch.tensor([0, 5]), 8, "native")[1]) == 1, "the first of equal logits counts"
+    tied = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(8), torch.tensor([0, 5])
+    assert int(ops.mlm_loss(*tied, 8, "native")[1]) == 1, "the first of equal logits counts"
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -15,24 +15,16 @@ from tests.ops.oracle import ON, check, needs_library, normal
 pytestmark = needs_library
 SEED, STREAM, SCALE = 0xFEED5, 3, 0.4
 SHAPE = (2, 3, 5, 37)  # batch, heads, queries, keys
-
-
 generator = torch.Generator().manual_seed
 
 
 def bounds(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Random key ranges [B, Q], some empty, one the whole row."""
     batch, _, queries, keys = shape
-    start = torch.randint(0, keys, (batch, queries), generator=generator(1), dtype=torch.int32)
-    end = torch.randint(0, keys + 1, (batch, queries), generator=generator(2), dtype=torch.int32)
+    start, end = (torch.randint(0, keys + n, (batch, queries), generator=generator(1 + n)).int() for n in (0, 1))
     start[0, 0], end[0, 0] = 0, keys
     start[-1, -1], end[-1, -1] = keys // 2, keys // 2
     return start, end
-
-
-def inside(start: Tensor, end: Tensor, keys: int) -> Tensor:
-    key = torch.arange(keys)
-    return ((key >= start[..., None]) & (key < end[..., None]))[:, None]  # (B, 1, Q, K)
 
 
 def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[dict[str, Tensor], Tensor, Tensor]]:
@@ -48,13 +40,13 @@ def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[dict[st
     one_for_all = normal(batch, heads, queries, 1, seed=6).to(dtype)
     return {
         "none": ({}, everything, nothing),
-        "bounds": ({"key_start": start, "key_end": end}, inside(start, end, keys), nothing),
-        "lengths": ({"key_end": lengths}, inside(torch.zeros_like(lengths), lengths, keys), nothing),
+        "bounds": ({"key_start": start, "key_end": end}, reference.inside(start, end, keys), nothing),
+        "lengths": ({"key_end": lengths}, reference.inside(0 * lengths, lengths, keys), nothing),
         "bool": ({"mask": allowed}, allowed, nothing),
         "added": ({"mask": added}, everything, added),
         "strided": ({"mask": strided}, everything, strided),
         "broadcast over keys, bounds": (
-            {"mask": one_for_all, "key_end": end}, inside(torch.zeros_like(end), end, keys), one_for_all,
+            {"mask": one_for_all, "key_end": end}, reference.inside(0 * end, end, keys), one_for_all,
         ),
     }  # fmt: skip
 
@@ -63,22 +55,13 @@ def factor(shape: tuple[int, ...], p: float) -> Tensor:
     return reference.keep_mask(SEED, STREAM, shape[0] * shape[1] * shape[2], shape[3], p).view(shape)
 
 
-def plain(scores: Tensor, allowed: Tensor, added: Tensor, keep: Tensor) -> Tensor:
-    """What torch users write, with a given dropout mask."""
-    scores = (scores * SCALE + added.to(scores.dtype)).masked_fill(~allowed, -torch.inf)
-    dead = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) * keep.to(scores.dtype)
-
-
-def check_mask(
-    shape: tuple[int, ...], mask: tuple[dict[str, Tensor], Tensor, Tensor], p: float, dtype: torch.dtype, device: str
-) -> None:
-    arguments, allowed, added = mask
+def check_mask(shape: tuple[int, ...], kind: str, p: float, dtype: torch.dtype, device: str) -> None:
+    arguments, allowed, added = masks(shape, dtype)[kind]
     keep, seed = factor(shape, p), torch.tensor([SEED], device=device)
     there: Any = {name: t.to(device) for name, t in arguments.items()}
     check(
         lambda x: [ops.fused_softmax_mask(x, **there, scale=SCALE, p=p, seed=seed, stream=STREAM)],
-        lambda x: [plain(x, allowed, added, keep)],
+        lambda x: [reference.users_softmax(x, allowed, added, SCALE, keep)],
         lambda x: [reference.softmax_mask(x, allowed, added, SCALE, keep)],
         [normal(*shape, seed=7, scale=4)], [normal(*shape, seed=8)], dtype, device=device,
     )  # fmt: skip
@@ -88,13 +71,13 @@ def check_mask(
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("kind", masks(SHAPE, torch.float32))
 def test_masks_against_fp64(kind: str, p: float, dtype: torch.dtype, device: str) -> None:
-    check_mask(SHAPE, masks(SHAPE, dtype)[kind], p, dtype, device)
+    check_mask(SHAPE, kind, p, dtype, device)
 
 
 @ON
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 3, 3), (2, 1, 2, 1023), (1, 1, 2, 8192)], ids=str)
 def test_sizes_against_fp64(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    check_mask(shape, masks(shape, dtype)["bounds"], 0.2, dtype, device)
+    check_mask(shape, "bounds", 0.2, dtype, device)
 
 
 def test_rows_without_a_key_are_zeros_with_zero_gradients() -> None:
@@ -132,8 +115,9 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 
 def test_arguments_that_contradict_are_named() -> None:
-    scores = torch.ones(1, 1, 2, 2)
-    with pytest.raises(ValueError, match="needs a seed"):
-        ops.fused_softmax_mask(scores, p=0.1)
-    with pytest.raises(ValueError, match="mask gets no gradient"):
-        ops.fused_softmax_mask(scores, mask=torch.ones(1, 1, 2, 2, requires_grad=True))
+    for arguments, message in (
+        ({"p": 0.1}, "needs a seed"),
+        ({"mask": torch.ones(1, 1, 2, 2, requires_grad=True)}, "mask gets no gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.fused_softmax_mask(torch.ones(1, 1, 2, 2), **arguments)

@@ -14,12 +14,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.conftest import ROOT
+
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
@@ -69,18 +70,25 @@ class Guarded:
         self.library.release(self.address, self.bytes)
 
 
+class Result(NamedTuple):
+    """An argument that a kernel writes and `run` gives back."""
+
+    tensor: Tensor
+
+
 class Kernels:
     """`run("name", …)` calls a function of kernels.cpp in both orders of threads and wants the same bits from both."""
 
     def __init__(self) -> None:
         self.library = build()
 
-    def run(self, name: str, dtype: torch.dtype, *arguments: Any, outputs: tuple[int, ...] = ()) -> list[Tensor]:
-        """arguments: tensors (None: a null pointer), numbers, ctypes structures; `outputs` are the positions of the
-        tensors to give back."""
+    def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> list[Tensor]:
+        """The results; arguments are tensors (None: a null pointer), results, numbers, ctypes structures."""
+        outputs = [i for i, a in enumerate(arguments) if isinstance(a, Result)]
+        plain = [a.tensor if isinstance(a, Result) else a for a in arguments]
         results = []
         for backwards in (False, True):
-            held = [Guarded(self.library, a) if isinstance(a, Tensor) else a for a in arguments]
+            held = [Guarded(self.library, a) if isinstance(a, Tensor) else a for a in plain]
             message = self.call(name, TYPES[dtype], backwards, *held)
             assert message == "", f"{name}: {message}"
             results.append([held[i].read() for i in outputs])
