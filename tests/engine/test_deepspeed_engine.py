@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,9 @@ from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-
-STAGES = (0, 1, 2, 3)
-STEPS = 20
+STAGES, STEPS = (0, 1, 2, 3), 20
 BACKENDS = ("native", "fused_softmax")  # of attention, beside native ones of the rest
-# (precision, ZeRO stage)
-CASES = (("fp32", 1), ("fp32", 3), ("bf16", 0), ("bf16", 1), ("bf16", 2), ("bf16", 3))
+CASES = (("fp32", 1), ("fp32", 3), *(("bf16", stage) for stage in STAGES))
 
 
 def same_updates(world: Any) -> dict[Any, Any]:
@@ -59,9 +57,7 @@ def skip(world: Any, precision: str, stage: int) -> dict[str, Any]:
         first.register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad.dtype)))
     found: dict[str, Any] = {"straight": tiny.train(clean, range(4)), "losses": tiny.train(engine, range(2))}
     for kind in ("gradient", "loss"):
-        before = engine.consolidated_weights()
-        bad = poisoned_update(engine, kind)
-        after = engine.consolidated_weights()
+        before, bad, after = engine.consolidated_weights(), poisoned_update(engine, kind), engine.consolidated_weights()
         unchanged = all(torch.equal(before[n], after[n]) for n in before)
         found[kind] = bad.skipped, unchanged, math.isfinite(bad.grad_norm), engine.skipped_steps
         done = len(found["losses"])
@@ -78,29 +74,23 @@ def skip(world: Any, precision: str, stage: int) -> dict[str, Any]:
 
 
 def poisoned_update(engine: Any, kind: str) -> Any:
-    hook = poison(engine, kind) if engine.world.rank == engine.world.size - 1 else None
-    result = engine.train_update(tiny.update(50, engine.config, engine.world), 0.003)
-    if hook is not None:
-        hook.remove()
-    return result
-
-
-def poison(engine: Any, kind: str) -> Any:
-    def bad_gradient(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def bad(module: Any, inputs: Any, output: Any) -> Any:
+        if kind == "loss":
+            return output._replace(mlm_loss_sum=output.mlm_loss_sum + math.inf)
         output.register_hook(lambda g: torch.full_like(g, math.inf))
 
-    def bad_loss(module: Any, inputs: Any, output: Any) -> Any:
-        return output._replace(mlm_loss_sum=output.mlm_loss_sum + math.inf)
-
-    if kind == "gradient":
-        return engine.module.mlm.register_forward_hook(bad_gradient)
-    return engine.module.register_forward_hook(bad_loss)
+    poisoned = engine.module if kind == "loss" else engine.module.mlm
+    last = engine.world.rank == engine.world.size - 1
+    hook = poisoned.register_forward_hook(bad if last else lambda *_: None)
+    result = engine.train_update(tiny.update(50, engine.config, engine.world), 0.003)
+    hook.remove()
+    return result
 
 
 def weights_round_trip(engine: Any, cfg: Any) -> tuple[Any, ...]:
     """Another model's weights, loaded: masters exact, the model rounded to its type, and its first loss the donor's."""
     donor = {n: p.detach().clone() for n, p in tiny.model(cfg, seed=3).named_parameters()}
-    engine.restore(Whole(donor), START)
+    engine.restore(whole(donor), START)
     held = engine.consolidated_weights()
     loss = tiny.train(engine, range(1))[0][0]
     expected = tiny.model(cfg, seed=3).to(engine.dtype)
@@ -113,19 +103,16 @@ def weights_round_trip(engine: Any, cfg: Any) -> tuple[Any, ...]:
         (donor | {"embeddings.position": torch.zeros(8, 32)}, r"position is \[8, 32\].*\[16, 32\].*max_positions"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.restore(Whole(wrong), START)
+            engine.restore(whole(wrong), START)
     assert sorted(held) == (sorted(donor) if engine.world.rank == 0 else [])
     return all(torch.equal(weight, donor[n]) for n, weight in held.items()), loss, plain_loss
 
 
-class Whole:
+def whole(weights: dict[str, torch.Tensor]) -> Any:
     """Whole weights, as a checkpoint gives them."""
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights, self.shapes = weights, {name: weight.shape for name, weight in weights.items()}
-
-    def whole(self, kind: str) -> Any:
-        return ((kind, name, weight.view(-1)) for name, weight in self.weights.items())
+    parts = [(name, weight.view(-1)) for name, weight in weights.items()]
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    return SimpleNamespace(shapes=shapes, whole=lambda kind: ((kind, *part) for part in parts))
 
 
 def uneven_evaluation(world: Any) -> list[float]:
@@ -147,11 +134,10 @@ def two(tmp_path_factory) -> list[dict[Any, Any]]:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
     """The same 20 updates by a loop over whole updates with torch's own AdamW and clipping, no DeepSpeed."""
-    cfg = tiny.config()
-    model = tiny.model(cfg)
+    model = tiny.model(tiny.config())
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if (p.ndim >= 2) == (decay > 0)], "weight_decay": decay}
+        for decay in (0.01, 0.0)
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.003, eps=1e-6, foreach=False)
     losses, norms = [], []
@@ -204,8 +190,9 @@ def test_precisions_bad_numbers_and_loaded_weights(precision, stage, two, plain)
     runs = [found[precision, stage] for found in two]
     for ours, theirs in zip(runs[0]["straight"], plain["losses"], strict=False):
         assert ours == pytest.approx(theirs, rel=1e-5 if precision == "fp32" else 5e-3)
-    model = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
-    assert runs[0]["types"] == [{model}, {"torch.float32"}, {"torch.float32"} if stage == 0 else set()]
+    fp32 = {"torch.float32"}
+    model = fp32 if precision == "fp32" else {"torch.bfloat16"}
+    assert runs[0]["types"] == [model, fp32, fp32 if stage == 0 else set()]
     for run in runs:
         assert run["gradient"] == (True, True, False, 1) and run["loss"] == (True, True, False, 2)
         # moments, accumulators and masters hold no trace of them: bit-equal from there on
@@ -215,9 +202,7 @@ def test_precisions_bad_numbers_and_loaded_weights(precision, stage, two, plain)
 
 
 def test_uneven_evaluation_counts_each_batch_once(two):
-    batch = tiny.batch(0, range(8))
+    batch, sums = tiny.batch(0, range(8)), two[0]["uneven"]
     with torch.no_grad():
         loss = float(tiny.model(tiny.config()).eval()(**batch.inputs()).mlm_loss_sum)
-    sums = two[0]["uneven"]
-    assert sums[0] == pytest.approx(loss, rel=1e-5)
-    assert sums[2] == batch.predictions and sums[5] == batch.nsp_pairs
+    assert sums[0] == pytest.approx(loss, rel=1e-5) and (sums[2], sums[5]) == (batch.predictions, batch.nsp_pairs)

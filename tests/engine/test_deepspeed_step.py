@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,19 +17,30 @@ from megabert.distributed import ranks
 from megabert.engine import deepspeed_step
 from megabert.engine.deepspeed_step import bucket_bounds
 from megabert.engine.rank_times import OwnTime
+from tests.conftest import ROOT
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
 STEPS = 10
+CODE = """
+import importlib, importlib.util, sys, torch
+from megabert.distributed.ranks import World
+from megabert.engine.deepspeed_step import import_deepspeed
+import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
+assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
+print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))
+compiler = importlib.import_module("deepspeed.runtime.compiler")
+assert compiler.compile() is torch.compile
+if importlib.util.find_spec("mlflow"):
+    importlib.import_module("mlflow")
+"""
 
 
 def test_buckets_cover_a_flat_tensor_once(monkeypatch):
     monkeypatch.setattr(deepspeed_step, "BUCKET", 30)
     monkeypatch.setattr(deepspeed_step, "LEAST", 50)
     found = bucket_bounds(200, 4)
-    assert [end - begin for begin, end, _ in found] == [30, 20] * 4
-    assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
-    assert [owner for _, _, owner in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found == [(50 * n + begin, 50 * n + end, n) for n in range(4) for begin, end in ((0, 30), (30, 50))]
     assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
 
 
@@ -74,8 +84,7 @@ def sums_over_ranks(world: Any) -> dict[str, Any]:
             finish()
 
         sums.finish = watched
-        found[name] = tiny.train(engine, range(STEPS))
-        found[f"{name}, early"] = early
+        found[name], found[f"{name}, early"] = tiny.train(engine, range(STEPS)), early
     return found
 
 
@@ -89,31 +98,10 @@ def test_stage_1_sums_equal_stage_2_and_overlap():
             assert buckets > 10 and launched == buckets
 
 
-# -- import ------------------------------------------------------------------------------------------------------
-
-
-ROOT = Path(__file__).resolve().parents[2]
-CODE = """
-import importlib, importlib.util, sys, torch
-from megabert.distributed.ranks import World
-from megabert.engine.deepspeed_step import import_deepspeed
-import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
-assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
-print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))
-compiler = importlib.import_module("deepspeed.runtime.compiler")
-assert compiler.compile() is torch.compile
-if importlib.util.find_spec("mlflow"):
-    importlib.import_module("mlflow")
-"""
-
-
 def test_neither_mlflow_nor_the_compiler_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-# -- own time ----------------------------------------------------------------------------------------------------
 
 
 class Event:
@@ -138,8 +126,7 @@ def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(time, "thread_time", lambda: 0.75 * next(ran))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    idle = iter([False, True, False])
-    stream = SimpleNamespace(query=lambda: next(idle))
+    stream = SimpleNamespace(query=iter([False, True, False]).__next__)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     on_cpu, queued = OwnTime(torch.device("cpu")), OwnTime(torch.device("cuda"))
     for _ in range(3):
@@ -150,16 +137,14 @@ def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPat
         with queued:
             pass
     assert on_cpu.seconds() == on_cpu.seconds() == 3.0
-    # a quarter of the time this thread had no core
-    assert on_cpu.host_seconds == 0.75
+    assert on_cpu.host_seconds == 0.75  # a quarter of the time this thread had no core
     on_cpu.reset()
     assert on_cpu.seconds() == on_cpu.host_seconds == 0.0
     ends = [end for _, end, _ in queued._queued]
     assert queued.seconds() == 0.0
     Event.done |= set(ends[:2])
     assert queued.seconds() == 0.5
-    # the second update found the device idle
-    assert queued.host_seconds == 0.25
+    assert queued.host_seconds == 0.25  # the second update found the device idle
     queued.reset()
     Event.done.add(ends[2])
     assert queued.seconds() == 0.25
@@ -170,7 +155,6 @@ def test_another_deepspeed_is_refused_by_name():
         """With other methods than those that are replaced."""
 
     with pytest.raises(
-        ValueError,
-        match=r"test_deepspeed_step\.BF16_Optimizer of DeepSpeed 0\.\S+ is not the one whose step is replaced here",
+        ValueError, match=r"step\.BF16_Optimizer of DeepSpeed 0\.\S+ is not the one whose step is replaced"
     ):
         deepspeed_step.check_known(BF16_Optimizer)

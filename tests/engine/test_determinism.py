@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def flags(world: Any) -> list[Any]:

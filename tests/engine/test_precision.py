@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from megabert.common import environment
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
 from megabert.open_run import open_run
+from tests.conftest import ROOT
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
-DATA = Path(__file__).parents[1] / "data" / "golden" / "dataset"
+DATA = ROOT / "tests/data/golden/dataset"
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
     *("batch.global_size=4", "batch.micro_size=4", "schedule.total_steps=4", "schedule.warmup_steps=1"),
@@ -80,16 +80,15 @@ def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> N
         watchdog: Any = Watchdog(world, tmp_path, 0.0)
         return open_run(tmp_path / "run", cfg, world, StopAt(), watchdog, stop_after=stop_after)  # type: ignore[arg-type]
 
+    def trained(trainer: Any) -> None:
+        assert trainer.train() and trainer.engine.dtype == torch.float32
+        trainer.close()
+
     multiplies(False)
-    trainer = opened(stop_after=2)
-    assert trainer.train() and trainer.engine.dtype == torch.float32
-    trainer.close()
-    precision = json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"]
-    assert precision == "fp32"
+    trained(opened(stop_after=2))
+    assert json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"] == "fp32"
     multiplies(True)
     with pytest.raises(ValueError, match="precision is 'bf16' but the checkpoint was made with 'fp32'"):
         opened("precision=bf16")
-    trainer = opened()
-    assert trainer.train() and trainer.engine.dtype == torch.float32
-    trainer.close()
+    trained(opened())
     assert evaluate_run(str(tmp_path / "run"), str(DATA))["step"] == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,50 +20,49 @@ from tests.helpers.ranks import run_ranks
 HOST = socket.gethostname()
 
 
-def without_gpu(world: World) -> None:
+def without_gpu(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     """The rendezvous of rank 0 without a GPU and rank 1 with one."""
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     ranks._check_devices(replace(world, device=torch.device("cuda" if world.rank else "cpu")), store)
 
 
-def with_apex(world: World, folder: Path) -> None:
+def with_apex(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     """Apex on rank 1, as on a GPU."""
     obstacle = apex.obstacle
-    apex.obstacle = lambda config, device: obstacle(config, torch.device("cuda"))
+    patch.setattr(apex, "obstacle", lambda config, device: obstacle(config, torch.device("cuda")))
     if world.rank:
-        sys.path.insert(0, str(folder))
+        patch.syspath_prepend(folder)
     tiny.engine(tiny.config(zero__stage=0), world)
 
 
-def without_library(world: World) -> None:
-    """The native library does not load on rank 1."""
+def without_library(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     if world.rank:
-        backend.MISSING = "native library not built"
+        patch.setattr(backend, "MISSING", "native library not built")
     tiny.engine(tiny.config(ops__layer="auto"), world)
 
 
-def other_version(world: World) -> None:
+def other_version(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     versions = ranks.environment.versions()
     if world.rank:
-        ranks.environment.versions = lambda: versions | {"torch": "2.12.0"}
+        patch.setattr(ranks.environment, "versions", lambda: versions | {"torch": "2.12.0"})
     tiny.engine(tiny.config(), world)
 
 
-def other_value(world: World) -> None:
+def other_value(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     """A configuration file that was edited on one host."""
     tiny.engine(tiny.config(optimizer__lr=0.001 * (1 + world.rank)), world)
 
 
-def other_instructions(world: World) -> None:
+def other_instructions(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     if world.rank:
-        ranks.os.environ["ATEN_CPU_CAPABILITY"] = "default"
+        patch.setenv("ATEN_CPU_CAPABILITY", "default")
     tiny.engine(tiny.config(), world)
 
 
-def asked_apex(world: World) -> None:
+def asked_apex(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
     """ops.optimizer=apex, which rank 1 cannot use."""
-    apex.obstacle = lambda config, device: "NVIDIA's apex does not import" * world.rank
-    apex.load_apex = lambda: (None, None, None)
+    patch.setattr(apex, "obstacle", lambda config, device: "NVIDIA's apex does not import" * world.rank)
+    patch.setattr(apex, "load_apex", lambda: (None, None, None))
     tiny.engine(tiny.config(ops__optimizer="apex", zero__stage=0), world)
 
 
@@ -82,22 +80,9 @@ if not backend.MISSING:
 def refusals(world: World, folder: Path) -> list[tuple[str, int]]:
     texts = []
     for case, *_ in [*CASES, (asked_apex,)]:
-        kept = (
-            apex.obstacle,
-            apex.load_apex,
-            backend.MISSING,
-            ranks.environment.versions,
-            dict(ranks.os.environ),
-            list(sys.path),
-        )
-        try:
-            case(world, folder) if case is with_apex else case(world)
-            texts.append(("nothing was refused", 0))
-        except RankRefused as error:
-            texts.append((str(error), error.exit_code))
-        apex.obstacle, apex.load_apex, backend.MISSING, ranks.environment.versions, environment, sys.path[:] = kept
-        ranks.os.environ.clear()
-        ranks.os.environ.update(environment)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankRefused) as refused:
+            case(patch, world, folder)
+        texts.append((str(refused.value), refused.value.exit_code))
     return texts
 
 

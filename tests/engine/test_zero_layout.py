@@ -11,16 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megabert.checkpoint import Checkpoints, load_weights
-from megabert.checkpoint import format as checkpoint_format
-from megabert.checkpoint.format import (
-    MOMENTS,
-    WEIGHTS,
-    StoredTensors,
-    check_files,
-    file_name,
-    index_slices,
-    write_slices,
-)
+from megabert.checkpoint import format as layout
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import ParameterSlice
@@ -35,12 +26,8 @@ LAUNCHES = ((1, [(0, 4)]), (2, [(1, 2), (0, 4)]), (4, [(2, 2)]), (1, [(3, 2), (1
 PLACES = sum(len(stays) for _, stays in LAUNCHES)
 MANY_AT, MANY = 1, ((64, 1), (48, 3), (64, 2))  # place; simulated ranks and their ZeRO stages
 STEPS = 3
-KINDS = {
-    "adamw": {"precision": "fp32", "optimizer__name": "adamw"},
-    "muon": {"precision": "fp32", "optimizer__name": "muon"},
-    "lamb": {"precision": "fp32", "optimizer__name": "lamb"},
-    "bf16": {"precision": "bf16", "optimizer__name": "adamw"},
-}
+KINDS = {name: {"precision": "fp32", "optimizer__name": name} for name in ("adamw", "muon", "lamb")}
+KINDS["bf16"] = {"precision": "bf16", "optimizer__name": "adamw"}
 
 
 def stay(
@@ -51,16 +38,12 @@ def stay(
     for place, (stage, micro) in enumerate(stays, first_place):
         here: dict[str, Any] = {}
         for kind in kinds:
-            extra = KINDS[kind]
-            cfg = tiny.config(zero__stage=stage, batch__micro_size=micro, **extra)
+            cfg = tiny.config(zero__stage=stage, batch__micro_size=micro, **KINDS[kind])
             engine = tiny.engine(cfg, world, seed=7 if place == 0 else 50 + place)
-            run = Checkpoints(Path(folder) / kind, world, settings)
-            first = STEPS * place
+            run, first = Checkpoints(Path(folder) / kind, world, settings), STEPS * place
             if place:
                 newest = run.latest()
-                assert newest is not None
-                # 64 ranks resumed from here, then 48 and 64 again, and did not train
-                if place == MANY_AT:
+                if place == MANY_AT:  # 64 ranks resumed from here, then 48 and 64 again, and did not train
                     if world.is_main:
                         for ranks, zero in MANY:
                             newest = save_as(newest, Path(folder) / f"{kind}-{ranks}-{zero}", 10 * first, ranks, zero)
@@ -72,8 +55,7 @@ def stay(
             run.save(engine, state(10 * (first + STEPS), cfg))
             here[kind] = losses, engine.snapshot().counters
             if place == 0:
-                straight = tiny.engine(cfg, world)
-                here[f"{kind} straight"] = tiny.train(straight, range(STEPS * PLACES))
+                here[f"{kind} straight"] = tiny.train(tiny.engine(cfg, world), range(STEPS * PLACES))
         found.append(here)
     return found
 
@@ -92,25 +74,22 @@ def test_any_ranks_and_stage_resume_from_any_others(kinds, tmp_path):
             assert one == pytest.approx(other, rel=5e-3 if "16" in kind else 1e-5)
         assert straight[-1][0] < straight[0][0] - 0.1  # it learns, so a seam would show
         check_weights_and_moments(kind, tmp_path / kind)
-        for place, found in enumerate(places, 1):
-            counters = found[kind][1]
-            theirs = counters["deepspeed"]
-            assert counters["optimizer_steps"] == STEPS * place == theirs["global_steps"]
-            assert theirs["global_samples"] == STEPS * place * tiny.ROWS and theirs["skipped_steps"] == 0
+        for done, found in zip(range(STEPS, STEPS * PLACES + 1, STEPS), places, strict=True):
+            theirs = found[kind][1]["deepspeed"]
+            assert found[kind][1]["optimizer_steps"] == done == theirs["global_steps"]
+            assert theirs["global_samples"] == done * tiny.ROWS and theirs["skipped_steps"] == 0
 
 
 def check_weights_and_moments(kind: str, run: Path) -> None:
     """What each place loaded and saved again has the bits of the place before."""
-    names = set()
     for place in range(1, PLACES):
         before, after = (whole(run, STEPS * place * 10 + more) for more in (0, 1))
         assert before == after, place
-        names = set(before)
     model = tiny.model(tiny.config())
     listed = [name for name, _ in model.named_parameters()]
     single = {listed[index] for index in find_matrices(model)} if kind == "muon" else set()
     expected = {f"{what} {name}" for name in listed for what in ("weight", "exp_avg", "exp_avg_sq")}
-    assert names == expected - {f"exp_avg_sq {name}" for name in single}
+    assert set(before) == expected - {f"exp_avg_sq {name}" for name in single}
 
 
 def whole(run: Path, step: int) -> dict[str, str]:
@@ -128,25 +107,23 @@ def whole(run: Path, step: int) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
 
 
-# -- slices ------------------------------------------------------------------------------------------------------
-
-
 def written(folder: Path, files: list[dict[str, list[tuple[int, int]]]]) -> dict[str, Any]:
     """A folder with weights a [3, 4] and b [5] and their moments, in these (offset, length) slices a rank; its manifest."""
     folder.mkdir()
     entries, shapes = {}, {"a": (3, 4), "b": (5,)}
     held = [[(p, o, n) for p, bounds in of_rank.items() for o, n in bounds] for of_rank in files]
-    manifest = {"schema": 3, "ranks": len(files), "first_moment_only": [], "parameters": index_slices(shapes, held)}
+    parameters = layout.index_slices(shapes, held)
+    manifest = {"schema": 3, "ranks": len(files), "first_moment_only": [], "parameters": parameters}
+    weights = {"weight": lambda x: x * 1.0}
+    moments = {"exp_avg": lambda x: x + 0.5, "exp_avg_sq": lambda x: x * 2.0}
     for rank, slices in enumerate(held):
-        weights = [ParameterSlice(p, o, {"weight": torch.arange(o, o + n) * 1.0}) for p, o, n in slices]
-        moments = [
-            ParameterSlice(p, o, {"exp_avg": torch.arange(o, o + n) + 0.5, "exp_avg_sq": torch.arange(o, o + n) * 2.0})
-            for p, o, n in slices
-        ]
-        for group, parts in ((WEIGHTS, weights), (MOMENTS, moments)):
-            name = file_name(group, rank, len(files))
-            entries[name] = write_slices(folder / name, parts)
-    check_files(folder, manifest, entries)
+        for group, kinds in ((layout.WEIGHTS, weights), (layout.MOMENTS, moments)):
+            name = layout.file_name(group, rank, len(files))
+            parts = [
+                ParameterSlice(p, o, {k: f(torch.arange(o, o + n)) for k, f in kinds.items()}) for p, o, n in slices
+            ]
+            entries[name] = layout.write_slices(folder / name, parts)
+    layout.check_files(folder, manifest, entries)
     return manifest | {"files": entries}
 
 
@@ -155,9 +132,9 @@ SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)
 
 @pytest.mark.parametrize("bucket", [1, 12, 17])
 def test_parameters_are_joined_from_their_slices(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_format, "BUCKET", bucket)
+    monkeypatch.setattr(layout, "BUCKET", bucket)
     manifest = written(tmp_path / "step-1", SPLIT)
-    stored = StoredTensors.of_checkpoint(tmp_path / "step-1", manifest, ALONE)
+    stored = layout.StoredTensors.of_checkpoint(tmp_path / "step-1", manifest, ALONE)
     expected = [
         (kind, name, [factor * i + more for i in range(size)])
         for kind, factor, more in (("weight", 1, 0), ("exp_avg", 1, 0.5), ("exp_avg_sq", 2, 0))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabert import ops
+from tests.conftest import ROOT
 from tests.ops.oracle import needs_library, normal
 
 pytestmark = needs_library
 SEED, P = torch.tensor([99]), 0.25
 
 
-class Case(NamedTuple):
-    """An operation, and shapes of its inputs: few numbers, and more rows than one thread takes."""
-
-    call: Callable[..., Any]
-    small: tuple[tuple[int, ...], ...]
-    large: tuple[tuple[int, ...], ...]
+Shapes = tuple[tuple[int, ...], ...]
 
 
-def ranges(x: Tensor, queries: int, keys: int) -> list[Tensor]:
+def ranges(x: Tensor, queries: int, keys: int) -> dict[str, Tensor]:
     """Key ranges [B, Q] of unequal sizes, that of every fifth query empty."""
     start = (torch.arange(queries) % 3).int().expand(len(x), -1).contiguous()
-    return [start, torch.where(torch.arange(queries) % 5 == 4, start, keys).int()]
+    return {"key_start": start, "key_end": torch.where(torch.arange(queries) % 5 == 4, start, keys).int()}
 
 
 def labels(x: Tensor) -> Tensor:
@@ -38,40 +33,41 @@ def labels(x: Tensor) -> Tensor:
     return torch.where(place % 4 == 1, -100, place % 6)
 
 
-CASES = {
-    "bias_gelu": Case(lambda x, b: ops.bias_gelu(x, b, "native"), ((3, 5), (5,)), ((3000, 64), (64,))),
-    "bias_geglu": Case(lambda x, b: ops.bias_geglu(x, b, "native"), ((3, 10), (10,)), ((1500, 192), (192,))),
-    "rotate": Case(
+# An operation, and shapes of its inputs: few numbers, and more rows than one thread takes.
+CASES: dict[str, tuple[Callable[..., Any], Shapes, Shapes]] = {
+    "bias_gelu": (lambda x, b: ops.bias_gelu(x, b, "native"), ((3, 5), (5,)), ((3000, 64), (64,))),
+    "bias_geglu": (lambda x, b: ops.bias_geglu(x, b, "native"), ((3, 10), (10,)), ((1500, 192), (192,))),
+    "rotate": (
         lambda x: ops.rotate(x, 2, ops.rotation(torch.arange(x.shape[1]).expand(len(x), -1) * 3, x.shape[2] // 6), "native"),
         ((1, 3, 36),), ((2, 1500, 96),),
     ),
-    "dropout": Case(lambda x: ops.dropout(x, P, SEED, 2, "native"), ((3, 9),), ((3000, 64),)),
-    "dropout_add_layer_norm": Case(
+    "dropout": (lambda x: ops.dropout(x, P, SEED, 2, "native"), ((3, 9),), ((3000, 64),)),
+    "dropout_add_layer_norm": (
         lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, P, 1e-5, SEED, 2, "native"),
         ((3, 9), (9,), (3, 9), (9,), (9,)), ((3000, 64), (64,), (3000, 64), (64,), (64,)),
     ),
-    "softmax_mask": Case(
-        lambda x: ops.fused_softmax_mask(
-            x, **dict(zip(("key_start", "key_end"), ranges(x, *x.shape[2:]), strict=True)), scale=0.7, p=P, seed=SEED
-        ),
+    "softmax_mask": (
+        lambda x: ops.fused_softmax_mask(x, **ranges(x, *x.shape[2:]), scale=0.7, p=P, seed=SEED),
         ((1, 2, 3, 5),), ((2, 4, 256, 96),),
     ),
-    "attention": Case(
-        lambda x, b: ops.attend(x + b.detach(), 2, ranges(x, x.shape[1], x.shape[1]), P, SEED, 1, "native", b),
+    "attention": (
+        lambda x, b: ops.attend(
+            x + b.detach(), 2, [*ranges(x, x.shape[1], x.shape[1]).values()], P, SEED, 1, "native", b
+        ),
         ((1, 3, 24), (24,)), ((2, 64, 192), (192,)),
     ),
-    "mlm_loss": Case(
+    "mlm_loss": (
         lambda h, w, b: ops.mlm_loss(h, w, b, labels(h), 6, "native")[0],
         ((3, 4), (8, 4), (8,)), ((1500, 16), (128, 16), (128,)),
     ),
 }  # fmt: skip
 
 
-def inputs(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+def inputs(shapes: Shapes) -> list[Tensor]:
     return [normal(*shape, seed=number) for number, shape in enumerate(shapes)]
 
 
-REGISTERED = set(re.findall(r'"(\w+)\(', (Path(__file__).parents[2] / "csrc" / "registration.cpp").read_text()))
+REGISTERED = set(re.findall(r'"(\w+)\(', (ROOT / "csrc/registration.cpp").read_text()))
 
 
 def test_every_registered_operation_has_a_case() -> None:
@@ -80,7 +76,7 @@ def test_every_registered_operation_has_a_case() -> None:
 
 def found(name: str, leaves: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Results and gradients."""
-    results = CASES[name].call(*leaves)
+    results = CASES[name][0](*leaves)
     results = list(results) if isinstance(results, tuple) else [results]
     return results, torch.autograd.grad([o.float().square().sum() for o in results if o.requires_grad], leaves)
 
@@ -90,7 +86,7 @@ class Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[tuple[Any, tuple[Any, ...]]] = []
+        self.made: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megabert":
@@ -101,7 +97,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("name", CASES)
 def test_torch_knows_the_operation(name: str) -> None:
     """Schemas, shapes for tracing and gradients by torch.library.opcheck, of the forward and of the backward operation."""
-    leaves = [t.float().requires_grad_() for t in inputs(CASES[name].small)]
+    leaves = [t.float().requires_grad_() for t in inputs(CASES[name][1])]
     with Calls() as calls:
         found(name, leaves)
     called = {func._schema.name.partition("::")[2] for func, _ in calls.made}
@@ -123,7 +119,7 @@ def test_threads_and_strides_change_no_bit(name: str) -> None:
     runs = []
     for threads, strided in ((1, False), (2, False), (2, True)):
         torch.set_num_threads(threads)
-        leaves = [t.bfloat16() for t in inputs(CASES[name].large)]
+        leaves = [t.bfloat16() for t in inputs(CASES[name][2])]
         leaves = [(torch.stack([t, t], -1)[..., 1] if strided else t).requires_grad_() for t in leaves]
         results, gradients = found(name, leaves)
         runs.append([*results, *gradients])
