@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from megabert import config as configuration
-from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.optim.apex import obstacle
 from megabert.optim.build import build_optimizer
 from megabert.optim.guarded import MOMENTS
 from tests.helpers import tiny
+from tests.helpers.simulated_ranks import ALONE
 
-ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 CUDA = torch.device("cuda")
 
 
@@ -61,11 +60,9 @@ def lamb(
 @pytest.fixture
 def apex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The modules that apex's source installs, as far as they are used."""
-    kernels: Any = types.ModuleType("amp_C")
+    package, launcher, kernels = map(types.ModuleType, ("apex", "apex.multi_tensor_apply", "amp_C"))
     kernels.multi_tensor_adam_capturable, kernels.multi_tensor_lamb_mp = adam, lamb
-    launcher: Any = types.ModuleType("apex.multi_tensor_apply")
     launcher.multi_tensor_applier = lambda op, noop, lists, *more: op(2048 * 32, noop, lists, *more)
-    package: Any = types.ModuleType("apex")
     package.__path__ = []
     for module in (package, launcher, kernels):
         module.__spec__ = ModuleSpec(module.__name__, None)

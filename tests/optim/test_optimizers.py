@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,65 +19,43 @@ from megabert.optim.guarded import parameter_groups
 from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 from tests.checkpoint.test_store import state
-from tests.helpers import once, tiny
+from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.optim.test_muon import BETAS, DECAY, EPS, LR, RATES, check, clip, plain_run, train
+from tests.optim.test_muon import BETAS, DECAY, EPS, LR, RATES, STEPS, check, clip, plain_run, train
 
-# ZeRO stages of two ranks by optimizer; the others are slow
-USUAL = {"lamb": [2], "muon": [1, 3], "stable_adamw": [2]}
-OTHERS = {"lamb": [0, 1, 3], "muon": [0, 2], "stable_adamw": [0, 1, 3]}
-# with rates by group
-RATED = {"lamb": [2], "muon": [3], "stable_adamw": [1]}
-OTHERS_RATED = {"lamb": [0, 1, 3], "muon": [0, 1, 2], "stable_adamw": [0, 2, 3]}
-SPLIT: dict[str, Any] = {"name": "lamb", "steps": 6, "optimizer__split_qkv": True}
-
-
-def under_zero(
-    world: Any, setups: dict[str, list[int]], split: tuple[int, ...] = (), rated: dict[str, list[int]] | None = None
-) -> dict[Any, Any]:
-    found: dict[Any, Any] = {stage: train(world, zero__stage=stage, **SPLIT) for stage in split}
-    for name, stages in (rated or {}).items():
-        found |= {(name, stage, "rated"): train(world, name, 6, zero__stage=stage, **RATES) for stage in stages}
-    for name in setups:
-        for stage in setups[name]:
-            found[name, stage] = train(world, name, zero__stage=stage)
-    return found
+# (optimizer, ZeRO stage of two ranks, kind); the others are slow
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "rated": RATES, "split": {"optimizer__split_qkv": True}}
+USUAL = [
+    *(("lamb", 2, "plain"), ("muon", 1, "plain"), ("muon", 3, "plain"), ("stable_adamw", 2, "plain")),
+    *(("lamb", 2, "rated"), ("muon", 3, "rated"), ("stable_adamw", 1, "rated")),
+    *(("lamb", 1, "split"), ("lamb", 3, "split")),
+]
+ALL = product(("lamb", "muon", "stable_adamw"), range(4), ("plain", "rated"))
+OTHERS = [case for case in ALL if case not in USUAL]
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> dict[Any, Any]:
-    run = lambda: run_ranks(2, under_zero, USUAL, (1, 3), RATED, timeout=240)[0]  # noqa: E731
-    return once.value(tmp_path_factory, "optimizers", run)
+def steps_of(kind: str) -> int:
+    return STEPS if kind == "plain" else 6
+
+
+def under_zero(world: Any, cases: list[tuple[str, int, str]]) -> dict[tuple[str, int, str], Any]:
+    return {
+        (name, stage, kind): train(world, name, steps_of(kind), zero__stage=stage, **KINDS[kind])
+        for name, stage, kind in cases
+    }
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_optimizers_under_zero_equal_unsharded_ones(others, request):
-    found = run_ranks(2, under_zero, OTHERS, timeout=480)[0] if others else request.getfixturevalue("two_ranks")
-    for name, stages in (OTHERS if others else USUAL).items():
-        reference = plain_run(name)
-        for stage in stages:
-            check(found[name, stage], reference)
-
-
-@pytest.mark.dist
-def test_queries_keys_and_values_have_own_trust_ratios(two_ranks):
-    recipe, merged = (plain_run(name, 6) for name in ("split lamb", "lamb"))
-    for stage in (1, 3):
-        check(two_ranks[stage], recipe)
-        assert tiny.distance(two_ranks[stage]["weights"], merged["weights"]) > 1e-3
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rates_by_group_under_zero_equal_unsharded_ones(others, request):
-    setups = OTHERS_RATED if others else RATED
-    found = run_ranks(2, under_zero, {}, (), setups, timeout=480)[0] if others else request.getfixturevalue("two_ranks")
-    for name, stages in setups.items():
-        reference, level = plain_run(name, 6, **RATES), plain_run(name, 6)
-        for stage in stages:
-            check(found[name, stage, "rated"], reference)
-        assert tiny.distance(reference["weights"], level["weights"]) > 1e-3
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=("usual", "others"))
+def test_optimizers_under_zero_equal_unsharded_ones(cases):
+    """Also with rates by group, and with trust ratios of queries, keys and values of their own: other weights than without."""
+    reference = cache(plain_run)
+    for case, found in run_ranks(2, under_zero, cases, timeout=800)[0].items():
+        name, _, kind = case
+        rates = RATES if kind == "rated" else {}
+        check(found, reference("split lamb" if kind == "split" else name, steps_of(kind), **rates), case)
+        if kind != "plain":
+            assert tiny.distance(found["weights"], reference(name, 6)["weights"]) > 1e-3, case
 
 
 def test_rates_fall_from_layer_to_layer():
@@ -107,8 +87,10 @@ def test_decoder_has_the_rate_of_the_head(tied):
 
 def test_phase_2_takes_over_the_moments(world, tmp_path):
     """From the run of phase 1, and again after a restart before its first update."""
-    settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}
-    cfg, keep = tiny.config(**settings), CheckpointConfig(asynchronous=False)
+    cfg, keep = (
+        tiny.config(optimizer__name="lamb", zero__stage=2, **KINDS["split"]),
+        CheckpointConfig(asynchronous=False),
+    )
     first = tiny.engine(cfg, world)
     tiny.train(first, range(5), LR)
     Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
@@ -167,10 +149,11 @@ def test_an_unforeseen_gradient_takes_a_smaller_step():
 def built(kind: type, layer: Any) -> Any:
     """An attached optimizer of a linear layer; its weight is one matrix."""
     layer.matrices = 1
+    groups = parameter_groups(layer, DECAY)
     if kind is Muon:
-        optimizer: Any = Muon(layer, parameter_groups(layer, DECAY), LR, BETAS, EPS, torch.float32)
+        optimizer: Any = Muon(layer, groups, LR, BETAS, EPS, torch.float32)
     else:
-        optimizer = kind(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
+        optimizer = kind(groups, lr=LR, betas=BETAS, eps=EPS)
     optimizer.attach()
     return optimizer
 
