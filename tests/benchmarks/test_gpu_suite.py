@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -28,6 +29,7 @@ from benchmarks.gpu import pack
 from megabert import ops
 from megabert.common.processes import is_alive
 from tests.conftest import ROOT
+from tests.ops.oracle import needs_library
 
 ENV = hardware.clone_environment(OMP_NUM_THREADS="1")
 WRITE = "import json, sys; json.dump({'about': 1, 'ms': 2.5}, open(sys.argv[-1], 'w'))"
@@ -47,6 +49,14 @@ def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
     assert (hung["state"], hung["reason"]) == ("failed", "no end after 1 s") and hung["seconds"] < 20
 
 
+LINES = """
+import json, sys
+for key in sys.argv[2:]:
+    if 'broken' in key: sys.exit('out of memory')
+    print(json.dumps({'key': key, 'value': {'of': key}}), file=open(sys.argv[1], 'a'), flush=True)
+"""
+
+
 class Stand(gpu_suite.Suite):
     """Steps whose process writes a line for each key, and ends at one that is named so; those started."""
 
@@ -54,13 +64,7 @@ class Stand(gpu_suite.Suite):
 
     def command(self, keys: Sequence[str], options: Sequence[str], target: Path) -> list[str]:
         self.started.append(tuple(keys))
-        code = (
-            "import json, sys\n"
-            "for key in sys.argv[2:]:\n"
-            "    if 'broken' in key: sys.exit('out of memory')\n"
-            "    print(json.dumps({'key': key, 'value': {'of': key}}), file=open(sys.argv[1], 'a'), flush=True)"
-        )
-        return ["-c", code, str(target), *keys]
+        return ["-c", LINES, str(target), *keys]
 
 
 def test_steps_share_a_process_until_one_fails() -> None:
@@ -96,7 +100,7 @@ class Restarted(Exception):
     """Takes the place of the process that os.execv replaces."""
 
 
-@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@needs_library
 def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[str] = []
 
@@ -106,17 +110,15 @@ def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch:
             raise measure.CaptureFailed("ours", RuntimeError("operation not permitted when stream is capturing"))
         return {side: [1.0] for side in sides}
 
-    def execv(program: str, command: list[str]) -> None:
-        raise Restarted(command[1:])
-
+    execv = Mock(side_effect=Restarted)
     target = tmp_path / "ops.json"
     monkeypatch.setattr(bench_ops, "kernel_times", kernel_times)
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "argv", ["bench_ops.py", "--small", "--only", "softmax_mask", "--json", str(target)])
-    with pytest.raises(Restarted) as restart:
+    with pytest.raises(Restarted):
         bench_ops.main()
     assert timed == ["torch", "ours"], "the peer runs before what may leave the device in another state"
-    monkeypatch.setattr(sys, "argv", restart.value.args[0])
+    monkeypatch.setattr(sys, "argv", execv.call_args.args[1][1:])
     assert bench_ops.main() == 0
     report = json.loads(target.read_text())
     assert [(list(result["seconds"]), result["comparisons"]) for result in report["results"]] == [(["torch"], [])]
@@ -137,13 +139,11 @@ def test_right_comes_before_fast() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@needs_library
 def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
     """By a pack without wheels, for this environment."""
-    (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
-    pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY, wheels=False)
     command = [sys.executable, "benchmarks/gpu_suite.py", "--device", "cpu", "--quick"]
-    command += ["--pack", str(tmp_path / "pack"), "--json", str(tmp_path / "gpu.json")]
+    command += [*make_pack(tmp_path, wheels=False), "--json", str(tmp_path / "gpu.json")]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())["results"]
@@ -158,6 +158,13 @@ def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
     assert (small["steps"], small["resumed_at"]) == (8, 4) and small["perf/tokens_per_sec"] > 0
 
 
+def make_pack(folder: Path, **options: Any) -> list[str]:
+    """A pack of Python's help texts, and the argument that names it."""
+    (folder / "topics.txt").write_text("\n\n".join(topics.values()))
+    pack.make(folder / "pack", [str(folder / "topics.txt")], 2000, ops.LIBRARY, **options)
+    return ["--pack", str(folder / "pack")]
+
+
 def write_pack(folder: Path, **record: Any) -> Path:
     (folder / pack.LIBRARY).parent.mkdir(parents=True)
     (folder / pack.LIBRARY).write_bytes(b"the pack's")
@@ -168,14 +175,16 @@ def write_pack(folder: Path, **record: Any) -> Path:
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(pack, "TREES_LIBRARY", tmp_path / "tree.so")
-    with pytest.raises(ValueError, match="Could not load this library"):
-        pack.place_library(write_pack(tmp_path / "damaged"), "cpu")
-    with pytest.raises(ValueError, match="built from other native sources"):
-        pack.place_library(write_pack(tmp_path / "other", native_sources="0" * 64), "cpu")
+    for record, message in (
+        ({}, "not load this library"),
+        ({"native_sources": "0"}, "built from other native sources"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack.place_library(write_pack(tmp_path / message, **record), "cpu")
     assert not (tmp_path / "tree.so").exists()
 
 
-@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@needs_library
 def test_the_library_loads_on_glibc_2_28(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pack.newer_symbols(ops.LIBRARY) == []
     monkeypatch.setattr(pack, "NEWEST", pack.NEWEST | {"GLIBC": (2, 26)})
@@ -187,10 +196,8 @@ def test_wheels_are_those_that_the_machine_lacks() -> None:
     there = {"torch": "2.11.0", "numpy": "", "sentencepiece": "0.2.2", "safetensors": "0.8.0"}
     roots = [Requirement(line) for line in ("torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2.3", "pydantic>=2.7")]
     needs = pack.requirements(there, roots)
-    lacking = {need.name for need in needs if not pack.meets(there, need)}
-    assert {"sentencepiece", "pydantic", "pydantic_core", "annotated-types"} <= {
-        n.replace("c-c", "c_c") for n in lacking
-    }
+    lacking = {need.name.replace("_", "-") for need in needs if not pack.meets(there, need)}
+    assert {"sentencepiece", "pydantic", "pydantic-core", "annotated-types"} <= lacking
     assert not lacking & {"torch", "numpy", "safetensors"}
     assert {need.name for need in pack.dependencies()} >= {"torch", "deepspeed", "webdataset", "pytest"}
 
@@ -234,19 +241,18 @@ def test_what_pack_and_machine_lack_together_is_named(tmp_path: Path) -> None:
     put("1.0")
     assert pack.unpack_wheels(folder, tmp_path / "site") == "1 wheels unpacked, 2 requirements met"
     assert (tmp_path / "site/alpha.py").read_text() == "name = 'alpha'\n"
-    put("0.9")
-    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(0\.9\)$"):
-        pack.unpack_wheels(folder, tmp_path / "old")
-    (folder / "wheels/alpha-0.9-py3-none-any.whl").unlink()
-    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(missing\)$"):
-        pack.unpack_wheels(folder, tmp_path / "none")
-    (folder / pack.RECORD).write_text(json.dumps({"python": "3.9", "needs": []}))
-    with pytest.raises(ValueError, match=r"is for Python 3\.9, this is "):
-        pack.unpack_wheels(folder, tmp_path / "other")
+    for change, message in (
+        (lambda: put("0.9"), r"lack alpha>=1\.0 \(0\.9\)$"),
+        ((folder / "wheels/alpha-0.9-py3-none-any.whl").unlink, r"lack alpha>=1\.0 \(missing\)$"),
+        (lambda: (folder / pack.RECORD).write_text('{"python": "3.9", "needs": []}'), r"is for Python 3\.9, this is "),
+    ):
+        change()
+        with pytest.raises(ValueError, match=message):
+            pack.unpack_wheels(folder, tmp_path / "other")
 
 
 def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
+    (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="exists and is not a pack"):
         pack.make(tmp_path, ["pydoc"], 2000)
     assert (tmp_path / "thesis.tex").exists()
@@ -263,14 +269,11 @@ def python_of_the_machine() -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@needs_library
 @pytest.mark.skipif(not python_of_the_machine(), reason=f"there is no Python {pack.PYTHON}")
 def test_the_suite_is_rehearsed_with_the_machines_python_and_torch(tmp_path: Path) -> None:
     """The operations' tests and training runs with the oldest torch that is allowed, 2.11; every wheel is needed, and named without."""
-    (tmp_path / "topics.txt").write_text("\n\n".join(topics.values()))
-    pack.make(tmp_path / "pack", [str(tmp_path / "topics.txt")], 2000, ops.LIBRARY)
-    command = [sys.executable, "benchmarks/gpu/rehearse.py", "--python", python_of_the_machine()]
-    command += ["--pack", str(tmp_path / "pack")]
+    command = [sys.executable, "benchmarks/gpu/rehearse.py", "--python", python_of_the_machine(), *make_pack(tmp_path)]
     for more in (["--each-wheel"], []):
         done = subprocess.run([*command, *more], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3000)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -14,9 +14,10 @@ import pytest
 from benchmarks import reproduce
 from benchmarks.race import dataset, recipes, records
 from benchmarks.race.dataset import Scorer
-from benchmarks.race.recipes import TRACKS, RaceRecipe, track_of
+from benchmarks.race.recipes import TRACKS, RaceRecipe, Track, track_of
 from benchmarks.race.records import Records
 from megabert import config as configuration
+from megabert.config import Config
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.mapping import find_model_type
@@ -28,8 +29,7 @@ DATA = {"documents": "d", "train": "t", "held_out": "h"}
 
 def test_a_track_is_minutes_or_tokens() -> None:
     half_hour, tiny = track_of("30min-2cores"), track_of("1.5k-tokens")
-    assert (half_hour.minutes, half_hour.cores, half_hour.tokens) == (30.0, 2, 0)
-    assert (tiny.minutes, tiny.tokens) == (0.0, 1500)
+    assert (half_hour.minutes, half_hour.cores, half_hour.tokens, tiny.minutes, tiny.tokens) == (30.0, 2, 0, 0.0, 1500)
     for wrong in ("30min", "0min-2cores", "0m-tokens", "5m", "1min-0cores"):
         with pytest.raises(ValueError, match="--track"):
             track_of(wrong)
@@ -43,10 +43,8 @@ def test_no_document_is_on_both_sides(tmp_path: Path) -> None:
     (tmp_path / "text/novels").mkdir()
     (tmp_path / "text/novels/One.txt").write_bytes(b"A novel.\r\n")
     dataset.split(tmp_path / "text", tmp_path / "out")
-    train, held_out = (
-        b"".join(path.read_bytes() for path in sorted((tmp_path / "out" / part).iterdir()))
-        for part in ("train", "held_out")
-    )
+    parts = (sorted((tmp_path / "out" / part).iterdir()) for part in ("train", "held_out"))
+    train, held_out = (b"".join(path.read_bytes() for path in part) for part in parts)
     kept, held = (set(dataset.WIKI_DOCUMENT.findall(text)) for text in (train, held_out))
     assert not kept & held and kept | held == set(articles)
     assert 5 < len(held) < 40 and b"A novel." in train + held_out
@@ -63,6 +61,12 @@ def test_bits_a_byte_do_not_depend_on_the_vocabulary() -> None:
     assert Scorer(GOLDEN, 8, 1).bytes_a_token == pytest.approx(text / (ids > 4).sum())
 
 
+def our_config(recipe: str | RaceRecipe, track: str | Track, tokens_a_row: float, seed: int = 1) -> Config:
+    recipe = recipes.load(recipe) if isinstance(recipe, str) else recipe
+    track = track_of(track) if isinstance(track, str) else track
+    return recipes.our_config(recipe, track, tokens_a_row=tokens_a_row, seed=seed)[1]
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
     recipe = recipes.load(name)
@@ -70,16 +74,14 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
         peer = pytest.importorskip("benchmarks.peers.hf_plain_loop")
         found, sizes = peer.recipe_of({"minutes": 1.0, "seed": 1, **recipe.keys, "model.hidden": 192})
         assert found.lr == recipe.keys["lr"] and "model.hidden=192" in sizes
-        modern = "model.kind=modern" in sizes
-        config = configuration.load(
-            recipe.preset, [*sizes, f"model.norm={'pre' if modern else 'post'}", "model.nsp=false"]
-        )
-        assert find_model_type(config.model) == ("modernbert" if modern else "bert")
+        norm, kind = ("pre", "modernbert") if "model.kind=modern" in sizes else ("post", "bert")
+        config = configuration.load(recipe.preset, [*sizes, f"model.norm={norm}", "model.nsp=false"])
+        assert find_model_type(config.model) == kind
         with pytest.raises(ValueError, match="lrr"):
             peer.recipe_of({"minutes": 1.0, "lrr": 1})
         return
     for track in map(track_of, TRACKS):
-        _, config = recipes.our_config(recipe, track, tokens_a_row=115.0, seed=43)
+        config = our_config(recipe, track, 115.0, seed=43)
         assert config.seed == 43 and not config.model.nsp
         if track.minutes:
             assert config.schedule.budget_minutes == track.minutes
@@ -88,37 +90,29 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
             assert seen == pytest.approx(track.tokens, rel=0.001)
 
 
-def test_the_preset_is_the_recipe_of_the_record() -> None:
-    _, raced = recipes.our_config(recipes.load("modern-192-init"), track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
-    preset = configuration.load("mini_modern", ["seed=1"])
+def test_presets_are_the_recipes_of_the_records() -> None:
     kept = {"checkpoint", "eval", "log"}
+    preset, raced = configuration.load("mini_modern", ["seed=1"]), our_config("modern-192-init", "30min-2cores", 115.0)
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
-
-
-def test_the_preset_of_ten_million_words_is_the_recipe() -> None:
-    _, raced = recipes.our_config(recipes.load("words-10m"), track_of("130m-tokens"), tokens_a_row=128.0, seed=1)
-    preset = configuration.load("babylm_10m", ["seed=1"])
-    kept = {"checkpoint", "eval", "log", "schedule"}
-    expected = raced.model_dump(exclude=kept)
+    preset, raced = configuration.load("babylm_10m", ["seed=1"]), our_config("words-10m", "130m-tokens", 128.0)
+    expected = raced.model_dump(exclude=kept | {"schedule"})
     expected["data"]["seq_len"] = 128  # for a plan without data
-    assert preset.model_dump(exclude=kept) == expected
+    assert preset.model_dump(exclude=kept | {"schedule"}) == expected
     shape = {"name", "decay_share", "final_ratio"}
     assert preset.schedule.model_dump(include=shape) == raced.schedule.model_dump(include=shape)
     assert preset.schedule.warmup_share == pytest.approx(raced.schedule.warmup_share, rel=1e-2)
 
 
 def test_the_control_ramps_batch_and_masking_as_published() -> None:
-    _, config = recipes.our_config(recipes.load("gpt-bert"), track_of("20m-tokens"), tokens_a_row=128.0, seed=1)
+    config = our_config("gpt-bert", "20m-tokens", 128.0)
     phases = [phase.config for phase in configuration.list_phases(config)]
     # 32,768 tokens, from a quarter on: 7,812 updates are 160 M tokens
-    assert [phase.batch.global_size for phase in phases] == [64, 128, 192, 256] and recipes.rows_an_update(
-        config
-    ) == 160
-    assert [(phase.data.masking.rate, phase.data.masking.causal_every) for phase in phases] == [
-        (0.3, 16), (0.25, 16), (0.2, 16), (0.15, 16)
-    ]  # fmt: skip
-    words = recipes.load("words-10m")
-    assert config.model.layers == words.keys["model.layers"] and config.model.hidden == words.keys["model.hidden"]
+    assert [phase.batch.global_size for phase in phases] == [64, 128, 192, 256]
+    assert recipes.rows_an_update(config) == 160
+    masking = [phase.data.masking for phase in phases]
+    assert [(m.rate, m.causal_every) for m in masking] == [(rate, 16) for rate in (0.3, 0.25, 0.2, 0.15)]
+    words = recipes.load("words-10m").keys
+    assert (config.model.layers, config.model.hidden) == (words["model.layers"], words["model.hidden"])
 
 
 def test_recipe_digest_covers_only_what_is_trained() -> None:
@@ -126,7 +120,7 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
     recipe = RaceRecipe("one", about="what it is", change="a change", vocabulary=8000, keys=keys)
     assert replace(recipe, name="two", about="", change="").digest == recipe.digest
     assert replace(recipe, keys=keys | {"optimizer.lr": 2e-3}).digest != recipe.digest
-    _, config = recipes.our_config(recipe, track_of("1m-tokens"), tokens_a_row=100.0, seed=1)
+    config = our_config(recipe, "1m-tokens", 100.0)
     assert (config.schedule.total_steps, config.schedule.warmup_steps) == (625, 62)
 
 
@@ -164,8 +158,7 @@ def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
     one.write()
     again = Records(path)
     entries = again.of("5m-tokens")
-    found = [(entry["recipe"], sorted(entry["seeds"])) for entry in entries]
-    assert found == [("own", ["42"]), ("both", ["42", "43", "44"])]
+    assert [(e["recipe"], sorted(e["seeds"])) for e in entries] == [("own", ["42"]), ("both", ["42", "43", "44"])]
     assert records.table(again, "5m-tokens").splitlines()[3].startswith("| both | 2.1000 ± 0.1000 |")
     assert again.entry(track, replace(both, name="renamed"), DATA) is entries[1]
     with pytest.raises(ValueError, match="other held-out documents"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megabert.config import CheckpointConfig
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
 
 pytest.importorskip("s3fs")
+FILE = file_name("weights", 0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +42,9 @@ def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
     """A committed checkpoint without weights, and a log line for it."""
     folder = run / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    name = file_name("weights", 0, 1)
-    (folder / name).write_bytes(text or b"weights of %d" % step)
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}}
+    file = folder / FILE
+    file.write_bytes(text or b"weights of %d" % step)
+    files = {FILE: {"bytes": file.stat().st_size, "sha256": hash_file(file)}}
     parameters = {"w": {"shape": [1], "pieces": [[0, 1, 1]]}}
     fields = {"ranks": 1, "files": files, "parameters": parameters, "first_moment_only": []}
     (folder / "manifest.json").write_bytes(seal(fields, {"step": step, "best_step": best}, {"optimizer_steps": 0}))
@@ -58,6 +60,11 @@ def opened(url: str, run: Path, **settings: Any) -> Mirror:
     made.lock.take()
     made.restore()
     return made
+
+
+def on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners' processes cannot be seen here."""
+    monkeypatch.setattr("megabert.checkpoint.run_lock.Owner.has_ended", property(lambda owner: owner.released))
 
 
 def steps(url: str) -> list[int]:
@@ -99,12 +106,11 @@ def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> Non
     checkpoint(run, 2)
     finished = False
     for fails_at in range(1, 60):
-        puts = 0
+        writes = count(1)
 
-        def fault(method: str, path: str, number: int, at: int = fails_at) -> str:
-            nonlocal puts
-            puts += method in ("PUT", "DELETE", "POST") and "/lock/" not in path
-            return UNAVAILABLE if puts >= at and method in ("PUT", "DELETE", "POST") and "/lock/" not in path else PASS
+        def fault(method: str, path: str, number: int, at: int = fails_at, writes: Iterator[int] = writes) -> str:
+            writing = method in ("PUT", "DELETE", "POST") and "/lock/" not in path
+            return UNAVAILABLE if writing and next(writes) >= at else PASS
 
         proxy.fault = fault
         with contextlib.suppress(Failed):  # which leaves what is read below
@@ -114,9 +120,8 @@ def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> Non
         assert steps(url), fails_at
         again = tmp_path / f"again{fails_at}"
         Mirror(made.settings, again).restore()
-        for step in steps(url)[-1:]:
-            folder = again / "checkpoints" / f"step-{step:08d}"
-            assert (folder / file_name("weights", 0, 1)).read_bytes() == b"weights of %d" % step
+        step = steps(url)[-1]
+        assert (again / f"checkpoints/step-{step:08d}" / FILE).read_bytes() == b"weights of %d" % step
         if finished:
             break
     assert finished and steps(url)[-1] == 2
@@ -129,14 +134,11 @@ def test_a_step_that_was_saved_again_replaces_the_other(proxy: Proxy, tmp_path: 
         checkpoint(run, step)
     made.upload()
     checkpoint(run, 5, text=b"other weights")
-    for name in ("manifest.json", file_name("weights", 0, 1)):
-        (run / "checkpoints/step-00000008" / name).unlink()
-    (run / "checkpoints/step-00000008").rmdir()
+    shutil.rmtree(run / "checkpoints/step-00000008")
     made.close()
     assert steps(url) == [5]
     opened(url, tmp_path / "other")
-    restored = tmp_path / "other/checkpoints/step-00000005" / file_name("weights", 0, 1)
-    assert restored.read_bytes() == b"other weights"
+    assert (tmp_path / "other/checkpoints/step-00000005" / FILE).read_bytes() == b"other weights"
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path: Path, capsys: Any) -> None:
@@ -145,7 +147,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path
     for step in (5, 8):
         checkpoint(run, step)
     made.close()
-    place = f"{url}/checkpoints/step-00000008/{file_name('weights', 0, 1)}"
+    place = f"{url}/checkpoints/step-00000008/{FILE}"
     storage.write(place, b"weights of 9")
     opened(url, tmp_path / "other").lock.release()
     assert [path.name for path in (tmp_path / "other").glob("checkpoints/step-*")] == ["step-00000005"]
@@ -161,8 +163,7 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
     first = opened(url, tmp_path / "first")
     checkpoint(tmp_path / "first", 5)
     first.upload()
-    # as of another machine, whose processes cannot be seen here
-    monkeypatch.setattr("megabert.checkpoint.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    on_other_machines(monkeypatch)
     with pytest.raises(ValueError, match=r"^s3://runs/one is in use by pid \d+ on host .*; wait for it"):
         opened(url, tmp_path / "second")
     # it is cut off from the store: the next job takes over, and the first one may not write any more
@@ -177,22 +178,15 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_of_several_jobs_that_start_together_one_has_the_mirror(proxy: Proxy, tmp_path: Path) -> None:
-    made: list[object] = []
-
-    def start(number: int) -> None:
+    def start(number: int) -> object:
         try:
-            lock = mirror.MirrorLock("s3://runs/together")
-            lock.take()
-            made.append(lock)
+            return mirror.MirrorLock("s3://runs/together").take()
         except (ValueError, Failed) as error:
-            made.append(error)
+            return error
 
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(isinstance(each, mirror.MirrorLock) for each in made) == 1, made
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(start, range(4)))
+    assert found.count(None) == 1, found
 
 
 def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
@@ -230,12 +224,12 @@ def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch)
     shutil.rmtree(run / "checkpoints/step-00000005")
     made.upload()
     other = tmp_path / "other"
-    monkeypatch.setattr("megabert.checkpoint.run_lock.Owner.has_ended", property(lambda owner: owner.released))
+    on_other_machines(monkeypatch)
     with pytest.raises(ValueError, match=r"^s3://runs/stale is in use by pid"):
         opened(url, other)
     made.close()
     opened(url, other).lock.release()
-    assert (other / "checkpoints/step-00000008" / file_name("weights", 0, 1)).read_bytes() == b"weights of 8"
+    assert (other / "checkpoints/step-00000008" / FILE).read_bytes() == b"weights of 8"
     assert proxy.failed[STALE] > 4
     proxy.fault = lambda *_: PASS
     last = opened(url, other, keep=1)

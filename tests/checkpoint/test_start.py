@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights, newest_step, note_changes, write_start
-from megabert.config import CheckpointConfig
-from tests.checkpoint.test_store import ALONE, WEIGHTS_FILE, FakeEngine, state
+from tests.checkpoint.test_store import WEIGHTS_FILE, saved_run, state, steps
 from tests.helpers import tiny
+from tests.helpers.simulated_ranks import ALONE
 
 
 def start(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -30,11 +32,7 @@ def test_a_start_is_a_verified_checkpoint_of_step_0(tmp_path: Path) -> None:
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
     assert saved == start_state | {"step": 0, "world_size": 1}
     assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / "step-00000000"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
-        "chain.jsonl",
-        "pointer.json",
-        "step-00000000",
-    ]
+    assert steps(tmp_path) == [0]
     os.truncate(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS_FILE, 1000)
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         load_weights(tmp_path)
@@ -45,32 +43,30 @@ def test_the_newest_step_is_the_committed_one(tmp_path: Path) -> None:
     start(tmp_path)
     (tmp_path / "checkpoints" / ".saving-00000009").mkdir()
     assert newest_step(tmp_path) == 0
-    saving = Checkpoints(tmp_path, ALONE, CheckpointConfig(asynchronous=False))
-    saving.save(FakeEngine(), {"step": 12, "config": {}})  # type: ignore[arg-type]
+    saved_run(tmp_path, (12,))
     assert newest_step(tmp_path) == 12
     (tmp_path / "checkpoints" / "pointer.json").write_text("{")
     assert newest_step(tmp_path) is None
 
 
+# from masked to causal and back at the end
+FIXED = [("model.layers", 3), ("batch.global_size", 16), ("precision", "bf16"), ("optimizer.name", "lamb"), ("seed", 1)]
+FIXED += [("data.masking.strategy", "causal"), ("data.masking.strategy", "token")]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
-        ("dataset", "e" * 64, "dataset fingerprint"),
-        ("tokenizer", "u" * 64, "tokenizer SHA-256"),
-        *((key, value, key) for key, value in (("model.layers", 3), ("batch.global_size", 16), ("precision", "bf16"))),
-        *((key, value, key) for key, value in (("optimizer.name", "lamb"), ("seed", 1))),
-        # from masked to causal and back
-        *(("data.masking.strategy", value, "data.masking.strategy") for value in ("causal", "token")),
+        *(("dataset", "e" * 64, "dataset fingerprint"), ("tokenizer", "u" * 64, "tokenizer SHA-256")),
+        *((key, value, key) for key, value in FIXED),
     ],
 )
 def test_a_resume_on_something_else_names_the_field(key: str, value: Any, field: str) -> None:
     saved = state(1, tiny.config(data__masking__strategy="causal" if value == "token" else "token", model__nsp=False))
     check_compatible(saved, saved)
     current = json.loads(json.dumps(saved))
-    node = current if key in current else current["config"]
     *sections, leaf = key.split(".")
-    for section in sections:
-        node = node[section]
+    node = reduce(getitem, sections, current if key in current else current["config"])
     old, node[leaf] = node[leaf], value
     with pytest.raises(ValueError, match="cannot resume") as caught:
         check_compatible(saved, current)
@@ -78,12 +74,11 @@ def test_a_resume_on_something_else_names_the_field(key: str, value: Any, field:
 
 
 def test_dropout_schedule_and_micro_batch_may_change_on_a_resume() -> None:
-    saved = state(1, tiny.config())
-    for override in ({"batch__micro_size": 4}, {"model__dropout": 0.2}, {"schedule__total_steps": 20000},
-                     {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}, {"model__zero_init": True},
-                     {"model__frequency_bias": True}, {"data__masking__strategy": "word"},
-                     {"data__masking__strategy": "span"}):  # fmt: skip
-        check_compatible(saved, state(5, tiny.config(**override)))
+    free = {"batch__micro_size": 4, "model__dropout": 0.2, "schedule__total_steps": 20000, "optimizer__lr": 1.0}
+    free |= {"checkpoint__keep": 9, "model__zero_init": True, "model__frequency_bias": True}
+    masking = (("data__masking__strategy", strategy) for strategy in ("word", "span"))
+    for key, value in (*free.items(), *masking):
+        check_compatible(state(1, tiny.config()), state(5, tiny.config(**{key: value})))
 
 
 def test_changes_of_phases_are_named_by_key(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,8 @@
-"""A resumed run is the run; the newest checkpoints stay."""
+"""A resumed run is the run; the newest checkpoints stay; files are small, as safetensors writes them, and of the umask."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -11,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.checkpoint.format import MOMENTS, parse_group
-from megabert.config import CheckpointConfig
+from megabert.checkpoint.format import MOMENTS, WEIGHTS, file_name, index_slices, parse_group, seal
+from megabert.common.files import write_tensors
+from megabert.config import CheckpointConfig, load
 from megabert.distributed.ranks import World
 from megabert.engine import Engine, Snapshot
 from megabert.engine.zero_layout import ParameterSlice
+from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.helpers.simulated_ranks import save_as
+from tests.helpers.simulated_ranks import ALONE, save_as
 
-ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 # (precision, ZeRO stage, optimizer); the others are slow
 USUAL = (("bf16", 0, "adamw"), ("fp32", 1, "lamb"), ("bf16", 2, "adamw"), ("bf16", 3, "muon"))
 OTHERS = (
@@ -59,12 +62,10 @@ class FakeEngine:
 
     def restore(self, stored: Any, counters: Any) -> None:
         assert stored.shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1}
-        found = {
-            (kind, name): tensor.tolist() for kind, name, tensor in stored.whole("weight", "exp_avg", "exp_avg_sq")
-        }
+        kinds = ("weight", "exp_avg", "exp_avg_sq")
+        found = {(kind, name): tensor.tolist() for kind, name, tensor in stored.whole(*kinds)}
         self.value = found["weight", "w"][0]
-        of = {"weight": self.value, "exp_avg": self.value + 1, "exp_avg_sq": self.value + 2}
-        assert found == {(kind, "w"): [value] * self.size for kind, value in of.items()}
+        assert found == {(kind, "w"): [self.value + n] * self.size for n, kind in enumerate(kinds)}
 
 
 def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> Checkpoints:
@@ -72,6 +73,17 @@ def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> C
     for step in steps:
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))
     return checkpoints
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def steps(folder: Path) -> list[int]:
+    """Of the checkpoints, beside which there is nothing unfinished."""
+    chain, pointer, *found = names(folder)
+    assert (chain, pointer) == ("chain.jsonl", "pointer.json")
+    return [int(name.removeprefix("step-")) for name in found]
 
 
 def stored(folder: Path) -> float:
@@ -96,25 +108,20 @@ def test_a_best_checkpoint_that_is_saved_again_is_always_there(tmp_path: Path, m
     monkeypatch.setattr(os, "rename", renamed)
     checkpoints.save(FakeEngine(2), state(10, tiny.config(), best_step=10))
     assert seen and all(seen) and stored(tmp_path / "best") == 2
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*step-*")] == ["step-00000010"]
-
-
-# -- resume ------------------------------------------------------------------------------------------------------
+    assert steps(tmp_path) == [10]
 
 
 def straight_and_resumed(world: World, folder: str, cases: Any) -> dict[Any, Any]:
     """6 updates with dropout; and 3, a save that is written during the next, a new engine, a load, 3."""
     found: dict[str, Any] = {}
     for precision, stage, name in cases:
-        cfg = tiny.config(
-            precision=precision, zero__stage=stage, optimizer__name=name,
-            model__dropout=0.1, model__attention_dropout=0.1,
-        )  # fmt: skip
+        dropout = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
+        cfg = tiny.config(precision=precision, zero__stage=stage, optimizer__name=name, **dropout)
         run = Checkpoints(Path(folder) / f"{precision}-{stage}-{name}", world, settings(asynchronous=True))
         first = tiny.engine(cfg, world)
-        losses = tiny.train(first, range(3))
+        tiny.train(first, range(3))
         run.save(first, state(3, cfg))
-        losses += tiny.train(first, range(3, 6))
+        straight = tiny.train(first, range(3, 6))
         saved = run.finish()
         second = tiny.engine(cfg, world, seed=2)  # other weights
         loaded = run.load(second, run.latest())
@@ -123,7 +130,7 @@ def straight_and_resumed(world: World, folder: str, cases: Any) -> dict[Any, Any
         loaded_again = run.load(first, run.latest())  # a rollback
         stored, meta = load_weights(saved)
         found[precision, stage, name] = {
-            "straight": losses[3:],
+            "straight": straight,
             "resumed": resumed,
             "rolled back": tiny.train(first, range(3, 6)),
             "equal": equal(*ends),
@@ -149,9 +156,6 @@ def test_stop_and_resume_is_bit_equal(cases, tmp_path):
             run = found[case]
             assert run["resumed"] == run["straight"] == run["rolled back"], case
             assert run["equal"] and run["state"] and run["weights"] and run["files"] == expected, case
-
-
-# -- files that a rank opens ---------------------------------------------------------------------------------------
 
 
 def files_opened(world: World, folder: str) -> dict[int, tuple[set[str], bool]]:
@@ -194,50 +198,75 @@ def test_a_rank_opens_its_share_of_files(tmp_path):
             assert ("manifest.json" in opened) == (rank == 0)
 
 
-# -- which stay ----------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_stay_and_abandoned_ones_are_removed(tmp_path):
     checkpoints = saved_run(tmp_path, (10, 20, 30, 40), keep=2)
-    names = lambda: sorted(p.name for p in (tmp_path / "checkpoints").iterdir())  # noqa: E731
-    assert names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000040"]
-    checkpoints.save(FakeEngine(35), state(35, tiny.config()))
-    assert names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000035"]
-    checkpoints.save(FakeEngine(99), state(35, tiny.config()))  # the same step again replaces it
-    assert stored(tmp_path) == 99.0 and names() == ["chain.jsonl", "pointer.json", "step-00000030", "step-00000035"]
+    assert steps(tmp_path) == [30, 40]
+    for value in (35, 99):  # the same step again replaces it
+        checkpoints.save(FakeEngine(value), state(35, tiny.config()))
+        assert stored(tmp_path) == value and steps(tmp_path) == [30, 35]
     saved_run(tmp_path / "every", range(10, 130, 10), keep=2, keep_every=50)
-    steps = sorted(int(p.name[5:]) for p in (tmp_path / "every/checkpoints").glob("step-*"))
-    assert steps == [50, 100, 110, 120]
+    assert steps(tmp_path / "every") == [50, 100, 110, 120]
 
 
 def test_before_gives_the_newest_whole_one(tmp_path, capsys):
-    checkpoints = saved_run(tmp_path, (10, 20, 30))
-    name = lambda step: getattr(checkpoints.latest(step), "name", None)  # noqa: E731
-    assert [name(s) for s in (9, 10, 19, 20, 29, 30, 99)] == [
-        None, *(f"step-000000{s}" for s in (10, 10, 20, 20, 30, 30))
-    ]  # fmt: skip
-    (tmp_path / "checkpoints" / "step-00000020" / MOMENTS_FILE).unlink()
+    checkpoints, folder = saved_run(tmp_path, (10, 20, 30)), tmp_path / "checkpoints"
+    assert checkpoints.latest(9) is None
+    for before, newest in ((10, 10), (19, 10), (20, 20), (29, 20), (30, 30), (99, 30)):
+        assert checkpoints.latest(before) == folder / f"step-000000{newest}"
+    (folder / "step-00000020" / MOMENTS_FILE).unlink()
     assert capsys.readouterr().err == ""
-    assert name(25) == "step-00000010"
+    assert checkpoints.latest(25).name == "step-00000010"
     assert "is missing: going back to step-00000010" in capsys.readouterr().err
-    (tmp_path / "checkpoints" / "step-00000010" / MOMENTS_FILE).unlink()
+    (folder / "step-00000010" / MOMENTS_FILE).unlink()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         checkpoints.latest(25)
 
 
-# -- init_from ----------------------------------------------------------------------------------
-
-
 def test_weights_of_a_run_or_checkpoint_are_verified(tmp_path):
-    saved_run(tmp_path, (10, 20))
-    assert stored(tmp_path) == 20.0
-    weights, meta = load_weights(tmp_path / "checkpoints" / "step-00000010")
-    assert float(weights["w"][0, 0]) == 10.0 and meta["step"] == 10
+    saved_run(tmp_path)
+    older, newest = (tmp_path / "checkpoints" / f"step-000000{step}" for step in (10, 20))
+    assert (stored(tmp_path), stored(older), load_weights(older)[1]["step"]) == (20, 10, 10)
     with pytest.raises(ValueError, match="no checkpoint in it"):
         load_weights(tmp_path / "elsewhere")
-    (tmp_path / "checkpoints" / "step-00000020" / MOMENTS_FILE).unlink()
-    assert stored(tmp_path) == 20.0  # which needs no moments
-    file = tmp_path / "checkpoints" / "step-00000010" / WEIGHTS_FILE
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    (newest / MOMENTS_FILE).unlink()
+    assert stored(tmp_path) == 20  # which needs no moments
+    (older / WEIGHTS_FILE).write_bytes((older / WEIGHTS_FILE).read_bytes()[:-1] + b"\x01")
     with pytest.raises(ValueError, match="another SHA-256"):
-        load_weights(tmp_path / "checkpoints" / "step-00000010")
+        load_weights(older)
+
+
+def test_the_manifest_of_512_ranks_is_below_a_megabyte() -> None:
+    """BERT-LARGE at stage 3, where every rank holds a slice of each parameter."""
+    with torch.device("meta"):
+        model = BertForPreTraining(load("large_phase1", ["model.vocab_size=30528"]).model)
+    shapes, ranks = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, 512
+    held: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        for rank, offset in enumerate(range(0, size, -(-size // ranks))):
+            held[rank].append((name, offset, min(-(-size // ranks), size - offset)))
+    assert sum(map(len, held)) > 100_000
+    owners = [(group, rank) for group in (WEIGHTS, MOMENTS) for rank in range(ranks) if held[rank]]
+    files = {file_name(group, rank, ranks): {"bytes": 10**9, "sha256": "0" * 64} for group, rank in owners}
+    layout = {"ranks": ranks, "files": files, "parameters": index_slices(shapes, held), "first_moment_only": []}
+    assert len(seal(layout, state(1, tiny.config()), {"optimizer_steps": 1})) < 1_000_000
+
+
+def test_tensors_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(5.0), "ä:1": torch.arange(6).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16)}
+    tensors |= {"none": torch.zeros(0), "scalar": torch.tensor(2.5), "bytes": torch.arange(3, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    found = write_tensors(tmp_path / "ours", tensors, {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert found["bytes"] == (tmp_path / "ours").stat().st_size
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in load_file(tmp_path / "ours").items())
+
+
+def test_files_have_the_umask_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        saved_run(tmp_path, (1,))
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
