@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_finetune as bench
+from megabert.finetune import scores, tasks
+from megabert.finetune.datasets import SentenceExample
 
 
 def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path) -> None:
@@ -52,9 +54,6 @@ def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
-    from megabert.finetune import scores, tasks
-    from megabert.finetune.datasets import SentenceExample
-
     draw = random.Random(3)
     lengths = [draw.randint(1, 9) for _ in range(40)]
     truth, predictions = ([draw.choices(["O", "B-a", "I-a", "B-b"], k=n) for n in lengths] for _ in range(2))
@@ -62,8 +61,7 @@ def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
     task = tasks.Task("t", "tag", ("0",), "1")
     scores.write(task, [(examples, predictions)], tmp_path / "found.conll")
     found = bench.entity_tallies(tmp_path / "unused", tmp_path / "found.conll")
-    assert len(found) == 40
-    assert bench.ratio(found) == pytest.approx(scores.score(task, examples, predictions)["f1"])
+    assert len(found) == 40 and bench.ratio(found) == pytest.approx(scores.score(task, examples, predictions)["f1"])
 
 
 def test_a_question_counts_its_best_answer(tmp_path: Path) -> None:
@@ -89,9 +87,8 @@ def test_the_interval_is_paired_over_items_and_wider_where_seeds_differ() -> Non
     ours = theirs ^ (draw.random((1, 2_000)) < 0.06)
     difference = ours.astype(float) - theirs
     mean, error = difference.mean(), difference.std() / np.sqrt(2_000)
-    one = interval(ours, theirs)
-    found, normal = (one["gain"], one["low"], one["high"]), (mean, mean - 1.96 * error, mean + 1.96 * error)
-    assert found == pytest.approx(normal, abs=0.1 * error)
+    found, normal = interval(ours, theirs), {"low": mean - 1.96 * error, "gain": mean, "high": mean + 1.96 * error}
+    assert {name: found[name] for name in normal} == pytest.approx(normal, abs=0.1 * error)
     with pytest.raises(AssertionError, match="other items"):
         interval(np.ones((1, 3)), np.ones((1, 4)))
     theirs = np.repeat(draw.random((1, 500)) < 0.5, 5, axis=0)
@@ -128,12 +125,10 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         assert ("--from-scratch" in command) == (side == "random-weights") and threads == 1
         assert ("--dropout 0.25 --weight-decay 0" in " ".join(command)) == (side == "ours-as-the-trainer")
         folder, labels = output / f"seed{seed}", CORRECT[side][seed - 1]
-        assert not folder.exists()
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True)  # it was not there
         (folder / "predictions-test.tsv").write_text(f"index\tprediction\n0\t{labels[0]}\n1\t{labels[1]}\n")
-        score = sum(a == b for a, b in zip(labels, "10", strict=True)) / 2
-        result = {"scores": {"test": {"accuracy": score}}, "seconds": 1.0 + seed}
-        (folder / "result.json").write_text(json.dumps(result))
+        score = {"test": {"accuracy": sum(a == b for a, b in zip(labels, "10", strict=True)) / 2}}
+        (folder / "result.json").write_text(json.dumps({"scores": score, "seconds": 1.0 + seed}))
 
     monkeypatch.setattr(bench.hardware, "call", call)
     fixed = ["--tasks", "t", "--work", str(tmp_path / "work"), "--threads", "1", "--json", str(tmp_path / "out.json")]

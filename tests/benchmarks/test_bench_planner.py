@@ -1,23 +1,40 @@
-"""The committed score of the planner is what the code gives, and the documentation states it."""
+"""The planner's blind test: its rows, a split by names, and the committed score, which the documentation states."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections import defaultdict
 
 import pytest
 
 from benchmarks import bench_planner
-from benchmarks.common.mlperf import FROZEN, OWN_SOFTWARE, calibration, error, terms
+from benchmarks.common.mlperf import FROZEN, MANY, OWN_SOFTWARE, blind, calibration, error, terms
+from megabert.commands.plan.published import published_runs
+from megabert.commands.plan.step_time import DEVICES, Fabric
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def test_every_row_calibrates_judges_or_is_left_out() -> None:
+    left_out = [run for run in published_runs() if run.left_out]
+    assert (len(calibration()), len(blind()), len(left_out)) == (69, 76, 48)
+    for run in (*calibration(), *blind()):
+        assert run.gpu in DEVICES and run.gpus % run.nodes == 0 and run.year and run.rate > 0
+        assert bool(Fabric.of(run.gpus // run.nodes, run.network).adapters) == (run.nodes > 1)
+
+
+def test_every_gpu_calibrates_with_whole_groups() -> None:
+    chosen, kinds = set(calibration()), {run.gpu for run in calibration()}
+    assert kinds == set(DEVICES)
+    strata: dict[tuple[object, ...], set[bool]] = defaultdict(set)
+    for run in published_runs():
+        if not run.left_out and run.table == 1:
+            strata[run.submitter, run.gpu, run.network, run.nodes >= MANY].add(run in chosen)
+    assert all(len(sides) == 1 for sides in strata.values())
 
 
 def test_the_committed_score_is_what_the_code_gives() -> None:
-    report, found = (
-        json.loads((ROOT / "benchmarks/results/plan_blind_2026-11-28.json").read_text()),
-        bench_planner.score(),
-    )
+    report = json.loads((ROOT / "benchmarks/results/plan_blind_2026-11-28.json").read_text())
+    found = bench_planner.score()
     for row, now in zip(report["rows"], found["rows"], strict=True):
         assert (row["run"], row["side"], row["rate"]) == (now["run"], now["side"], now["rate"])
         assert row["predicted"] == pytest.approx(now["predicted"], rel=1e-3), row["run"]

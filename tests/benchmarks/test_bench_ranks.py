@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import bench_ranks
-from benchmarks.common import hardware
+from tests.conftest import ROOT
 
-DATA = Path(__file__).parents[1] / "data" / "golden" / "dataset" / "held_out"
+DATA = ROOT / "tests/data/golden/dataset/held_out"
 
 
 @pytest.mark.dist
@@ -20,7 +19,7 @@ def test_two_ranks_train_restart_and_halve(tmp_path) -> None:
     """It fails where rows are lost or repeated over two restarts, or weights are not those that were saved."""
     asked = ("--ranks", "2", "--per-node", "2", "--updates", "4", "--timeout", "0", "--data", DATA)
     command = [sys.executable, "benchmarks/bench_ranks.py", *map(str, asked), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=hardware.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["quantity"]: row["values"]["2"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
     # 3 commands of 4 updates of 8 rows; weights and moments of both ranks, and the manifest
@@ -40,11 +39,8 @@ def test_two_ranks_train_restart_and_halve(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("values", "shape", "at_1024"),
     [
-        ([7, 7, 7], "constant", 7),
-        ([19, 67, 259], "N", 2051),
-        ([64, 1024, 16384], "N^2", 1024**2),
-        ([3, 5, 7], "log2 N", 10),
-        ([128, 32, 8], "/ N", 1),
+        *(([7, 7, 7], "constant", 7), ([19, 67, 259], "N", 2051), ([64, 1024, 16384], "N^2", 1024**2)),
+        *(([3, 5, 7], "log2 N", 10), ([128, 32, 8], "/ N", 1)),
     ],
 )
 def test_growth_is_fitted_by_its_shape(values, shape, at_1024) -> None:

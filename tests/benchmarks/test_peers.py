@@ -112,10 +112,9 @@ def test_scorer_gives_modernberts_own_loss(window: int) -> None:
     loss = correct = count = 0.0
     for made in evaluation.fixed_batches(data, tokenizer, cfg):
         for batch in padded(Update(0, 0, [made]), 64):
-            ours = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-            labels = ours["labels"][ours["labels"] >= 0]
+            labels = batch["labels"][batch["labels"] >= 0]
             with torch.no_grad():
-                theirs = model(**ours)
+                theirs = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")})
             loss, count = loss + theirs.loss.item() * len(labels), count + len(labels)
             correct += (theirs.logits.argmax(-1) == labels).sum().item()
     assert count > 300
@@ -136,8 +135,7 @@ def test_peer_sees_every_sequence_once_and_whole() -> None:
     sequences = loop.Sequences(data)
     assert len(sequences) == data.manifest.statistics["sequences"]
     assert sequences.lengths.sum() == data.manifest.statistics["tokens"]
-    for index in range(0, len(sequences), 37):
-        row = sequences[index]
+    for row in map(sequences.__getitem__, range(0, len(sequences), 37)):
         ids, special = row["input_ids"], row["special_tokens_mask"]
         assert ids[0] == 2 and ids[-1] == 3 and 0 not in ids and ids.count(3) in (1, 2)
         assert special == [int(i in (0, 2, 3, 4)) for i in ids]
@@ -163,8 +161,7 @@ def test_equal_sizes_and_the_least_ratio(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("peer", bench_prep.PEERS)
 def test_the_peers_instances_are_the_texts_ids_in_order(peer: str, tmp_path: Path) -> None:
     pytest.importorskip(bench_prep.PEERS[peer])
-    vocabulary = tmp_path / "vocab.txt"
-    wordpiece.write(vocabulary)
+    vocabulary = wordpiece.write(tmp_path / "vocab.txt")
     words = [word for word in wordpiece.WORDS if not word.startswith("##")]
     texts = [" ".join(words[i % len(words)] for i in range(n, n + 50)) for n in range(40)]
     (tmp_path / "a").write_text('<doc id="1" url="u" title="t">\n' + "\n\n".join(texts[:20]) + "\n</doc>\n")
@@ -184,17 +181,14 @@ def test_without_a_vocabulary_no_ratio_is_made(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("A sentence of a few words stands here. Another one follows it.\n\n" * 400)
     command = [sys.executable, "benchmarks/bench_prep.py", "--input", str(tmp_path / "text"), "--workers", "1"]
     command += ["--repeats", "1", "--vocab", str(tmp_path / "none.txt")]
-    tokenizer = tmp_path / "vocab.txt"
-    wordpiece.write(tokenizer)
-    done = subprocess.run([*command, "--tokenizer", str(tokenizer)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "ratio not measured" in done.stdout
+    command += ["--tokenizer", str(wordpiece.write(tmp_path / "vocab.txt"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "ratio not measured" in done.stdout, done.stderr
 
 
 def test_texts_have_the_lengths_asked_for(tmp_path) -> None:
-    wordpiece.write(tmp_path / "vocab.txt")
-    texts = bench.texts_of_tokens(tmp_path / "vocab.txt", [5, 3, 16])
-    ids = Tokenizer.load(tmp_path / "vocab.txt").encode_texts(texts)
+    vocabulary = wordpiece.write(tmp_path / "vocab.txt")
+    ids = Tokenizer.load(vocabulary).encode_texts(bench.texts_of_tokens(vocabulary, [5, 3, 16]))
     assert [2 + len(text) for text in ids] == [5, 3, 16]
     mixed = bench.lengths_of("mixed", 20_000)
     assert mixed == bench.lengths_of("mixed", 20_000) and min(mixed) >= 8 and max(mixed) == 512
@@ -240,7 +234,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("kind", "file"), [("tag", "train.conll"), ("classify", "pairs.tsv")])
 def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> None:
-    task = tasks.custom(kind, () if kind == "tag" else ("a", "b"), "" if kind == "tag" else "label")
+    task = tasks.custom(kind) if kind == "tag" else tasks.custom(kind, ("a", "b"), "label")
     examples = datasets.read(task, tuned / file)
     labels = encoding.collect_labels(task, examples)
     tokenizer = trainer.AutoTokenizer.from_pretrained(tuned / "hf")
@@ -259,24 +253,16 @@ def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> No
 
 
 def test_trainer_learns_and_leaves_what_ours_leaves(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [
-        "--train",
-        str(tuned / "train.conll"),
-        "--dev",
-        str(tuned / "test.conll"),
-        "--test",
-        str(tuned / "test.conll"),
-    ]
-    command = ["--model", str(tuned / "hf"), "--kind", "tag", "--metric", "f1", "--output", str(tuned / "out"), *files]
-    command += ["--lr", "1e-2", "--batch", "8", "--epochs", "6", "--max-length", "8", "--precision", "fp32"]
+    command = (
+        f"--model {tuned}/hf --train {tuned}/train.conll --dev {tuned}/test.conll --test {tuned}/test.conll".split()
+    )
+    command += f"--kind tag --metric f1 --lr 1e-2 --batch 8 --epochs 6 --max-length 8 --output {tuned}/out".split()
+    command += ["--precision", "fp32"]
     assert trainer.main([*command, "--seeds", "1"]) == 0
     result = json.loads((tuned / "out/seed1/result.json").read_text())
     found = tuned / "out/seed1/predictions-test.conll"
-    tallies = bench_finetune.entity_tallies(found, found)
-    assert (
-        bench_finetune.ratio(tallies) == pytest.approx(result["scores"]["test"]["f1"])
-        and result["scores"]["test"]["f1"] > 0.5
-    )
+    f1 = bench_finetune.ratio(bench_finetune.entity_tallies(found, found))
+    assert f1 == pytest.approx(result["scores"]["test"]["f1"]) and f1 > 0.5
     sentences = [block.split("\n") for block in found.read_text().strip().split("\n\n")]
     assert all(line.endswith(" O") for block in sentences for line in block[6:]), "words behind the last token"
     assert {entry.name for entry in (tuned / "out/seed1").iterdir()} == {"result.json", found.name}

@@ -1,9 +1,13 @@
-"""Learning rates against values worked out by hand."""
+"""Learning rates against values worked out by hand; the record of them belongs to one run."""
+
+from typing import Any
 
 import pytest
 
 from megabert.config import ScheduleConfig
+from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import learning_rate, limit_reached, share_used
+from tests.helpers import tiny
 
 
 def schedule(name, **values):
@@ -61,3 +65,16 @@ def test_a_budget_has_no_default_limit_of_steps(fields):
 
 def test_shares_of_a_run_by_steps():
     assert [share_used(schedule("linear"), step, 9e9, 9) for step in (0, 11, 110, 500)] == [0, 0.1, 1, 1]
+
+
+def test_rates_of_other_settings_or_runs_are_not_taken(world, tmp_path) -> None:
+    def record(fresh: bool = False, **changes: Any) -> RateRecord:
+        cfg = tiny.config(schedule__by="minutes", schedule__budget_minutes=5.0, **changes)
+        return RateRecord(tmp_path, cfg, world, 0, fresh=fresh)
+
+    record().add(0, 0, 1.5, 0.25)
+    for changes in ({}, {"model__dropout": 0.1, "zero__stage": 2}):
+        assert record(**changes).known(0, 0) == (1.5, 0.25)
+    assert record(optimizer__lr=0.001).known(0, 0) is None
+    record().add(0, 0, 1.5, 0.25)
+    assert record(fresh=True).known(0, 0) is None  # a run without a checkpoint
