@@ -110,8 +110,7 @@ def test_window_ends_at_its_sequence() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_native_windows_read_no_keys_far_away(dtype: torch.dtype) -> None:
     """What they would multiply by zero is NaN: forward and backward skip it, whatever the row's length."""
-    start, end, _ = bounds([1024], width=1024)
-    inputs = list(local_keys(start, end, WINDOW))
+    inputs = list(local_keys(*bounds([1024], width=1024)[:2], WINDOW))
     qkv = normal(1, 1024, 3 * 32, seed=1).to(dtype)
     qkv[:, 400:] = float("nan")
     qkv.requires_grad_()
@@ -162,21 +161,17 @@ def test_backends_agree_with_the_oracle(backend: str) -> None:
 
 
 @needs_library
-def test_large_scores_stay_finite() -> None:
-    start, end, _ = bounds([8], width=8)
-    qkv = (normal(1, 8, 3 * 16, seed=1) * 1e4).float().requires_grad_()
-    out = ops.attend(qkv, 1, [start, end], 0.0, torch.tensor([1]), 0, "native")
+def test_large_scores_stay_finite_and_nan_is_seen() -> None:
+    start, end, _ = bounds([8, 8], width=16)
+    attend = lambda qkv: ops.attend(qkv, 1, [start, end], 0.0, torch.tensor([1]), 0, "native")  # noqa: E731
+    qkv = (normal(1, 16, 3 * 16, seed=1) * 1e4).float().requires_grad_()
+    out = attend(qkv)
     assert torch.isfinite(torch.autograd.grad(out.sum(), qkv, retain_graph=True)[0]).all()
     exact = reference.attention(qkv.double(), 1, start, end, torch.ones(1))
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-2)
-
-
-@needs_library
-def test_nan_is_seen() -> None:
-    start, end, _ = bounds([8, 8], width=16)
     qkv = torch.ones(1, 16, 48)
     qkv[0, 3, 20] = float("nan")
-    out = ops.attend(qkv, 1, [start, end], 0.0, torch.tensor([1]), 0, "native")
+    out = attend(qkv)
     assert out[0, :8].isnan().any() and not out[0, 8:].isnan().any()
 
 
@@ -185,24 +180,21 @@ def test_flash_attention_against_sdpa() -> None:
     rows, width, heads, size = [[20, 1, 19], [45], [0]], 45, 3, 64
     start, end, lengths = bounds(*rows, width=width)
     compact, slots, start, end = (t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end))
-    outs, grads = [], []
+    found = []
     for name, given in (("sdpa", slots), ("varlen", slots), ("varlen", compact)):
         qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", torch.bfloat16).requires_grad_()
         inputs = ops.attention_inputs(name, start, end, given)
-        out = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([1], device="cuda"), 0, name)
-        real = out * (end > 0)[..., None]
-        real.float().square().sum().backward()
-        outs.append(real)
-        grads.append(qkv.grad)
-    for i in (1, 2):
-        torch.testing.assert_close(outs[i], outs[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(grads[i], grads[0], rtol=5e-2, atol=5e-2)
+        real = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([1], device="cuda"), 0, name) * (end > 0)[..., None]
+        found.append((real, torch.autograd.grad(real.float().square().sum(), qkv)[0]))
+    for out, grad in found[1:]:
+        torch.testing.assert_close(out, found[0][0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grad, found[0][1], rtol=5e-2, atol=5e-2)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, *numbers: Any, scale: float, **sides: int) -> Any:
     """What the kernel behind torch.nn.attention.varlen computes, by torch: `numbers` are two widths, the dropout, `is_causal`."""
-    out, causal = torch.zeros_like(q), numbers[3]
-    left, right = sides.get("window_size_left", -1), 0 if causal else sides.get("window_size_right", -1)
+    out = torch.zeros_like(q)
+    left, right = sides.get("window_size_left", -1), 0 if numbers[3] else sides.get("window_size_right", -1)
     for begin, end in itertools.pairwise(begins.tolist()):
         parts = (x[begin:end].transpose(0, 1) for x in (q, k, v))
         away = torch.arange(end - begin) - torch.arange(end - begin)[:, None]  # of a key from its query

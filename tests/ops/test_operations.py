@@ -127,49 +127,41 @@ def test_threads_and_strides_change_no_bit(name: str) -> None:
         assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True))
 
 
-INTS = torch.zeros(2, 3, dtype=torch.int32)
+INTS, ones = torch.zeros(2, 3, dtype=torch.int32), torch.ones
+DROP: dict[str, Any] = {"seed": SEED, "stream": 0, "p": 0.1}
+RANGES = {"key_start": torch.zeros(1, 4).int(), "key_end": torch.full((1, 4), 4).int()}
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "attention": {
-        "qkv": torch.ones(1, 4, 24), "bias": None, "key_start": torch.zeros(1, 4).int(),
-        "key_end": torch.full((1, 4), 4).int(), "seed": SEED, "stream": 0, "heads": 2, "p": 0.1,
-    },
-    "dropout_add_layer_norm": {
-        "x": torch.ones(2, 8), "bias": torch.ones(8), "residual": torch.ones(2, 8), "weight": torch.ones(8),
-        "shift": torch.ones(8), "seed": SEED, "stream": 0, "p": 0.1, "eps": 1e-5,
-    },
-    "bias_geglu": {"x": torch.ones(2, 4), "bias": torch.ones(4)},
-    "bias_geglu_backward": {"grad": torch.ones(2, 2), "x": torch.ones(2, 4), "bias": torch.ones(4)},
-    "rotate": {"qkv": torch.ones(2, 12), "cos": torch.ones(2, 1), "sin": torch.ones(2, 1), "heads": 2, "back": False},
-    "mlm_loss": {
-        "hidden": torch.ones(2, 8), "weight": torch.ones(32, 8), "bias": torch.ones(32), "labels": torch.tensor([0, 1]),
-        "vocab_size": 20, "need_grad": True,
-    },
-    "softmax_mask": {
-        "scores": torch.ones(2, 2, 3, 4), "key_start": None, "key_end": None, "mask": None, "seed": SEED, "stream": 0,
-        "scale": 1.0, "p": 0.1,
-    },
+    "attention": {"qkv": ones(1, 4, 24), "bias": None, "heads": 2} | RANGES | DROP,
+    "dropout_add_layer_norm": {"x": ones(2, 8), "bias": ones(8), "residual": ones(2, 8), "eps": 1e-5} | DROP
+    | {"weight": ones(8), "shift": ones(8)},
+    "bias_geglu": {"x": ones(2, 4), "bias": ones(4)},
+    "bias_geglu_backward": {"grad": ones(2, 2), "x": ones(2, 4), "bias": ones(4)},
+    "rotate": {"qkv": ones(2, 12), "cos": ones(2, 1), "sin": ones(2, 1), "heads": 2, "back": False},
+    "mlm_loss": {"hidden": ones(2, 8), "weight": ones(32, 8), "bias": ones(32), "labels": torch.tensor([0, 1])}
+    | {"vocab_size": 20, "need_grad": True},
+    "softmax_mask": {"scores": ones(2, 2, 3, 4), "scale": 1.0} | dict.fromkeys(("key_start", "key_end", "mask")) | DROP,
 }  # fmt: skip
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("attention", {"qkv": torch.ones(1, 4, 24).double()}, "qkv has dtype"),
+    ("attention", {"qkv": ones(1, 4, 24).double()}, "qkv has dtype"),
     ("attention", {"heads": 5}, "not a multiple of 3 x 5 heads"),
     ("attention", {"key_end": torch.full((1, 4), 5).int()}, r"outside \[0, 4\]"),
-    ("attention", {"key_end": torch.ones(1, 3).int()}, "key_end has size 3"),
-    ("dropout_add_layer_norm", {"x": torch.ones(2, 8).half()}, "x has dtype"),
-    ("dropout_add_layer_norm", {"bias": torch.ones(7)}, "bias has size 7 in dimension 0, not 8"),
-    ("dropout_add_layer_norm", {"residual": torch.ones(3, 8)}, "residual has another shape"),
-    ("dropout_add_layer_norm", {"seed": torch.ones(3).long()}, "seed has 3 elements, not 1 or 2"),
+    ("attention", {"key_end": ones(1, 3).int()}, "key_end has size 3"),
+    ("dropout_add_layer_norm", {"x": ones(2, 8).half()}, "x has dtype"),
+    ("dropout_add_layer_norm", {"bias": ones(7)}, "bias has size 7 in dimension 0, not 8"),
+    ("dropout_add_layer_norm", {"residual": ones(3, 8)}, "residual has another shape"),
+    ("dropout_add_layer_norm", {"seed": ones(3).long()}, "seed has 3 elements, not 1 or 2"),
     ("dropout_add_layer_norm", {"p": 1.0}, r"p is 1, not in \[0, 1\)"),
-    ("bias_geglu", {"x": torch.ones(2, 3), "bias": torch.ones(3)}, "x has 3 columns, which are no two halves"),
-    ("bias_geglu_backward", {"grad": torch.ones(2, 4)}, "grad is not half of x in its last dimension"),
-    ("rotate", {"qkv": torch.ones(2, 13)}, "qkv has 13 columns"),
-    ("rotate", {"sin": torch.ones(3, 1)}, "sin has 3 elements, not 1 a token"),
+    ("bias_geglu", {"x": ones(2, 3), "bias": ones(3)}, "x has 3 columns, which are no two halves"),
+    ("bias_geglu_backward", {"grad": ones(2, 4)}, "grad is not half of x in its last dimension"),
+    ("rotate", {"qkv": ones(2, 13)}, "qkv has 13 columns"),
+    ("rotate", {"sin": ones(3, 1)}, "sin has 3 elements, not 1 a token"),
     ("mlm_loss", {"labels": torch.tensor([0, 20])}, r"labels\[1\] is 20"),
-    ("mlm_loss", {"weight": torch.ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
+    ("mlm_loss", {"weight": ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
     ("mlm_loss", {"vocab_size": 33}, "vocab_size is 33"),
     ("softmax_mask", {"key_end": INTS + 5}, r"key_end\[0, 0\] is 5, outside \[0, 4\]"),
     ("softmax_mask", {"key_end": INTS[:, :1] - 1}, r"key_end\[0, 0\] is -1, outside \[0, 4\]"),
     ("softmax_mask", {"key_start": torch.zeros(3, 3).int()}, "key_start has size 3 in dimension 0"),
-    ("softmax_mask", {"mask": torch.ones(2, 2, 3, 4).int()}, "mask has dtype"),
+    ("softmax_mask", {"mask": ones(2, 2, 3, 4).int()}, "mask has dtype"),
 ]
 
 
