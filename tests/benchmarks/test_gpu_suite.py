@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -57,33 +57,24 @@ for key in sys.argv[2:]:
 """
 
 
-class Stand(gpu_suite.Suite):
-    """Steps whose process writes a line for each key, and ends at one that is named so; those started."""
-
-    started: ClassVar[list[tuple[str, ...]]] = []
-
-    def command(self, keys: Sequence[str], options: Sequence[str], target: Path) -> list[str]:
-        self.started.append(tuple(keys))
-        return ["-c", LINES, str(target), *keys]
-
-
-def test_steps_share_a_process_until_one_fails() -> None:
+def test_steps_share_a_process_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process writes a line for each key, and ends at one that is named so."""
     keys = ["steps/one 128x2", "steps/broken 128x2", "steps/three 128x2", "steps/four 128x2"]
-    stand = Stand("cpu", True, Path("pack"))
-    found = dict(gpu_suite.results(stand, dict.fromkeys(keys, ""), ENV, time.monotonic() + 60))
-    assert Stand.started == [tuple(keys), tuple(keys[2:])]
+    suite = gpu_suite.Suite("cpu", True, Path("pack"))
+    command = Mock(side_effect=lambda keys, options, target: ["-c", LINES, str(target), *keys])
+    monkeypatch.setattr(gpu_suite.Suite, "command", command)
+    found = dict(gpu_suite.results(suite, dict.fromkeys(keys, ""), ENV, time.monotonic() + 60))
+    assert [list(call.args[0]) for call in command.call_args_list] == [keys, keys[2:]]
     assert [found[key]["state"] for key in keys] == ["done", "failed", "done", "done"]
     assert found[keys[3]]["value"] == {"of": keys[3]} and "out of memory" in found[keys[1]]["output"]
-    late = dict(gpu_suite.results(stand, dict.fromkeys(keys, ""), ENV, time.monotonic()))
+    late = dict(gpu_suite.results(suite, dict.fromkeys(keys, ""), ENV, time.monotonic()))
     assert {result["state"] for result in late.values()} == {"skipped"}
 
 
 def test_items_end_with_the_suite(tmp_path: Path) -> None:
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
-    code = (
-        "import os; from benchmarks import gpu_suite\n"
-        f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
-    )
+    code = f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
+    code = f"import os; from benchmarks import gpu_suite\n{code}"
     suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENV)
     file, end = tmp_path / "pid", time.monotonic() + 30
     while not (file.is_file() and file.read_text().endswith(".")) and time.monotonic() < end:

@@ -185,10 +185,8 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
 
     peer = entry("peer", (0, 0, 10.0), (600, 1000, 6.0))
     fast = entry("fast", (0, 0, 10.0), (150, 500, 7.0), (200, 600, 8.0), (400, 1400, 4.0))
-    assert [(c["what"], c["taken"], c["ratio"]) for c in records.comparisons([fast, peer], peer)] == [
-        ("seconds to the peer's loss", 300.0, 2.0),
-        ("tokens to the peer's loss", 1000.0, 1.0),
-    ]
+    found = [(c["what"].split()[0], c["taken"], c["ratio"]) for c in records.comparisons([fast, peer], peer)]
+    assert found == [("seconds", 300.0, 2.0), ("tokens", 1000.0, 1.0)]
     assert records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer) == []
 
 

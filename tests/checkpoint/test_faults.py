@@ -30,10 +30,7 @@ from tests.helpers.simulated_ranks import ALONE
 
 CALLS = [
     *((os, name) for name in ("fsync", "rename", "replace", "unlink")),
-    (shutil, "rmtree"),
-    (checkpoint_format, "write_tensors"),
-    (files.Path, "open"),
-    (files.Path, "write_bytes"),
+    *((shutil, "rmtree"), (checkpoint_format, "write_tensors"), (files.Path, "open"), (files.Path, "write_bytes")),
 ]
 
 

@@ -183,22 +183,9 @@ def test_layer_norm(kernels: Kernels, rows: int, width: int, p: float, second: s
     keep = reference.keep_mask(SEED, STREAM, rows, width, p)
     made, statistic, drop = result(dtype, rows, width), result(FP32, rows), (STREAM, p, SEEDS)
     y, z, mean, rstd = kernels.run(
-        "layer_norm",
-        dtype,
-        x,
-        bias,
-        residual,
-        weight,
-        shift,
-        made,
-        made,
-        statistic,
-        statistic,
-        rows,
-        width,
-        1e-5,
+        "layer_norm", dtype, x, bias, residual, weight, shift, made, made, statistic, statistic, rows, width, 1e-5,
         *drop,
-    )
+    )  # fmt: skip
     vector, partial = result(dtype, width), empty(FP32, 3, 3, width)
     *dx, dresidual, dbias, dweight, dshift = kernels.run(
         "layer_norm_backward", dtype, grad, more, second == "of z", z, weight, mean, rstd, made if p else None, made,

@@ -38,11 +38,8 @@ def steps_of(kind: str) -> int:
     return STEPS if kind == "plain" else 6
 
 
-def under_zero(world: Any, cases: list[tuple[str, int, str]]) -> dict[tuple[str, int, str], Any]:
-    return {
-        (name, stage, kind): train(world, name, steps_of(kind), zero__stage=stage, **KINDS[kind])
-        for name, stage, kind in cases
-    }
+def under_zero(world: Any, cases: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
+    return [train(world, name, steps_of(kind), zero__stage=stage, **KINDS[kind]) for name, stage, kind in cases]
 
 
 @pytest.mark.dist
@@ -50,7 +47,7 @@ def under_zero(world: Any, cases: list[tuple[str, int, str]]) -> dict[tuple[str,
 def test_optimizers_under_zero_equal_unsharded_ones(cases):
     """Also with rates by group, and with trust ratios of queries, keys and values of their own: other weights than without."""
     reference = cache(plain_run)
-    for case, found in run_ranks(2, under_zero, cases, timeout=800)[0].items():
+    for case, found in zip(cases, run_ranks(2, under_zero, cases, timeout=800)[0], strict=True):
         name, _, kind = case
         rates = RATES if kind == "rated" else {}
         check(found, reference("split lamb" if kind == "split" else name, steps_of(kind), **rates), case)
@@ -87,10 +84,8 @@ def test_decoder_has_the_rate_of_the_head(tied):
 
 def test_phase_2_takes_over_the_moments(world, tmp_path):
     """From the run of phase 1, and again after a restart before its first update."""
-    cfg, keep = (
-        tiny.config(optimizer__name="lamb", zero__stage=2, **KINDS["split"]),
-        CheckpointConfig(asynchronous=False),
-    )
+    cfg = tiny.config(optimizer__name="lamb", zero__stage=2, **KINDS["split"])
+    keep = CheckpointConfig(asynchronous=False)
     first = tiny.engine(cfg, world)
     tiny.train(first, range(5), LR)
     Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
