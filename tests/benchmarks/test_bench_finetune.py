@@ -156,7 +156,7 @@ def test_every_start_is_compared_with_the_first(stand_in: Callable[..., list[str
     assert "100.0 ± 0.0, 0 s | 75.0 ± 35.4 (+25.0," in lines[-1]
 
 
-def test_peers_take_turns_and_finished_runs_are_kept(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_finished_runs_are_kept_and_checked(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
     given = ["--models", "ours=x", "--peer", "--seeds"]
     assert stand_in(*given, "1") == ["ours 1", "ours-trainer 1"]
     # a run that was interrupted before its end was recorded is repeated whole
@@ -170,13 +170,9 @@ def test_peers_take_turns_and_finished_runs_are_kept(stand_in: Callable[..., lis
     assert stand_in(*given, "2", "--control") == ["ours-as-the-trainer 1", "ours-as-the-trainer 2"]
     with pytest.raises(ValueError, match=r"seed1: is a run of command .*--lr 3e-4.*; name another --work"):
         stand_in(*given, "2", "--lr", "1e-3")
-
-
-def test_scores_are_those_of_the_predictions(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
-    stand_in("--models", "ours=x", "--seeds", "1")
     (tmp_path / "work/sst-2-ours/seed1/predictions-test.tsv").write_text("index\tprediction\n0\t1\n1\t1\n")
     with pytest.raises(ValueError, match=r"its run scores 1.0, its predictions 0.5"):
-        stand_in("--models", "ours=x", "--seeds", "1")
+        stand_in(*given, "2")
 
 
 def test_peer_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:

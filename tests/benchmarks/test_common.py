@@ -26,7 +26,6 @@ from tests.helpers.ranks import CONTEXT
 
 # seconds between two replays, and that Python takes for a call outside a graph
 OVERHEAD, LAUNCH = 4e-6, 30e-6
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.fixture
@@ -35,9 +34,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / hardware.RESULTS).mkdir(parents=True)
     (tmp_path / "source.py").write_text("1\n")
     (tmp_path / hardware.RESULTS / "old.json").write_text("{}\n")
-    names = ("-c", "user.name=n", "-c", "user.email=n@example.org")
-    for command in (["init", "-q"], ["add", "."], [*names, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    for command in ("init -q", "add .", "-c user.name=n -c user.email=n@example.org commit -q -m first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
     for module in (hardware, environment):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     hardware.changes.cache_clear()
@@ -117,10 +115,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cud
 @pytest.mark.parametrize("fault", ["graph", "rand"])
 def test_a_side_that_spoils_the_device_is_named(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """In its capture, or by what it leaves of the generator."""
-
-    def breaks(*_: object, **__: object) -> None:
-        raise RuntimeError("offset increment outside graph capture")
-
+    breaks = MagicMock(side_effect=RuntimeError("offset increment outside graph capture"))
     monkeypatch.setattr(torch if fault == "rand" else torch.cuda, fault, breaks)
     with pytest.raises(measure.CaptureFailed, match="RuntimeError: offset increment outside") as error:
         measure.kernel_times({"side": cuda.call}, torch.device("cuda"), rounds=5)
@@ -132,8 +127,8 @@ def test_a_kernel_is_timed_without_its_launch(cuda: Cuda, calls: int) -> None:
     times = measure.kernel_times({"call": cuda.call}, torch.device("cuda"), rounds=5, seconds=0.1)["call"]
     assert [graph.calls for graph in cuda.graphs] == [1, calls]
     assert 5 <= len(times) <= 200
-    for seconds in times:
-        assert cuda.kernel <= seconds <= cuda.kernel * 1.05, "neither Python's launches nor the gaps between replays"
+    # neither Python's launches nor the gaps between replays
+    assert all(cuda.kernel <= seconds <= cuda.kernel * 1.05 for seconds in times), times
 
 
 def as_a_script(script: str, output: str) -> None:
@@ -149,11 +144,10 @@ def as_a_script(script: str, output: str) -> None:
 
 
 def test_every_script_starts_and_says_what_it_measures(tmp_path: Path) -> None:
-    started = [
-        CONTEXT.Process(target=as_a_script, args=(script.name, str(tmp_path / script.stem))) for script in SCRIPTS
-    ]
-    assert len(started) >= 10
-    for script, process in zip(SCRIPTS, started, strict=True):
+    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
+    assert len(scripts) >= 10
+    for script in scripts:
+        process = CONTEXT.Process(target=as_a_script, args=(script.name, str(tmp_path / script.stem)))
         process.start()
         process.join(300)
         output = (tmp_path / script.stem).read_text()

@@ -180,7 +180,7 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
     """Twice as fast and token for token the same: 2 in seconds, 1 in tokens."""
 
     def entry(name: str, *points: tuple[float, float, float]) -> dict:
-        curve = [{"seconds": s, "tokens": t, "loss": loss} for s, t, loss in points]
+        curve = [dict(zip(("seconds", "tokens", "loss"), point, strict=True)) for point in points]
         return {"recipe": name, "seeds": {"42": {"curve": curve}}}
 
     peer = entry("peer", (0, 0, 10.0), (600, 1000, 6.0))
@@ -191,14 +191,12 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
 
 
 def test_a_record_needs_a_gain_that_is_no_chance() -> None:
-    def entry(name: str, date: str, *bits: float) -> records.Entry:
-        return {"recipe": name, "seeds": {str(n): {"bits": one, "date": date} for n, one in enumerate(bits)}}
-
-    first = entry("first", "2026-01-01", 2.00, 2.02, 1.98)
-    chance = entry("chance", "2026-01-02", 1.97, 2.01, 1.99)
-    lucky = entry("lucky", "2026-01-03", 1.50)
-    second = entry("second", "2026-01-04", 1.90, 1.92, 1.88)
-    found = records.history([second, lucky, chance, first])
+    runs = {"first": (2.00, 2.02, 1.98), "chance": (1.97, 2.01, 1.99), "lucky": (1.50,), "second": (1.90, 1.92, 1.88)}
+    entries: list[records.Entry] = [
+        {"recipe": name, "seeds": {str(n): {"bits": one, "date": f"2026-01-0{day}"} for n, one in enumerate(bits)}}
+        for day, (name, bits) in enumerate(runs.items(), 1)
+    ]
+    found = records.history(entries[::-1])
     assert [one["recipe"] for one, _ in found] == ["first", "second"]
     # t = 0.1 / sqrt(2 * 0.02^2 / 3) = 6.12 with 4 degrees of freedom
     assert found[0][1] is None and found[1][1] == pytest.approx(0.0018, abs=1e-4)

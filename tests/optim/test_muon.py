@@ -170,12 +170,12 @@ def test_queries_keys_and_values_are_separate_matrices():
     model = tiny.model(tiny.config())
     found = find_matrices(model)
     names = [n for n, _ in model.named_parameters()]
-    assert {names[index] for index in found} == {f"layers.{n}.{m}" for n in (0, 1) for m in LAYERS_MATRICES}
-    wide = {"qkv.weight": [(32, 32)] * 3, "feed_forward.weight": [(128, 32)], "feed_forward_output.weight": [(32, 128)]}
-    for index, matrices in found.items():
-        shapes = [(m.rows, m.columns) for m in matrices]
-        assert shapes == wide.get(names[index].partition(".")[2].partition(".")[2], [(32, 32)])
-        assert [m.begin for m in matrices] == [n * 1024 for n in range(len(matrices))]
+    of_layer = ([(32, 32)] * 3, [(32, 32)], [(128, 32)], [(32, 128)])
+    shapes = {names[index]: [(m.rows, m.columns) for m in matrices] for index, matrices in found.items()}
+    assert shapes == {
+        f"layers.{n}.{m}": shape for n in (0, 1) for m, shape in zip(LAYERS_MATRICES, of_layer, strict=True)
+    }
+    assert all(m.begin == 1024 * n for matrices in found.values() for n, m in enumerate(matrices))
     groups = build_optimizer(OptimizerConfig(name="muon", weight_decay=DECAY), model).param_groups
     listed = [id(p) for group in groups for p in group["params"]]
     assert sorted(listed) == sorted(id(p) for p in model.parameters())
