@@ -1,7 +1,5 @@
 """`megabert NAME …` names every command, answers at once, and is the same as every other way of starting one."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Held-out figures of each dataset of a mixture, in training and afterwards."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -56,7 +54,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(world: World, folder: Path, *overrides: str, **options: Any) -> dict[str, float]:
     """The last held-out figures of a run."""
     cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *overrides])
-    trainer = open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)  # type: ignore[arg-type]
+    trainer = open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)
     assert trainer.train()
     trainer.close()
     return trainer.last_eval

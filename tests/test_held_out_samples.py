@@ -1,7 +1,5 @@
 """Held-out samples say what the model's own logits say, at the places that evaluation hides, and change nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Python face of the project: trained models and datasets."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

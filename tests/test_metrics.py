@@ -1,7 +1,5 @@
 """Figures by the published arithmetic, counted over ranks and restarts; sinks that survive kills and are read back."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging.handlers
@@ -45,9 +43,6 @@ def config(*overrides: str) -> Config:
 def needs(package: str) -> pytest.MarkDecorator:
     found = importlib.util.find_spec(package) is not None
     return pytest.mark.skipif(not found, reason=f"{package} is not installed (megabert[{package}])")
-
-
-# -- figures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "predictions", "gflop"), [(128, 20, 240.6), (512, 77, 1020.0)])
@@ -129,9 +124,6 @@ def test_causal_updates_have_figures_apart() -> None:
         one.add(result(5.0), rows(1, "causal"))
         found = one.drain()
         assert found["train/objective"] == "causal" and found["train/loss"] == 5.0 and "train/causal_loss" not in found
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def seconds(updates: int, **slow: float) -> list[float]:
@@ -249,8 +241,8 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
         watchdog__slow_ratio=1.5, watchdog__slow_minutes=0.02,
     )  # fmt: skip
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
-    ours.workload.saved_at = 35  # type: ignore[attr-defined]
-    ours.workload.evaluation_due = lambda step: step == 25  # type: ignore[method-assign]
+    ours.workload.saved_at = 35
+    ours.workload.evaluation_due = lambda step: step == 25
     ours.schedule.stop_after = None
     slow = cause if world.rank == 1 else ""
     ours.engine.module.register_forward_pre_hook(lambda *_: compute_for(BUSY + LATE * (slow == "device")))
@@ -260,8 +252,8 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
     if slow == "elsewhere":
         first, save = iter([ONCE]), ours.saves.start
         ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(next(first, 0.0)))
-        ours.workload.evaluate = lambda *_: time.sleep(ONCE) or {}  # type: ignore
-        ours.saves.start = lambda *state: (time.sleep(ONCE), save(*state))  # type: ignore
+        ours.workload.evaluate = lambda *_: time.sleep(ONCE) or {}
+        ours.saves.start = lambda *state: (time.sleep(ONCE), save(*state))
     with pytest.raises(Killed):
         ours.train()
     if stops is not None:
@@ -303,9 +295,6 @@ def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
         cores.look()
         assert len(caplog.records) == warnings
     assert "waited for a core 50%" in caplog.text
-
-
-# -- sinks -----------------------------------------------------------------------------------------------------------
 
 
 def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: Path) -> None:

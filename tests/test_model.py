@@ -1,7 +1,5 @@
 """The model against Hugging Face's BERT, packing against alone, backends against each other, and what must cost nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

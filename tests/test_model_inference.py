@@ -1,7 +1,5 @@
 """Packed weights and threads of their own change nothing but speed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

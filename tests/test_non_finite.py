@@ -1,7 +1,5 @@
 """NaN and infinities: in weights every reader refuses them by name, in losses and scores they are never the best."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

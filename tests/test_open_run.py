@@ -1,7 +1,5 @@
 """A run's data: read by one rank of a node for all of them, and held-out rows that stay open between evaluations."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -92,15 +90,15 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
     main, first, other = Rank(0), Rank(8), Rank(9)
-    want = open_dataset(cfg.data, main)  # type: ignore[arg-type]
+    want = open_dataset(cfg.data, main)
     assert len([name for name in reads if not name.startswith("shard-")]) == (2 if mixed else 1)
     first.sent = other.sent = main.sent
     looked_at = [*reads]
     reads.clear()
-    found = [open_dataset(cfg.data, first)]  # type: ignore[arg-type]
+    found = [open_dataset(cfg.data, first)]
     assert reads == looked_at, "another node has a look of its own"
     reads.clear()
-    found.append(open_dataset(cfg.data, other))  # type: ignore[arg-type]
+    found.append(open_dataset(cfg.data, other))
     assert not reads, "the others of a node read and ask for nothing"
     positions = np.arange(700)
     for its in found:
@@ -109,10 +107,10 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
         assert its.identity == want.identity
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
-        open_dataset(cfg.data, first)  # type: ignore[arg-type]
+        open_dataset(cfg.data, first)
     (tmp_path / "a" / "shard-000001.tar").unlink()
     with pytest.raises(RankRefused, match=r"rank 8: .*shard-000001\.tar: is missing"):
-        open_dataset(cfg.data, first)  # type: ignore[arg-type]
+        open_dataset(cfg.data, first)
 
 
 def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
@@ -120,16 +118,16 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     main, alone, other = Rank(0), Rank(8), Rank(1)
     make_dataset(tmp_path, 20)
     cfg = config(tmp_path)
-    open_dataset(cfg.data, main)  # type: ignore[arg-type]
+    open_dataset(cfg.data, main)
     alone.sent = main.sent
     with pytest.raises(RankRefused, match=r"rank 8: .*tokenizer\.model") as found:
-        open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
+        open_run(tmp_path / "run", cfg, alone, None, None)
     assert exit_code(found.value) == USER_ERROR
-    assert on_every_rank(other, lambda: "read") == "read"  # type: ignore[arg-type]
-    other.max_ints = lambda own: [USER_ERROR]  # type: ignore[method-assign]
-    other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]  # type: ignore[method-assign]
+    assert on_every_rank(other, lambda: "read") == "read"
+    other.max_ints = lambda own: [USER_ERROR]
+    other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]
     with pytest.raises(RankRefused, match="rank 8: its disk is gone"):
-        on_every_rank(other, lambda: "read")  # type: ignore[arg-type]
+        on_every_rank(other, lambda: "read")
 
 
 def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
@@ -139,7 +137,7 @@ def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
     make_dataset(tmp_path, 16)
     cfg = config(tmp_path)
     main, other = Rank(0), Rank(9)
-    main.device = other.device = CPU  # type: ignore[attr-defined]
+    main.device = other.device = CPU
 
     def described(rank: Rank) -> dict[str, Any]:
         engine: Any = SimpleNamespace(module=tiny.model(cfg), world=rank, optimizer_kernels="torch")
@@ -162,7 +160,7 @@ def open_where_rank_1_has_no_model(world: World, folder: str) -> tuple[str, int]
         opening.new_model = fail
     cfg, watchdog = config(GOLDEN, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
     with pytest.raises(RankRefused) as found:
-        open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)  # type: ignore[arg-type]
+        open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)
     return str(found.value), exit_code(found.value)
 
 

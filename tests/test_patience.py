@@ -1,7 +1,5 @@
 """The end of a run whose held-out loss improves no more, and its best checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -42,8 +40,8 @@ def opened(
     """A trainer whose evaluation gives these losses; `left`: seconds to its time limit."""
     cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *TEN, *overrides])
     watchdog = Watchdog(world, folder, 0.0)
-    trainer = open_run(folder, cfg, world, StopAt(seconds=left), watchdog, stop_after=stop)  # type: ignore[arg-type]
-    trainer.workload.evaluate = lambda step, progress: {"eval/mlm_loss": losses[step]}  # type: ignore[method-assign]
+    trainer = open_run(folder, cfg, world, StopAt(seconds=left), watchdog, stop_after=stop)
+    trainer.workload.evaluate = lambda step, progress: {"eval/mlm_loss": losses[step]}
     return trainer
 
 
@@ -102,7 +100,7 @@ def test_an_evaluation_that_time_does_not_allow_is_made_by_the_next_start(
         seconds["left"] = 0.1 if step == 4 else 100.0  # before the evaluation of step 6, which takes longer
         return evaluate(step, progress)
 
-    trainer.workload.evaluate = slow  # type: ignore[method-assign]
+    trainer.workload.evaluate = slow
     assert not trainer.train()
     trainer.close()
     assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text

@@ -1,7 +1,5 @@
 """Runs in phases: interrupted anywhere, they are the same run. A causal start is the phase that has a key of its own."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -56,7 +54,7 @@ def config(*overrides: str) -> Config:
 
 def opened(world: World, folder: Path, *overrides: str, **options: Any) -> Trainer:
     cfg = config(*overrides)
-    return open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)  # type: ignore[arg-type]
+    return open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)
 
 
 def trained(
@@ -164,7 +162,7 @@ def test_by_minutes_the_change_follows_the_clock(world: World, tmp_path: Path) -
     for stop_after in (4, 7):
         trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
         report = trainer.send_report
-        trainer.send_report = lambda update, seconds, report=report, trainer=trainer: report(  # type: ignore[method-assign]
+        trainer.send_report = lambda update, seconds, report=report, trainer=trainer: report(
             update, 0.06 if trainer.state.step <= 2 else 9.0
         )
         assert trainer.train()
@@ -187,7 +185,7 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: 
     guard = ("spikes.policy=skip", "spikes.window=8", "spikes.threshold=3.0", "schedule.total_steps=40")
     overrides = [*SMALL, *guard, "objective.causal_share=0.9", "optimizer.lr=1e-8", "data.masking.rate=0.02"]
     cfg = configuration.load("tiny", overrides)
-    trainer = open_run(tmp_path, cfg, world, StopAt(), Watchdog(world, tmp_path, 0.0))  # type: ignore[arg-type]
+    trainer = open_run(tmp_path, cfg, world, StopAt(), Watchdog(world, tmp_path, 0.0))
     assert trainer.train()
     losses, after = trainer.spike_policy.state(), trainer.state
     trainer.close()
@@ -234,9 +232,6 @@ def test_a_start_from_frequencies_survives_a_resume(world: World, tmp_path: Path
     first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
     same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
-
-
-# -- three phases of different data, batch, masking, learning rate and rotary base ----------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +282,7 @@ def test_micro_batches_are_fitted_to_each_phase(world: World, tmp_path: Path) ->
     """Not to the run: a larger batch of a phase is not divided by the run's smaller one."""
     tables = "phases=[{share=0.5},{share=0.5,batch.global_size=8}]"
     trainer = opened(world, tmp_path, "objective.causal_share=0", "batch.global_size=3", "batch.micro_size=8", tables)
-    assert [phase.batch.micro_size for phase in trainer.workload.phases] == [3, 8]  # type: ignore[attr-defined]
+    assert [phase.batch.micro_size for phase in trainer.workload.phases] == [3, 8]
     assert trainer.train() and trainer.engine.accumulation == 1
     trainer.close()
 
@@ -459,7 +454,7 @@ def test_a_rollback_continues_in_its_phase(
                 seen.append((len(trainer.state.phase_starts), update.step, update.row_ids.tolist()))
                 return train(update, *rest)
 
-            trainer.engine.train_update = update  # type: ignore[method-assign]
+            trainer.engine.train_update = update
             assert trainer.train()
             weights.append(trainer.engine.consolidated_weights())
             trainer.close()
@@ -509,8 +504,8 @@ def test_phases_by_minutes_repeat_as_first_timed(world: World, tmp_path: Path, f
                 raise Killed
             return train_update(*arguments)
 
-        trainer.send_report = lambda update, _: report(update, seconds)  # type: ignore[method-assign]
-        trainer.engine.train_update = update  # type: ignore[method-assign]
+        trainer.send_report = lambda update, _: report(update, seconds)
+        trainer.engine.train_update = update
         try:
             assert trainer.train()
             return logged(tmp_path / name), trainer.engine.consolidated_weights()

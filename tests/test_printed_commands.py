@@ -1,7 +1,5 @@
 """Commands in messages can be copied to a shell, whatever the folders are called."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

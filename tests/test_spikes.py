@@ -1,7 +1,5 @@
 """Scores by the published formula; noise and a falling curve are not spikes, a jump is."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

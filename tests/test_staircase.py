@@ -1,7 +1,5 @@
 """Who may import whom, read from the source by `ast`: the staircase of architecture, one row a folder."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

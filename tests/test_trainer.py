@@ -1,7 +1,5 @@
 """The loop in one process on a tiny model: what the ranks agree on, and what is the same after a restart."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -51,9 +49,9 @@ class Ranks:
 )
 def test_a_fault_of_one_rank_outranks_a_mistake(reports, code, text) -> None:
     with pytest.raises(ValueError, match=text) as found:
-        refuse_together(Ranks(reports), "", 0)  # type: ignore[arg-type]
+        refuse_together(Ranks(reports), "", 0)
     assert exit_code(found.value) == code
-    refuse_together(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
+    refuse_together(Ranks([["", 0]] * 3), "", 0)
 
 
 def test_ranks_agree_field_by_field() -> None:
@@ -80,7 +78,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
         engine=engine,
         workload=Workload(cfg, world, engine, updates, saved_at=3),
         checkpoints=checkpoints,
-        stop=StopAt(),  # type: ignore[arg-type]
+        stop=StopAt(),
         watchdog=Watchdog(world, folder, 0),
         run_dir=folder,
         provenance={"config": cfg.model_dump()},
@@ -91,7 +89,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
 
 def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys) -> None:
     ours = trainer(tiny.config(zero__stage=0, log__tensorboard=False), world, tmp_path / "run")
-    ours.stop = StopAt(1)  # type: ignore[assignment]
+    ours.stop = StopAt(1)
     assert not ours.train() and ours.state.step == 0
     assert capsys.readouterr().out == "stopped: nothing was trained since the start; the same command resumes\n"
     ours.close()
@@ -102,7 +100,7 @@ def test_a_stop_of_a_run_that_is_over_changes_nothing(world, tmp_path) -> None:
     cfg = tiny.config(zero__stage=0, log__tensorboard=False)
     for stop in (StopAt(), StopAt(1)):
         ours = trainer(cfg, world, tmp_path / "run")
-        ours.stop = stop  # type: ignore[assignment]
+        ours.stop = stop
         assert ours.train() and ours.state.step == 7
         ours.close()
 
@@ -214,7 +212,7 @@ def test_a_run_ends_only_with_its_last_updates_saved(
     whole = Checkpoints._write
     monkeypatch.setattr(Checkpoints, "_write", write)
     ours = trainer(cfg, world, tmp_path)
-    ours.stop = StopAt(6) if stopped else StopAt()  # type: ignore[assignment]
+    ours.stop = StopAt(6) if stopped else StopAt()
     with pytest.raises(Failed, match="could not be written") as found:
         ours.train()
     assert exit_code(found.value) == FAILED
@@ -245,7 +243,7 @@ def collectives(world: World, folder: str) -> list[list[str]]:
         checkpoint__asynchronous=False,
     )  # fmt: skip
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
-    ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
+    ours.workload.checkpoint_due = lambda step: False
     ours.schedule.stop_after = None
     train_update = ours.train_update
 
@@ -253,7 +251,7 @@ def collectives(world: World, folder: str) -> list[list[str]]:
         updates.append([])
         return train_update()
 
-    ours.train_update = next_update  # type: ignore[method-assign]
+    ours.train_update = next_update
     for name in CALLS:
         hook(dist, name)
     hook(ranks, "wait_for_ranks")

@@ -1,14 +1,10 @@
 """Help shows defaults and nothing else; usage shows how the command was called."""
 
-from __future__ import annotations
-
-import pytest
-
 from megabert.common import arguments
 from megabert.common.arguments import Parser, called_as
 
 
-def test_help_shows_each_default_once() -> None:
+def test_help_shows_each_default_once():
     parser = Parser(prog="x", description="First line.\n\n    kept as it is\n")
     parser.add_argument("--lr", type=float, default=5e-5, help="100% of it")
     parser.add_argument("--seq-len", nargs="+", type=int, default=[128, 512], help="tokens")
@@ -20,7 +16,7 @@ def test_help_shows_each_default_once() -> None:
     assert shown.count("default") == 2 and "    kept as it is\n" in parser.format_help()
 
 
-def test_usage_shows_how_the_command_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_shows_how_the_command_was_called(monkeypatch):
     monkeypatch.setattr(arguments, "_called_as", "")
     assert called_as("megabert.commands.fill") == "python -m megabert.commands.fill"
     arguments.call_as("megabert fill")

@@ -1,7 +1,5 @@
 """The environment is described without importing what it describes; freed memory is reused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 from megabert.common import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
+FAULTS = """
 import resource, sys
 import numpy as np
 from megabert.common.environment import keep_freed_memory
@@ -31,30 +29,30 @@ print(faults())
 """
 
 
-def test_versions_are_read_without_importing_packages() -> None:
+def printed(program: str, *args: str, **env: str) -> str:
+    command, env = [sys.executable, "-c", program, *args], os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=env).stdout.strip()
+
+
+def test_versions_are_read_without_importing_packages():
     program = (
         "import sys\nfrom megabert.common import environment\nprint(environment.versions()['torch'])\n"
         "environment.cpu_model(), environment.cpu_flags(), environment.gpus(), environment.revision()\n"
         "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout.strip() == importlib.metadata.version("torch")
+    assert printed(program) == importlib.metadata.version("torch")
     assert environment.version("no-such-package") is None and "no-such-package" not in environment.versions()
 
 
-def test_the_revision_shows_uncommitted_changes(tmp_path: Path, monkeypatch) -> None:
+def test_the_revision_shows_uncommitted_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     assert environment.revision() == "unknown" and environment.changes() == []
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "results").mkdir()
     for name in ("code", "results/one"):
         (tmp_path / name).write_text("1")
-    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *args], cwd=tmp_path, check=True)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout[:12]
+    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], ["rev-parse", "HEAD"]):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        head = subprocess.run(git, cwd=tmp_path, check=True, capture_output=True, text=True).stdout[:12]
     assert environment.revision() == head
     (tmp_path / "results" / "one").write_text("2")
     assert environment.revision() == f"{head}+changes" and environment.revision(["results"]) == head
@@ -65,44 +63,36 @@ def test_the_revision_shows_uncommitted_changes(tmp_path: Path, monkeypatch) -> 
     assert environment.revision() == "unknown"
 
 
-def test_freed_arrays_are_reused_without_page_faults() -> None:
+def test_freed_arrays_are_reused_without_page_faults():
     # the trim threshold that glibc starts with; it learns a larger one only from the sizes it sees freed
-    env = {"PYTHONPATH": str(ROOT), "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    default, kept = (
-        int(subprocess.check_output([sys.executable, "-c", SCRIPT, mode], text=True, env=os.environ | env))
-        for mode in ("default", "keep")
-    )
+    env = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    default, kept = (int(printed(FAULTS, mode, **env)) for mode in ("default", "keep"))
     assert default > 50 * 4 * 2  # each array is a new mapping (at least a huge page and the rest)
     assert kept < 50
 
 
-def test_the_limit_of_open_files_is_the_hard_one() -> None:
+def test_the_limit_of_open_files_is_the_hard_one():
     """With a shell's 1,024 a rank of 512 would end with EMFILE: its sockets, its maps, and its loader processes inherit them."""
-    script = (
+    program = (
         "import resource\nfrom megabert.common.environment import raise_descriptor_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\nraise_descriptor_limit()\n"
         "files = [open('/dev/null') for _ in range(300)]\nprint(len(files))"
     )
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
-    assert done.stdout == "300\n", done.stderr
+    assert printed(program) == "300"
 
 
-def test_threads_at_a_barrier_soon_sleep() -> None:
+def test_threads_at_a_barrier_soon_sleep():
     """As libgomp itself says when torch loads it."""
     env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-m", "megabert", "train", "--config", "mini", "--run", "missing", "--data", "missing"]
     for own, shown in ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"):
-        done = subprocess.run(
-            command, cwd=ROOT, env=env | own | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
-        )
+        env = env | own | {"OMP_DISPLAY_ENV": "verbose"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert f"GOMP_SPINCOUNT = '{shown}'" in done.stderr
 
 
-@pytest.mark.skipif(
-    environment.seconds_short_of_cores() is None, reason="the kernel keeps no pressure stall information"
-)
-def test_waiting_for_a_core_is_counted() -> None:
+@pytest.mark.skipif(environment.seconds_short_of_cores() is None, reason="no pressure stall information in this kernel")
+def test_waiting_for_a_core_is_counted():
     before = environment.seconds_short_of_cores()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(environment.cores() + 2)]
     try:

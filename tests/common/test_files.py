@@ -1,7 +1,5 @@
 """Folders and files are whole or absent, and nothing that another program wrote is replaced."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -13,7 +11,13 @@ from megabert.common import files
 from megabert.common.files import appearing, write_whole
 
 
-def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
+def filled(target: Path, text: str) -> None:
+    """Replace `target` by a folder with this text."""
+    with appearing(target, "mark", overwrite=True) as folder:
+        (folder / "mark").write_text(text)
+
+
+def test_a_folder_appears_when_its_block_ends(tmp_path):
     target = tmp_path / "deep" / "new"
     with appearing(target, "mark") as folder:
         (folder / "sub").mkdir()
@@ -24,11 +28,10 @@ def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_an_error_changes_nothing(before: bool, tmp_path: Path) -> None:
+def test_an_error_changes_nothing(before, tmp_path):
     target = tmp_path / "new"
     if before:
-        target.mkdir()
-        (target / "mark").write_text("old")
+        filled(target, "old")
     with pytest.raises(OSError, match="no space"), appearing(target, "mark", overwrite=True) as folder:
         (folder / "mark").write_text("new")
         raise OSError("no space")
@@ -39,72 +42,70 @@ def test_an_error_changes_nothing(before: bool, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", *["new"] * before]
 
 
-def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed(tmp_path):
     target = tmp_path / "best"
     for kind in ("new", "old"):  # by a process with our number, as in a container every process may have
         left = tmp_path / f".best.{os.getpid()}.{kind}"
         left.mkdir()
         (left / "weights").write_text("half")
-    target.mkdir()
-    (target / "mark").write_text("1")
+    filled(target, "1")
     with appearing(target, "mark", overwrite=True) as first:
         (first / "mark").write_text("2")
-        with appearing(tmp_path / "best2", "mark"):
-            pass
-        with appearing(target, "mark", overwrite=True) as second:  # at the same time: neither removes the other's
-            (second / "mark").write_text("3")
-            assert first.exists()
+        filled(tmp_path / "best2", "1")
+        filled(target, "3")  # at the same time: neither removes the other's
+        assert first.exists()
     assert (target / "mark").read_text() == "2"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best2"]
 
 
-def test_only_folders_of_the_same_command_are_replaced(tmp_path: Path) -> None:
+def test_only_folders_of_the_same_command_are_replaced(tmp_path):
     target = tmp_path / "there"
     target.mkdir()  # an empty one is free
     with appearing(target, "mark") as folder:
         (folder / "mark").write_text("1")
-    with pytest.raises(ValueError, match="is not empty"), appearing(target, "mark"):
-        raise AssertionError("must not be entered")
-    with appearing(target, "mark", overwrite=True) as folder:
-        (folder / "mark").write_text("2")
-    assert (target / "mark").read_text() == "2" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years")
     (tmp_path / "file").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path / "home")
-    for name, message in (("home", "has no mark"), ("file", "is not a folder"), ("link", "is not a folder")):
-        with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=True):
+    for name, overwrite, message in (
+        ("there", False, "is not empty"),
+        ("home", True, "has no mark"),
+        ("file", True, "is not a folder"),
+        ("link", True, "is not a folder"),
+    ):
+        with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=overwrite):
             raise AssertionError("must not be entered")
+    filled(target, "2")
+    assert (target / "mark").read_text() == "2" and len(list(tmp_path.iterdir())) == 4
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
 
 
 @pytest.mark.parametrize("can", [True, False])
-def test_a_folder_that_is_replaced_is_always_there(can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_replaced_is_always_there(can, tmp_path, monkeypatch):
     """Also for a reader at the moment of a rename; a file system without an exchange restores it after an error."""
     target, rename, seen = tmp_path / "there", os.rename, []
 
-    def renamed(source: Path, goal: Path) -> None:
+    def renamed(source, goal):
         rename(source, goal)
         seen.append(target.exists())
 
     if not can:
         monkeypatch.setattr(files, "exchange", lambda *_: False)
     monkeypatch.setattr(os, "rename", renamed)
-    for text in ("1", "2"):
-        with appearing(target, "mark", overwrite=True) as folder:
-            (folder / "mark").write_text(text)
+    filled(target, "1")
+    filled(target, "2")
     assert (target / "mark").read_text() == "2" and os.listdir(tmp_path) == ["there"]
     assert seen == ([True, True] if can else [True, False, True])
 
-    def refused(source: Path, goal: Path) -> None:
+    def refused(source, goal):
         if goal == target and ".new" in source.name:
             raise OSError("no")
         rename(source, goal)
 
     monkeypatch.setattr(os, "rename", refused)
     if not can:
-        with pytest.raises(OSError, match="no"), appearing(target, "mark", overwrite=True) as folder:
-            (folder / "mark").write_text("3")
+        with pytest.raises(OSError, match="no"):
+            filled(target, "3")
         assert (target / "mark").read_text() == "2"
 
 

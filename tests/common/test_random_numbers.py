@@ -1,7 +1,5 @@
 """Random numbers depend on what they are for, and on nothing drawn before."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

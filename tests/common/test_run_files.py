@@ -1,7 +1,5 @@
 """Lines of a run's logs that a kill cut are left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megabert.common.run_files import json_lines

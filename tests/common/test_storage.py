@@ -1,13 +1,13 @@
 """Objects of a store: moto's S3 server as a process, behind a proxy that fails."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
 import sys
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,9 +28,8 @@ def test_objects_are_written_listed_read_and_removed(proxy: Proxy, tmp_path: Pat
     storage.put(tmp_path / "file", "s3://shelf/list/b/one.bin")
     names = ["a.txt", "b/deep/three.bin", "b/one.bin", "b/two.txt"]
     assert [found.url for found in storage.find("s3://shelf/list")] == [f"s3://shelf/list/{name}" for name in names]
-    assert [found.url for found in storage.find("s3://shelf/list/**/*.bin")] == [
-        "s3://shelf/list/b/deep/three.bin", "s3://shelf/list/b/one.bin",
-    ]  # fmt: skip
+    binary = [found.url for found in storage.find("s3://shelf/list/**/*.bin")]
+    assert binary == ["s3://shelf/list/b/deep/three.bin", "s3://shelf/list/b/one.bin"]
     assert storage.find("s3://shelf/list/a.txt") == [storage.stat("s3://shelf/list/a.txt")]
     assert storage.find("s3://shelf/nothing") == storage.find("s3://shelf/list/*.none") == []
     assert storage.read("s3://shelf/list/b/one.bin") == DATA
@@ -40,12 +39,11 @@ def test_objects_are_written_listed_read_and_removed(proxy: Proxy, tmp_path: Pat
         assert (file.seek(-300, os.SEEK_END), file.read(), file.read(1)) == (len(DATA) - 300, DATA[-300:], b"")
         file.seek(1_000_001)
         assert file.read(700_000) == DATA[1_000_001:1_700_001]
-    storage.remove("s3://shelf/list/a.txt")
-    storage.remove("s3://shelf/list/a.txt")
-    with pytest.raises(FileNotFoundError):
-        storage.stat("s3://shelf/list/a.txt")
-    with pytest.raises(FileNotFoundError):
-        storage.open_object("s3://shelf/list")
+    for _ in range(2):
+        storage.remove("s3://shelf/list/a.txt")
+    for ask, name in ((storage.stat, "list/a.txt"), (storage.open_object, "list")):
+        with pytest.raises(FileNotFoundError):
+            ask(f"s3://shelf/{name}")
 
 
 def test_a_version_changes_with_the_content_alone(proxy: Proxy) -> None:
@@ -57,19 +55,10 @@ def test_a_version_changes_with_the_content_alone(proxy: Proxy) -> None:
     assert after.size == before.size and after.stamp != before.stamp
 
 
-def test_of_two_that_create_an_object_one_does(proxy: Proxy) -> None:
-    made = []
-    threads = [
-        threading.Thread(target=lambda n=n: made.append((storage.create("s3://shelf/lock", b"%d" % n), n)))
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    owners = [n for won, n in made if won]
-    assert len(made) == 8 and len(owners) == 1
-    assert storage.read("s3://shelf/lock") == b"%d" % owners[0]
+def test_of_two_that_create_an_object_one_does(proxy):
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(lambda n: storage.create("s3://shelf/lock", b"%d" % n), range(8)))
+    assert won.count(True) == 1 and storage.read("s3://shelf/lock") == b"%d" % won.index(True)
     storage.remove("s3://shelf/lock")
 
 
@@ -97,90 +86,74 @@ def test_a_store_that_is_gone_is_a_failure_of_the_machine(proxy: Proxy, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("file:///etc/passwd", "a path, or a URL with"),
-        ("nothing://x/y", "a path, or a URL with"),
-        ("az://box/y", "pip install adlfs"),
-    ],
-)
-def test_what_no_store_is_meant_by_is_refused(url: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        storage.stat(url)
+def test_what_no_store_is_meant_by_is_refused():
+    unknown = "a path, or a URL with"
+    for url, message in (("file:///etc", unknown), ("nothing://x/y", unknown), ("az://box/y", "pip install adlfs")):
+        with pytest.raises(ValueError, match=message):
+            storage.stat(url)
 
 
-def test_missing_credentials_are_one_line(s3_port: int, tmp_path: Path) -> None:
+def test_missing_credentials_are_one_line(s3_port, tmp_path):
     script = "from megabert.common import storage, errors; errors.command(lambda _: storage.stat('s3://shelf/x'))()"
     variables = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")} | {
         "HOME": str(tmp_path), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_port}", "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
-    assert len(done.stderr.splitlines()) == 1
-    assert "s3://shelf/x: no credentials" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "s3://shelf/x: no credentials" in done.stderr
+
+
+@contextmanager
+def web_server(status, data=b""):
+    """Its address, and the ranges that it is asked for."""
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            part = data
+            if wanted := self.headers.get("Range"):
+                asked.append(wanted)
+                start, last = map(int, wanted.removeprefix("bytes=").split("-"))
+                part = data[start : last + 1]
+            self.send_response(206 if wanted else status)
+            for name, value in (("Content-Length", len(part)), ("Accept-Ranges", "bytes"), ("ETag", '"1"')):
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(part)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/text.bin", asked
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize(
-    ("status", "wanted"), [(404, FileNotFoundError), (403, ValueError), (401, ValueError), (500, Failed)]
+    ("status", "wanted", "message"),
+    [
+        (404, FileNotFoundError, "no such object"),
+        *((status, ValueError, "http://127.0.0.1:.*/text.bin") for status in (403, 401)),
+        (500, Failed, "http://127.0.0.1:.*/text.bin"),
+    ],
 )
-def test_answers_of_a_web_server(status: int, wanted: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+def test_answers_of_a_web_server(status, wanted, message, monkeypatch):
     monkeypatch.setattr(storage, "WAITS", (0.01,))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(
-        wanted, match="http://127.0.0.1:.*/text.txt" if wanted is not FileNotFoundError else "no such object"
-    ):
-        storage.stat(f"http://127.0.0.1:{server.server_port}/text.txt")
-    server.shutdown()
-    server.server_close()
+    with web_server(status) as (url, _), pytest.raises(wanted, match=message):
+        storage.stat(url)
 
 
-def test_a_web_server_is_read_in_ranges(tmp_path: Path) -> None:
-    (tmp_path / "text.bin").write_bytes(DATA)
-    asked: list[str] = []
-
-    class Files(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            data = (tmp_path / self.path.lstrip("/")).read_bytes()
-            start, end = 0, len(data)
-            if (header := self.headers.get("Range")) is not None:
-                asked.append(header)
-                start, end = (int(part) for part in header.removeprefix("bytes=").split("-"))
-                end += 1
-            self.send_response(206 if header else 200)
-            self.send_header("Content-Length", str(end - start))
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", '"1"')
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data[start:end])
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/text.bin"
-    with storage.open_object(url) as file:
-        file.seek(1_000_000)
-        assert file.read(10) == DATA[1_000_000:1_000_010]
-    assert asked == [f"bytes=1000000-{len(DATA) - 1}"]
-    assert storage.find(url) == [storage.stat(url)] and storage.stat(url).version == '"1"'
-    server.shutdown()
-    server.server_close()
+def test_a_web_server_is_read_in_ranges():
+    with web_server(200, DATA) as (url, asked):
+        with storage.open_object(url) as file:
+            file.seek(1_000_000)
+            assert file.read(10) == DATA[1_000_000:1_000_010]
+        assert asked == [f"bytes=1000000-{len(DATA) - 1}"]
+        assert storage.find(url) == [storage.stat(url)] and storage.stat(url).version == '"1"'
 
 
 def test_a_local_path_imports_none_of_it(tmp_path: Path) -> None:

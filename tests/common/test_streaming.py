@@ -1,7 +1,5 @@
 """Results of threads that work ahead."""
 
-from __future__ import annotations
-
 import pytest
 
 from megabert.common.streaming import in_order

@@ -1,11 +1,7 @@
 """Tables of every kind are read a row at a time, by one set of rules for every command."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.feather
@@ -24,7 +20,7 @@ FEATURES = {"info": {"features": {"label": CLASS, "many": {"feature": CLASS, "_t
 KINDS = ("t.parquet", "t.arrow", "t.feather", "saved")
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]], features: bool = True) -> Path:
+def write(folder, name, rows, features=True):
     """`saved` is a folder as `datasets` leaves it, in two tables."""
     path = folder / name
     table = pa.Table.from_pylist(rows)
@@ -46,7 +42,7 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], features: bool = 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_have_values_and_class_names(name: str, tmp_path: Path) -> None:
+def test_rows_have_values_and_class_names(name, tmp_path):
     path = write(tmp_path, name, ROWS)
     found = list(tables.rows(path, ["inner.body", "absent|label", "many", "number", "title+inner.body"]))
     want = [
@@ -64,7 +60,7 @@ def test_rows_have_values_and_class_names(name: str, tmp_path: Path) -> None:
     assert [values for _, values in tables.rows(bare, ["label"])] == [[1], [0], [-1]]
 
 
-def test_columns_are_joined_in_every_kind_of_table(tmp_path: Path) -> None:
+def test_columns_are_joined_in_every_kind_of_table(tmp_path):
     for name, text in (
         ("t.jsonl", '{"a": "x", "b": "y", "a+c": "z"}\n'),
         ("t.tsv", "a\tb\ta+c\nx\ty\tz\n"),
@@ -78,52 +74,44 @@ def test_columns_are_joined_in_every_kind_of_table(tmp_path: Path) -> None:
             list(tables.rows(path, ["a+d"]))
 
 
-def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
+def test_damaged_tables_are_one_line(tmp_path):
     path = write(tmp_path, "t.parquet", ROWS)
     whole = path.read_bytes()
-    for column, message in (
-        ("body", r"t\.parquet, row 0: no column 'body'; its columns are title, inner, label, many, number"),
-        ("inner.text", r"t\.parquet, row 0: no column 'inner\.text'"),
-        ("title+number", r"row 0: column 'title\+number' joins columns that are not text"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            list(tables.rows(path, [column]))
-    for data in (whole[:-9], whole[: len(whole) // 2], b"PAR1" + bytes(40)):
-        (tmp_path / "bad.parquet").write_bytes(data)
-        with pytest.raises(ValueError, match=r"bad\.parquet: damaged or truncated table"):
-            list(tables.rows(tmp_path / "bad.parquet", ["title"]))
-    (tmp_path / "text.parquet").write_text("a\tb\n")
-    with pytest.raises(ValueError, match=r"text\.parquet: is neither Parquet nor Arrow"):
-        list(tables.rows(tmp_path / "text.parquet", ["title"]))
     (tmp_path / "plain").mkdir()
-    with pytest.raises(ValueError, match=r"plain: is a folder, and no saved dataset \(no state\.json\)"):
-        list(tables.rows(tmp_path / "plain", ["title"]))
-    (tmp_path / "plain" / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"state\.json: not the JSON object of a saved dataset"):
-        list(tables.rows(tmp_path / "plain", ["title"]))
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "state.json").write_text("[]")
+    files = {"cut.parquet": whole[:-9], "half.parquet": whole[: len(whole) // 2], "empty.parquet": b"PAR1" + bytes(40)}
+    for name, data in (files | {"text.parquet": b"a\tb\n"}).items():
+        (tmp_path / name).write_bytes(data)
+    for name, column, message in (
+        ("t.parquet", "body", r", row 0: no column 'body'; its columns are title, inner, label, many, number"),
+        ("t.parquet", "inner.text", r", row 0: no column 'inner\.text'"),
+        ("t.parquet", "title+number", r", row 0: column 'title\+number' joins columns that are not text"),
+        *((name, "title", ": damaged or truncated table") for name in files),
+        ("text.parquet", "title", ": is neither Parquet nor Arrow"),
+        ("plain", "title", r": is a folder, and no saved dataset \(no state\.json\)"),
+        ("list", "title", "/state.json: not the JSON object of a saved dataset"),
+    ):
+        with pytest.raises(ValueError, match=name + message):
+            list(tables.rows(tmp_path / name, [column]))
 
 
 @pytest.mark.parametrize("name", ["t.tsv", "t.csv", "t.jsonl"])
-def test_rows_are_streamed(name: str, tmp_path: Path) -> None:
+def test_rows_are_streamed(name, tmp_path):
     """10,000 rows, damaged behind the middle: the first ones are there before that is seen."""
-    row = {"t.tsv": "a\tb\n", "t.csv": "a,b\n", "t.jsonl": '{"x": "a", "y": "b"}\n'}[name]
-    header = {"t.tsv": "x\ty\n", "t.csv": "x,y\n", "t.jsonl": ""}[name]
-    data = gzip.compress((header + "".join(f"{row}" for _ in range(10_000))).encode(), compresslevel=0)
+    header, row = {"t.tsv": ("x\ty\n", "a\tb\n"), "t.csv": ("x,y\n", "a,b\n")}.get(name, ("", '{"x": "a", "y": "b"}\n'))
+    data = gzip.compress((header + row * 10_000).encode(), compresslevel=0)
     path = tmp_path / f"{name}.gz"
     path.write_bytes(data[: len(data) * 3 // 4])
     found = tables.rows(path, ["y", "x"])
-    first = 1 if name == "t.jsonl" else 2
-    assert next(found) == (f"{path}, line {first}", ["b", "a"])
+    assert next(found) == (f"{path}, line {1 + bool(header)}", ["b", "a"])
     with pytest.raises(ValueError, match=rf"{path}: is not a whole gzip file after line \d{{4}} "):
         list(found)
 
 
-def test_empty_lines_are_skipped(tmp_path: Path) -> None:
-    for name, text in (
-        ("t.tsv", "x\na\n\nb\n\n"),
-        ("t.csv", "x\na\n\nb\n\n"),
-        ("t.jsonl", '\n{"x": "a"}\n\n{"x": "b"}\n'),
-    ):
+def test_empty_lines_are_skipped(tmp_path):
+    lines = "x\na\n\nb\n\n"
+    for name, text in (("t.tsv", lines), ("t.csv", lines), ("t.jsonl", '\n{"x": "a"}\n\n{"x": "b"}\n')):
         path = tmp_path / name
         path.write_text(text)
         assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (4, "b"))]

@@ -11,11 +11,10 @@ def test_every_preset_loads() -> None:
     names = ["babylm_100m", "babylm_10m", "base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]
     names += ["mini", "mini_modern", "small", "tiny", "tiny_phases"]
     assert presets() == names
-    for name in names:
-        assert c.accumulation(c.load(name), 1) >= 1
-    base, phase1 = c.load("base").model, c.load("large_phase1").model
-    assert (base.layers, base.hidden, base.heads, base.ffn) == (12, 768, 12, 3072)
-    assert (phase1.layers, phase1.hidden, phase1.heads, phase1.ffn) == (24, 1024, 16, 4096)
+    assert all(c.accumulation(c.load(name), 1) >= 1 for name in names)
+    for name, shape in ("base", (12, 768, 12, 3072)), ("large_phase1", (24, 1024, 16, 4096)):
+        model = c.load(name).model
+        assert (model.layers, model.hidden, model.heads, model.ffn) == shape
 
 
 def phases(second: str, *overrides: str) -> list[str]:
@@ -23,9 +22,12 @@ def phases(second: str, *overrides: str) -> list[str]:
     return [f"phases=[{{share=0.5}},{{share=0.5{', ' * bool(second)}{second}}}]", *overrides]
 
 
+NO_PAIRS, TAUGHT = "model.nsp=false", "distill.teacher=x"
+CAUSAL, MIXED = ["objective.causal_share=0.4", NO_PAIRS], ["data.masking.causal_every=16", NO_PAIRS]
 CAUSAL_LAST = 'data.masking.strategy="causal"'
-CAUSAL = ["objective.causal_share=0.4", "model.nsp=false"]
-MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
+CAUSAL_FIRST = f"phases=[{{share=0.5, {CAUSAL_LAST}}},{{share=0.5}}]"
+BY_MINUTES = ["schedule.by=minutes", "schedule.budget_minutes=1.0"]
+WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5", "schedule.decay_share=0.6"]
 
 
 @pytest.mark.parametrize(
@@ -45,61 +47,37 @@ MIXED = ["data.masking.causal_every=16", "model.nsp=false"]
         (["data.masking.strategy=causal"], "data.masking.strategy=causal: [CLS] attends only to itself"),
         (["objective.causal_share=0.4"], "objective.causal_share above 0: [CLS] attends only to itself"),
         ([*CAUSAL, "data.masking.strategy=causal"], "objective.causal_share is for runs that end with masked LM"),
-        ([*CAUSAL, "distill.teacher=x"], "distill.teacher needs one objective throughout"),
+        ([*CAUSAL, TAUGHT], "distill.teacher needs one objective throughout"),
         (["data.masking.causal_every=16"], "data.masking.causal_every above 0: [CLS] attends only to itself"),
         (["data.masking.causal_every=1"], "data.masking.causal_every=1 makes every update causal"),
-        ([*MIXED, "distill.teacher=x"], "data.masking.causal_every: distill.teacher needs one objective throughout"),
-        (phases("data.masking.causal_every=1", "model.nsp=false"), "phases.2: data.masking.causal_every=1 makes every"),
+        ([*MIXED, TAUGHT], "data.masking.causal_every: distill.teacher needs one objective throughout"),
+        (phases("data.masking.causal_every=1", NO_PAIRS), "phases.2: data.masking.causal_every=1 makes every"),
         (phases("data.masking.causal_every=2"), "[CLS] attends only to itself"),
         (["schedule.name=budget"], "schedule.name=budget needs schedule.budget_minutes"),
         (["schedule.by=minutes"], "schedule.by=minutes needs schedule.budget_minutes"),
         (["schedule.by=tokens"], "schedule.by=tokens needs schedule.budget_tokens"),
-        (
-            ["schedule.by=minutes", "schedule.budget_minutes=1.0", "deterministic=true"],
-            "by=minutes depends on the clock",
-        ),
-        (
-            ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5", "schedule.decay_share=0.6"],
-            "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it",
-        ),
+        ([*BY_MINUTES, "deterministic=true"], "by=minutes depends on the clock"),
+        (WSD, "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it"),
         (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
+        (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
         (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),
         (["phases=[{}]"], "phases.1.share: give a number above 0"),
-        (
-            ["phases=[{share=1.0},{share=0.5}]"],
-            "phases: their shares sum to 1.5; make it 1, or the run's budget, 100000",
-        ),
-        (
-            phases('optimizer.name="lamb"'),
-            "phases.2.optimizer.name: stays the same during a run; a phase changes data.path, ",
-        ),
-        (
-            phases("data.masking.rat=0.2"),
-            "unknown config key phases.2.data.masking.rat; did you mean data.masking.rate?",
-        ),
+        (["phases=[{share=1.0},{share=0.5}]"], "phases: their shares sum to 1.5; make it 1, or the run's budget, "),
+        (phases('optimizer.name="lamb"'), "phases.2.optimizer.name: stays the same during a run; a phase changes "),
+        (phases("data.masking.rat=0.2"), "key phases.2.data.masking.rat; did you mean data.masking.rate?"),
         (phases('batch.global_size="x"'), "phases.2.batch.global_size: Input should be a valid integer (got 'x')"),
         (phases("data.masking.mask=0.95"), "phases.2: data.masking.mask + data.masking.random exceed 1"),
         (phases("model.rope_theta=1e5"), "phases.2: rotary positions need model.kind=modern"),
         (phases('schedule.name="budget"'), "phases.2: schedule.name=budget needs schedule.budget_minutes"),
-        (
-            phases('schedule={name="wsd", budget_warmup=0.9}'),
-            "phases.2: schedule.budget_warmup + schedule.decay_share exceed",
-        ),
-        (phases("", "objective.causal_share=0.4", "model.nsp=false"), "objective.causal_share is a phase: set it to 0"),
-        (phases(CAUSAL_LAST, "model.nsp=false"), "phases.2: data.masking.strategy=causal, but the run's own"),
+        (phases('schedule={name="wsd", budget_warmup=0.9}'), "phases.2: schedule.budget_warmup + schedule.decay_share"),
+        (phases("", *CAUSAL), "objective.causal_share is a phase: set it to 0"),
+        (phases(CAUSAL_LAST, NO_PAIRS), "phases.2: data.masking.strategy=causal, but the run's own"),
         (phases(CAUSAL_LAST), "data.masking.strategy=causal: [CLS] attends only to itself"),
-        (
-            [
-                'phases=[{share=0.5, data.masking.strategy="causal"},{share=0.5}]',
-                "model.nsp=false",
-                "distill.teacher=x",
-            ],
-            "phases.1: distill.teacher needs one objective throughout",
-        ),
+        ([CAUSAL_FIRST, NO_PAIRS, TAUGHT], "phases.1: distill.teacher needs one objective throughout"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         c.load("", overrides)
@@ -107,9 +85,8 @@ def test_mistakes_are_named(overrides: list[str], message: str) -> None:
 
 
 def test_warm_up_steps_bind_only_schedules_in_steps() -> None:
-    for budget in ("minutes=1.0", "tokens=10"):
-        short = ["schedule.total_steps=50", f"schedule.by={budget.split('=')[0]}", f"schedule.budget_{budget}"]
-        assert c.load("", short).schedule.total_steps == 50
+    for by in (BY_MINUTES, ["schedule.by=tokens", "schedule.budget_tokens=10"]):
+        assert c.load("", ["schedule.total_steps=50", *by]).schedule.total_steps == 50
 
 
 def test_missing_and_malformed_files_are_named(tmp_path) -> None:
@@ -126,9 +103,8 @@ def test_missing_and_malformed_files_are_named(tmp_path) -> None:
 
 def test_overrides_win_over_the_file(tmp_path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text(
-        "seed = 7\n[model]\nlayers = 3\nhidden = 64\nheads = 4\nnsp = false\n[data.masking]\nrate = 0.4\nstrategy = 'causal'\n"
-    )
+    model = "layers = 3\nhidden = 64\nheads = 4\nnsp = false"
+    path.write_text(f"seed = 7\n[model]\n{model}\n[data.masking]\nrate = 0.4\nstrategy = 'causal'\n")
     config = c.load(str(path), ["model.layers=5", "data.path=some/where", "precision=fp32"])
     assert (config.seed, config.model.layers, config.model.hidden) == (7, 5, 64)
     assert (config.data.path, config.precision) == ("some/where", "fp32")
@@ -177,13 +153,12 @@ def test_a_users_deepspeed_file_adds_keys_and_contradicts_none() -> None:
     merged = c.merge_deepspeed(ours, user, "f")
     assert merged["zero_optimization"]["reduce_bucket_size"] == 5 and merged["zero_optimization"]["stage"] == 2
     assert c.merge_deepspeed(ours, {"fp16": {"enabled": "auto"}}, "f") == ours
-    wrong: tuple[tuple[dict, str], ...] = (
+    for user, message in (
         ({"zero_optimization": {"stage": 3}}, r"f\.json: zero_optimization\.stage=3 contradicts the run's 2"),
         ({"fp16": {"enabled": True}}, r"f\.json: fp16\.enabled=True contradicts the run's False"),
         ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
-    )
-    for user, message in wrong:
+    ):
         with pytest.raises(ValueError, match=message):
             c.merge_deepspeed(ours, user, "f.json")
 

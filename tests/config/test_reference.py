@@ -1,7 +1,5 @@
 """The page of every key is the schema's, and a printed configuration is the configuration."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

@@ -1,17 +1,24 @@
-"""Masks: the published statistics, no special token, independence from everything but the row; what updates predict."""
+"""Masks: the published statistics, no special token, independence from everything but the row; what updates predict.
 
-from __future__ import annotations
+Of whole words and spans: against a walk in plain Python, evenly drawn, with every vocabulary."""
+
+from collections import Counter
+from itertools import accumulate
 
 import numpy as np
 import pytest
 
 from megabert import config as configuration
-from megabert.config import Config, MaskingConfig
-from megabert.data.masking import held_out_masking, largest_capacity, mask
+from megabert.config import MaskingConfig
+from megabert.data.masking import MaskingVocabulary, held_out_masking, largest_capacity, mask
+from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from tests.helpers import fast_tokenizers, runs, streams
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
 
 ROWS, LENGTH = 8200, 128  # 1,049,600 tokens
+STARTS = [token > 4 and token % 10 < 7 for token in range(VOCAB)]  # of `vocabulary()`
 EACH = pytest.mark.parametrize("strategy", ["token", "word", "span"])
+BOTH = pytest.mark.parametrize("strategy", ["word", "span"])
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +27,9 @@ def million():
     return ids, bounds, np.arange(ROWS)
 
 
-def masked(rows, strategy="token", seed=11, epoch=0, **options):
-    ids, bounds, row_ids = rows
+def masked(rows, strategy="token", seed=11, epoch=0, known=None, **options):
     masking = MaskingConfig(strategy=strategy, **options)
-    return mask(ids, bounds, row_ids, seed=seed, epoch=epoch, vocabulary=vocabulary(), masking=masking)
+    return mask(*rows, seed=seed, epoch=epoch, vocabulary=known or vocabulary(), masking=masking)
 
 
 @EACH
@@ -70,8 +76,8 @@ def test_statistics_are_as_published_and_nothing_else_changes(million, strategy,
 def test_masks_depend_on_seed_epoch_and_row_alone(million, strategy):
     ids, bounds, row_ids = million
     whole = masked(million, strategy)
-    rng = np.random.default_rng(3)
-    for pick in (np.array([77]), rng.permutation(ROWS)[:50], np.arange(300, 100, -1), np.array([5, 5, 5])):
+    some = np.random.default_rng(3).permutation(ROWS)[:50]
+    for pick in (np.array([77]), some, np.arange(300, 100, -1), np.array([5, 5, 5])):
         part = masked((ids[pick], bounds[pick], row_ids[pick]), strategy)
         for name in ("ids", "positions", "labels", "counts"):
             assert (getattr(part, name) == getattr(whole, name)[pick]).all(), (name, pick[:3])
@@ -138,36 +144,205 @@ def test_causal_predicts_every_next_id():
     assert masked((ids[:0], bounds[:0], row_ids[:0]), "causal").labels.shape == (0, 48)
 
 
-# -- in the phases of a run -------------------------------------------------------------------------------------------
+def chosen(out, row):
+    """The predicted positions of a row."""
+    return out.positions[row, : out.counts[row]].tolist()
 
 
-def config(*overrides: str) -> Config:
-    return configuration.load("", ["model.nsp=false", *overrides])
+def one_sequence(tokens, copies):
+    """`copies` rows of `[CLS] tokens [SEP]`."""
+    ids = np.array([[2, *tokens, 3]] * copies, np.uint16)
+    return ids, np.full((copies, 1, 2), ids.shape[1], np.uint16), np.arange(copies)
 
 
-@pytest.mark.parametrize("strategy", ["word", "span"])
-def test_held_out_rows_are_masked_by_token(strategy: str) -> None:
-    cfg = config(f"data.masking.strategy={strategy}", "data.masking.rate=0.2", "data.masking.causal_every=3")
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.2, causal_every=3) and largest_capacity(cfg, 128) == 128
-    assert [cfg.data.masking.of_update(step).strategy for step in range(4)] == [strategy, strategy, "causal", strategy]
-    cfg = config(f'phases=[{{share=0.5}},{{share=0.5, data.masking.strategy="{strategy}"}}]', "eval.rate=0.25")
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.25)
-    cfg = config(f"data.masking.strategy={strategy}", "objective.causal_share=0.4")
-    assert held_out_masking(cfg) == MaskingConfig()
+def list_runs(positions):
+    """Neighbouring positions together."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    return [run for run in runs if len(run)]
 
 
-def test_held_out_rows_are_masked_as_in_the_last_phase() -> None:
-    cfg = config("data.masking.rate=0.2")
-    assert held_out_masking(cfg) == cfg.data.masking and largest_capacity(cfg, 128) == 27
-    whole = config("data.masking.strategy=causal")
-    assert held_out_masking(whole) == MaskingConfig(strategy="causal") and largest_capacity(whole, 128) == 128
-    cfg = config("objective.causal_share=0.4", "eval.rate=0.25")
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.25) and largest_capacity(cfg, 128) == 128
-    cfg = config("data.masking.causal_every=4", "eval.rate=0.25")
-    assert not held_out_masking(cfg).causal and largest_capacity(cfg, 128) == 128
-    late = config("phases=[{share=0.5},{share=0.5, data.masking.causal_every=4}]")
-    assert not held_out_masking(late).causal and largest_capacity(late, 128) == 128
-    cfg = config("phases=[{share=0.5, data.masking.rate=0.4},{share=0.5, data.masking.rate=0.3}]")
-    assert held_out_masking(cfg) == MaskingConfig(rate=0.3) and largest_capacity(cfg, 128) == 53
-    cfg = config("data.masking.max_predictions=20", "eval.rate=0.4")
-    assert held_out_masking(cfg).capacity(128) == 53, "the most predictions are for the run's rate"
+def hash32(key, counter):
+    low, high, top = key % 2**32, key >> 32, 2**32
+    x = (low + counter * 0x9E3779B9) % top
+    x = (x ^ x >> 16) * 0x7FEB352D % top ^ high
+    x = (x ^ x >> 15) * 0x846CA68B % top
+    return x ^ x >> 16
+
+
+def segments_of(ids, lengths):
+    """Of each sequence its segments, of each segment its words, of each word its positions."""
+    sequences, at = [], 0
+    for length in lengths:
+        segments = [[]]
+        for position in range(at, at + length):
+            if ids[position] < 5:
+                segments.append([])
+            elif not segments[-1] or STARTS[ids[position]]:
+                segments[-1].append([position])
+            else:
+                segments[-1][-1].append(position)
+        sequences.append(segments)
+        at += length
+    return sequences
+
+
+def span_words(random):
+    """The length whose share of all lengths, in order, contains the random number of 32 bits."""
+    ends = list(accumulate(0.8**k for k in range(10)))
+    return 1 + sum(end / ends[-1] <= (random >> 16) / 2**16 for end in ends)
+
+
+def expected(ids, lengths, key, strategy, rate, capacity):
+    """A walk in plain Python."""
+    sequences = segments_of(ids, lengths)
+    maskable = [sum(len(word) for segment in segments for word in segment) for segments in sequences]
+    share, offset = min(rate, capacity / sum(maskable)), (key >> 40) / 2**24
+    used, total, found, before = 0, 0, [], 0
+    for segments, tokens in zip(sequences, maskable, strict=True):
+        total += tokens
+        rounded = int(total * share + offset)
+        budget = min(max(rounded - before, tokens > 0), capacity - used)
+        before, used = rounded, used + budget
+        order = []
+        for segment in segments:
+            if strategy == "word":
+                spans = [[word] for word in segment]
+            else:
+                draws = [span_words(hash32(key, (3 << 16) + word[0])) for word in segment]
+                spans, rest = [], segment
+                while rest:
+                    spans.append(rest[: draws[len(spans)]])
+                    rest = rest[len(spans[-1]) :]
+            for span in spans:
+                # random bits between those of the sequence's number (3: four sequences) and of the position (6: 48)
+                order += [(hash32(key, span[0][0]) >> 9, word[0], word) for word in span]
+        for *_, word in sorted(order):
+            if len(word) <= budget:
+                found += word
+                budget -= len(word)
+    return sorted(found)
+
+
+@BOTH
+@pytest.mark.parametrize(("rate", "most"), [(0.15, 0), (0.3, 0), (0.6, 0), (0.3, 5)])
+def test_chosen_positions_are_those_of_a_walk(strategy, rate, most):
+    """So no word is predicted in part."""
+    ids, bounds, _ = make_rows(300, 48, 4, seed=8)
+    out = masked((ids, bounds, np.arange(300)), strategy, rate=rate, max_predictions=most)
+    for row in range(len(ids)):
+        lengths, key = bounds[row, :, 0].tolist(), streams.key(11, 0, row)
+        assert chosen(out, row) == expected(ids[row].tolist(), lengths, key, strategy, rate, out.labels.shape[1])
+
+
+@BOTH
+def test_words_of_a_length_are_equally_likely(strategy):
+    """60 words of 1, 2 and 3 tokens alternately under 4,000 row ids; 5 standard deviations allowed."""
+    tokens = [token for _ in range(20) for token in (10, 11, 17, 12, 18, 19)]
+    out = masked(one_sequence(tokens, 4000), strategy)
+    hits = np.bincount(out.positions[out.labels >= 0], minlength=122)
+    ends = 1 if strategy == "word" else 5  # the last span is cut, so words at the ends differ slightly
+    for first in (1, 2, 4):  # of the first word of that length
+        of_length = hits[first::6][:20][ends:-ends]
+        mean = of_length.mean()
+        assert abs(of_length - mean).max() < 5 * np.sqrt(mean), (first, of_length)
+    assert out.counts.sum() / (4000 * 120) == pytest.approx(0.15, rel=0.005)
+
+
+def test_spans_have_the_published_lengths():
+    """Runs in long rows of one-token words at 1%, of which few are cut by the budget or touch: within 2% of 0.2 * 0.8^(k-1)
+    without its tail (Joshi et al. 2020: a mean of 3.8)."""
+    out = masked(one_sequence([10] * 32_766, 60), "span", rate=0.01)
+    lengths = [len(run) for row in range(60) for run in list_runs(chosen(out, row))]
+    shares = Counter(lengths)
+    for k in range(1, 11):
+        assert shares[k] / len(lengths) == pytest.approx(0.2 * 0.8 ** (k - 1) / (1 - 0.8**10), abs=0.02)
+    assert np.mean(lengths) == pytest.approx(3.8, abs=0.15) and len(lengths) > 4500
+
+
+def test_a_run_of_predictions_is_shown_in_one_way():
+    ids, bounds, _ = make_rows(3000, 128, seed=6)
+    out = masked((ids, bounds, np.arange(3000)), "span")
+    kinds = Counter()
+    for row in range(len(ids)):
+        for run in list_runs(chosen(out, row)):
+            hidden, kept = out.ids[row, run] == 4, out.ids[row, run] == ids[row, run]
+            assert hidden.all() or not hidden.any()
+            # a random token may be the one it replaces
+            kinds["hidden" if hidden.all() else "kept" if kept.all() else "mixed" if kept.any() else "random"] += 1
+    shares = {kind: count / kinds.total() for kind, count in kinds.items()}
+    assert shares["hidden"] == pytest.approx(0.8, abs=0.005) and shares["kept"] == pytest.approx(0.1, abs=0.005)
+    assert shares["random"] == pytest.approx(0.1, abs=0.005) and shares.get("mixed", 0.0) < 0.001
+
+
+@BOTH
+def test_words_above_the_budget_are_skipped(strategy):
+    long, short = [10, *[17] * 29], [11, 12]
+    out = masked(one_sequence([*long, *short], 200), strategy)  # 32 tokens: 4 or 5 predictions
+    assert all(chosen(out, row) == [31, 32] for row in range(200))
+    for most in (0, 1):  # a row of one word
+        out = masked(one_sequence(long, 20), strategy, max_predictions=most)
+        assert not out.counts.any() and (out.labels == -100).all() and (out.ids[:, 1:31] == long).all()
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["unigram", "uncased", "bytes", "chinese"])
+def test_words_are_those_of_the_text(strategy, kind, tmp_path):
+    """Between spaces, and in Chinese every character."""
+    text = "she sells lazy foxes naïvely near wordy rivers by the banking quickness follow jumps surely"
+    words = text.split()
+    if kind == "bytes":
+        tokenizer = Tokenizer.load(fast_tokenizers.write(tmp_path / "tokenizer.json"))
+    elif kind == "chinese":
+        (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *"中文的大小", "##文", "fox", "##es"]) + "\n")
+        tokenizer, text = Tokenizer.load(tmp_path / "vocab.txt"), "中文 foxes 的大小中文文大foxes的"
+        words = ["中", "文", "foxes", *"的大小中文文大", "foxes", "的"]
+    else:
+        tokenizer = runs.tokenizer(tmp_path, kind)
+    (tokens,) = tokenizer.encode_texts([text])
+    assert tokenizer.unk_id not in tokens
+    last = np.cumsum([len(ids) for ids in (*tokenizer.encode_batch(words[:1]), *tokenizer.encode_words(words[1:]))])
+    assert last[-1] == len(tokens) and (kind == "chinese" or last[-1] > 1.5 * len(words))
+    of_word = np.repeat(np.arange(len(words)), np.diff(last, prepend=0))
+    ids, *rest = one_sequence(tokens, 400)
+    ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
+    out = masked((ids, *rest), strategy, known=MaskingVocabulary.of(tokenizer), rate=0.3)
+    seen = Counter()
+    for row in range(400):
+        found = Counter(of_word[position - 1] for position in chosen(out, row))
+        assert all(count == (of_word == word).sum() for word, count in found.items())
+        seen.update(found.keys())
+    assert len(seen) == len(words) and out.counts.mean() / len(tokens) == pytest.approx(0.3, rel=0.05)
+
+
+PHASES = "phases=[{share=0.5},{share=0.5, %s}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "masking", "capacity"),
+    [
+        (["data.masking.rate=0.2"], {"rate": 0.2}, 27),
+        (["data.masking.strategy=causal"], {"strategy": "causal"}, 128),
+        (["objective.causal_share=0.4", "eval.rate=0.25"], {"rate": 0.25}, 128),
+        (["data.masking.causal_every=4", "eval.rate=0.25"], {"rate": 0.25, "causal_every": 4}, 128),
+        ([PHASES % "data.masking.causal_every=4"], {"causal_every": 4}, 128),
+        (["phases=[{share=0.5, data.masking.rate=0.4},{share=0.5, data.masking.rate=0.3}]"], {"rate": 0.3}, 53),
+        # the most predictions are for the run's rate
+        (["data.masking.max_predictions=20", "eval.rate=0.4"], {"rate": 0.4}, 20),
+        (["data.masking.strategy=word", "data.masking.causal_every=3"], {"causal_every": 3}, 128),
+        (["data.masking.strategy=span", "data.masking.causal_every=3"], {"causal_every": 3}, 128),
+        ([PHASES % 'data.masking.strategy="word"', "eval.rate=0.25"], {"rate": 0.25}, 21),
+        ([PHASES % 'data.masking.strategy="span"', "eval.rate=0.25"], {"rate": 0.25}, 21),
+        (["data.masking.strategy=word", "objective.causal_share=0.4"], {}, 128),
+        (["data.masking.strategy=span", "objective.causal_share=0.4"], {}, 128),
+    ],
+)
+def test_held_out_rows_are_masked_as_in_the_last_phase(overrides, masking, capacity):
+    """But by token, whatever the strategy."""
+    config = configuration.load("", ["model.nsp=false", *overrides])
+    assert held_out_masking(config) == MaskingConfig(**masking) and largest_capacity(config, 128) == capacity
+
+
+@EACH
+def test_updates_of_certain_numbers_are_causal(strategy):
+    masking = MaskingConfig(strategy=strategy, causal_every=3)
+    assert [masking.of_update(step).strategy for step in range(4)] == [strategy, strategy, "causal", strategy]

@@ -46,10 +46,9 @@ def test_mixtures_hold_each_share_and_row_once(folders):
 
 def test_rows_of_all_parts_are_read_and_padded(folders):
     mixed = open_mixture(folders[0], {folders[1]: 0.3})
-    a, b = Dataset(folders[0]), Dataset(folders[1])
     rows = mixed.read(np.array([80, 3, 61, 60]))
-    for i, (part, row) in enumerate(((b, 20), (a, 3), (b, 1), (b, 0))):
-        own = part.read(np.array([row]))
+    for i, (part, row) in enumerate(((1, 20), (0, 3), (1, 1), (1, 0))):
+        own = Dataset(folders[part]).read(np.array([row]))
         slots = own.isnext.shape[1]
         assert (rows.ids[i] == own.ids[0]).all() and (rows.isnext[i, :slots] == own.isnext[0]).all()
         assert (rows.bounds[i, :slots] == own.bounds[0]).all()
@@ -64,8 +63,7 @@ def test_statistics_weigh_the_trained_rows(tmp_path):
     counts = {"a": (60, 4, 100), "b": (44, 8, 128)}  # rows; sequences, tokens a row
     for name, (rows, sequences, tokens) in counts.items():
         made = {"sequences": rows * sequences, "tokens": rows * tokens, "fill": 0.5}
-        make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=made)
-        (tmp_path / name / "shard-000000.tar").unlink()
+        (make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=made) / "shard-000000.tar").unlink()
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     mixed = open_mixture(a, {b: 0.25}, shards=False).manifest
     assert mixed.rows == 104 and mixed.statistics["tokens"] / 104 == pytest.approx(0.75 * 100 + 0.25 * 128)

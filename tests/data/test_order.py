@@ -1,7 +1,5 @@
 """The order that stays in few shards: the documented bijection, few files opened an update."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -21,23 +19,23 @@ def independent_order(shards, block_rows, seed, epoch):
 
     first, blocks = 0, []
     for rows in shards:
-        here = list(range(first, first + rows))
-        blocks.append([here[i : i + block_rows] for i in range(0, rows, block_rows)])
+        blocks.append(
+            [list(range(i, min(i + block_rows, first + rows))) for i in range(first, first + rows, block_rows)]
+        )
         first += rows
     together = min(len(shards), -(-64 // max(map(len, blocks))))
     blocks = shuffled(blocks, b"shard")
     groups = [flat(blocks[i : i + together]) for i in range(0, len(blocks), together)]
-    groups = [shuffled(group, b"block", number) for number, group in enumerate(groups)]
     parts = min(len(groups), max(1, 64 // together))
     slots = [[] for _ in groups]
     for number, group in enumerate(groups):
+        group = shuffled(group, b"block", number)
         for part in range(parts):
             its = group[part * len(group) // parts : (part + 1) * len(group) // parts]
             slots[(number + part) % len(groups)].append((part, its))
     order = []
     for number, slot in enumerate(slots):
-        dealt = flat(its for _, its in sorted(slot))
-        dealt = shuffled(dealt, b"slot", number)
+        dealt = shuffled(flat(its for _, its in sorted(slot)), b"slot", number)
         for w in range(0, len(dealt), 16):
             order += shuffled(flat(dealt[w : w + 16]), b"row", number, w // 16)
     return order
@@ -80,6 +78,5 @@ def test_an_update_of_a_rank_opens_few_files():
         widest = max(widest, len(np.unique(shard)))
     each = seen.sum(2)  # files that a process has had to do with
     assert each.max() <= OPEN_SHARDS, "none was closed in between: each was opened once"
-    opens = each.sum() / ranks / updates
-    assert opens <= 4
+    assert each.sum() / ranks / updates <= 4
     assert ACTIVE_SHARDS - 8 <= widest <= ACTIVE_SHARDS, "a batch is of as many shards as are open"

@@ -1,7 +1,5 @@
 """Packing keeps every token, in its own sequence, and what a sequence gives does not depend on its neighbours."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,9 +1,6 @@
 """A tokenizer is the file that was hashed, its ids are its library's own, and a malformed file is one clear line."""
 
-from __future__ import annotations
-
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -17,7 +14,12 @@ import sentencepiece
 
 from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, Tokenizer
 from megabert.hf import tokenizer_files
-from tests.helpers import wordpiece
+from tests.helpers import runs, wordpiece
+
+TEXT = [*runs.TEXT[:2], "A language model learns which words follow which, and how often they do so."]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+HINDI = [*SPECIAL, "की", "किताब", "##ों", *"कतबरमन", *(f"##{c}" for c in "कतबरमनािीोंु")]
+KOREAN = [*SPECIAL, "한국", "##어", "책"]
 
 
 def with_offsets(tokenizer, texts):
@@ -26,21 +28,17 @@ def with_offsets(tokenizer, texts):
     return tokenizer.encode_with_offsets(texts) if own else tokenizer_files.encode_with_offsets(tokenizer, texts)
 
 
-TEXT = [
-    "The quick brown fox jumps over the lazy dog near the river bank.",
-    "She sells sea shells by the sea shore, and the shells she sells are surely sea shells.",
-    "A language model learns which words follow which, and how often they do so.",
-] * 50
-PIECES = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]"}
-
-
 def train(path, **changes):
-    model = io.BytesIO()
-    options = {f"{k}_id": i for i, k in enumerate(PIECES)} | {f"{k}_piece": v for k, v in PIECES.items()}
-    options |= {"control_symbols": ["[MASK]"], "vocab_size": 60, "model_type": "unigram"} | changes
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=model, minloglevel=2, **options)
-    path.write_bytes(model.getvalue())
+    path.write_bytes(runs.sentencepiece_model(character_coverage=1.0, **changes))
     return path
+
+
+def vocabulary(path, tokens, **config):
+    path.mkdir()
+    (path / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    if config:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path / "vocab.txt"
 
 
 @pytest.fixture(scope="module")
@@ -48,43 +46,52 @@ def path(tmp_path_factory):
     return train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
 
 
+@pytest.fixture(params=["sentencepiece", "wordpiece"])
+def tokenizer(request, path, tmp_path):
+    return Tokenizer.load(path if request.param == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
+
+
+@pytest.fixture(scope="module", params=["uncased", "cased", "published"])
+def vocab(request, tmp_path_factory):
+    if request.param == "published":
+        return wordpiece.published()
+    return wordpiece.write(tmp_path_factory.mktemp("vocab") / "vocab.txt", cased=request.param == "cased")
+
+
 def test_sentencepiece_ids_are_the_librarys_own(path):
     tokenizer = Tokenizer.load(path)
     plain = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    texts = [*TEXT[:3], "", "shells", "words and shells " * 200]
+    texts = [*TEXT, "", "shells", "words and shells " * 200]
     got = tokenizer.encode_batch(texts)
     assert [list(ids) for ids in got] == [plain.encode(text) for text in texts]
     assert [tokenizer.decode(ids) for ids in got] == [" ".join(text.split()) for text in texts]
-    assert all(
-        "".join(tokenizer.tokens[i] for i in ids) == f" {text}" for ids, text in zip(got[:3], texts, strict=False)
-    )
+    assert ["".join(tokenizer.tokens[i] for i in ids) for ids in got[:3]] == [f" {text}" for text in TEXT]
     assert tokenizer.encode_batch([]) == []
     assert tokenizer.kind == "sentencepiece" and tokenizer.word_local
-    assert tokenizer.vocab_size == 60 and tokenizer.processor.get_piece_size() == 60
+    assert tokenizer.vocab_size == tokenizer.processor.get_piece_size() == plain.get_piece_size()
     assert tokenizer.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
-    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
-    texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
+def test_offsets_are_characters_of_the_given_text(tokenizer):
+    texts = [*TEXT, "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
     encoded = with_offsets(tokenizer, texts)
     assert [ids for ids, _ in encoded] == tokenizer.encode_texts(texts)
     for text, (ids, offsets) in zip(texts, encoded, strict=True):
         assert offsets.shape == (len(ids), 2) and offsets.dtype == np.int64
-        solid = "".join(text.replace("\u200b", " ").split())
         shown = [text[a:b] for a, b in offsets]
-        assert "".join(shown) == solid and not any(s != s.strip() for s in shown)
-        if kind == "sentencepiece" and text in TEXT:
+        assert "".join(shown) == "".join(text.replace("\u200b", " ").split())
+        assert not any(s != s.strip() for s in shown)
+        if tokenizer.kind == "sentencepiece" and text in TEXT:
             assert shown == [tokenizer.tokens[i].strip() for i in ids]
-    rng = np.random.default_rng(4)
     points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
+    rng = np.random.default_rng(4)
     odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
     for text, (ids, offsets) in zip(odd, with_offsets(tokenizer, odd), strict=True):
         assert [ids] == tokenizer.encode_texts([text])
         assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
         assert offsets.min() >= 0 and offsets.max() <= len(text)
-        assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
+        last = text[slice(*offsets[-1])]
+        assert last and text.endswith(last)
     text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"  # NFKC makes one character several and several one, BERT drops accents
     ((_, offsets),) = with_offsets(tokenizer, [text])
     covered = set().union(*(range(a, b) for a, b in offsets))
@@ -93,11 +100,12 @@ def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
     assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index("sea")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}]
-)
-def test_word_local_is_false_where_neighbours_matter(tmp_path, changes):
-    assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local
+def test_word_local_is_false_where_neighbours_matter(tmp_path):
+    for changes in (
+        {"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150},
+        {"add_dummy_prefix": False},
+    ):
+        assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local, changes
 
 
 def test_a_malformed_file_is_named_in_one_line(path, tmp_path):
@@ -129,24 +137,14 @@ def test_a_malformed_file_is_named_in_one_line(path, tmp_path):
             Tokenizer.load(missing)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"control_symbols": ["[MSK]"]}, r"token 4 must be \[MASK\]"),
+def test_other_special_tokens_are_refused(tmp_path):
+    for changes, message in (
+        ({"control_symbols": "[MSK]"}, r"token 4 must be \[MASK\]"),
         ({"pad_piece": "<pad>"}, r"token 0 must be \[PAD\]"),
-        ({"control_symbols": [], "user_defined_symbols": ["[MASK]"]}, r"\[MASK\] must be a control symbol"),
-    ],
-)
-def test_other_special_tokens_are_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        Tokenizer.load(train(tmp_path / "other.model", **changes))
-
-
-@pytest.fixture(scope="module", params=["uncased", "cased", "published"])
-def vocab(request, tmp_path_factory):
-    if request.param == "published":
-        return wordpiece.published()
-    return wordpiece.write(tmp_path_factory.mktemp("vocab") / "vocab.txt", cased=request.param == "cased")
+        ({"control_symbols": "", "user_defined_symbols": "[MASK]"}, r"\[MASK\] must be a control symbol"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(train(tmp_path / "other.model", **changes))
 
 
 def test_wordpiece_ids_are_transformers_own(vocab):
@@ -178,13 +176,10 @@ def test_a_wordpiece_of_more_than_100_characters_is_cut(vocab):
         assert ids == want and "".join(text[a:b] for a, b in offsets.tolist()) == text.replace(" ", "")
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_text_yields_no_special_id_but_unknown(path, tmp_path, kind):
-    file = path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt")
-    tokenizer = Tokenizer.load(file)
+def test_text_yields_no_special_id_but_unknown(tokenizer):
     special = SPECIAL_IDS
-    if kind == "wordpiece":
-        lines = file.read_text(encoding="utf-8").splitlines()
+    if tokenizer.kind == "wordpiece":
+        lines = tokenizer.path.read_text(encoding="utf-8").splitlines()
         special = {name: lines.index(f"[{name.upper()}]") for name in SPECIAL_IDS}
         ordinary = set(range(tokenizer.vocab_size)) - set(special.values())
         assert all(tokenizer.word_start[i] == (not lines[i].startswith("##")) for i in ordinary)
@@ -205,18 +200,15 @@ def test_words_encode_alone_as_in_a_sentence(vocab):
     """What a cache of words rests on."""
     tokenizer = Tokenizer.load(vocab)
     assert tokenizer.word_local
-    for text in wordpiece.odd_texts(500):
-        words = text.split()
-        whole = tokenizer.encode_batch([" ".join(words)])[0]
-        assert whole == [i for ids in tokenizer.encode_batch(words) for i in ids], text
+    for words in map(str.split, wordpiece.odd_texts(500)):
+        (whole,) = tokenizer.encode_batch([" ".join(words)])
+        assert whole == [i for ids in tokenizer.encode_batch(words) for i in ids], words
 
 
-def test_the_kind_depends_on_content_alone(path, tmp_path):
-    model, vocab = tmp_path / "vocab.txt", tmp_path / "tokenizer.model"
-    model.write_bytes(path.read_bytes())
-    wordpiece.write(vocab)
-    windows = tmp_path / "windows"
+def test_the_kind_depends_on_content_alone(tmp_path):
+    vocab, windows = wordpiece.write(tmp_path / "tokenizer.model"), tmp_path / "windows"
     windows.write_bytes(vocab.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    model = train(tmp_path / "vocab.txt")
     assert [Tokenizer.load(p).kind for p in (model, vocab, windows)] == ["sentencepiece"] + ["wordpiece"] * 2
     assert Tokenizer.load(windows).tokens == Tokenizer.load(vocab).tokens
 
@@ -254,19 +246,6 @@ def test_no_warning_after_a_fork(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-HINDI = [*SPECIAL, "की", "किताब", "##ों", *"कतबरमन", *(f"##{c}" for c in "कतबरमनािीोंु")]
-KOREAN = [*SPECIAL, "한국", "##어", "책"]
-
-
-def vocabulary(path, tokens, **config):
-    path.mkdir()
-    (path / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-    if config:
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path / "vocab.txt"
-
-
 @pytest.mark.parametrize(("tokens", "text"), [(HINDI, "किताबों की"), (KOREAN, "한국어 책")])
 def test_casing_comes_from_config_or_caller(tmp_path, tokens, text):
     by_config = Tokenizer.load(vocabulary(tmp_path / "by_config", tokens, do_lower_case=False))
@@ -294,10 +273,8 @@ def test_a_malformed_casing_config_is_named(tmp_path):
         Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_texts_are_encoded_as_in_a_dataset(path, tmp_path, kind):
+def test_texts_are_encoded_as_in_a_dataset(tokenizer):
     """data_prep drops a zero-width space, which SentencePiece takes for one; what looks like an entity is text."""
-    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
     text = "she\u200blls she\x00sells, &amp; \u00adsea"
     (ids,) = tokenizer.encode_texts([text])
     assert ids == tokenizer.encode_batch(["shells she sells, &amp; sea"])[0] != tokenizer.encode_batch([text])[0]

@@ -1,10 +1,7 @@
 """A tokenizer.json of any kind: its library's ids, its own special tokens, the same in a dataset, in use and exported."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +13,8 @@ from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers
 from tests.helpers.runs import TEXT
 
-TEXTS = [
-    *TEXT[:3],
-    '"Hello," it’s <s> a naïve sea [MASK] 你好!',
-    "shells",
-    "I &amp; you",
-    "the  sea\nand\n\nthe <mask> river",
-    "shells" * 100,
-]
+TEXTS = [*TEXT[:3], '"Hello," it’s <s> a naïve sea [MASK] 你好!', "shells", "I &amp; you", "shells" * 100]
+TEXTS.append("the  sea\nand\n\nthe <mask> river")
 
 
 @pytest.fixture(params=fast_tokenizers.KINDS)
@@ -59,18 +50,18 @@ def test_a_build_encodes_as_in_use(tokenizer):
 def test_transformers_loads_the_same_ids(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
-    folder = tmp_path / "hf"
-    folder.mkdir()
     for name, data in tokenizer_files.files(tokenizer, 64).items():
-        (folder / name).write_bytes(data)
-    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    peer = AutoTokenizer.from_pretrained(folder)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    peer = AutoTokenizer.from_pretrained(tmp_path)
     texts = [*TEXT[:3], "the <mask> shells, <mask> sea", "<mask> sea", "a naïve 你好"]
     assert peer(texts)["input_ids"] == [tokenizer.encode_masked(text) for text in texts]
     assert tokenizer.encode_masked("the [MASK] sea") == peer("the <mask> sea")["input_ids"]
-    pair = peer("the sea", "the shells")
-    assert pair["input_ids"].count(2) == 2 and peer.pad_token_id == 1 and peer.mask_token_id == 4
-    assert Tokenizer.load(folder / "tokenizer.json").encode_masked(texts[3]) == tokenizer.encode_masked(texts[3])
+    assert peer("the sea", "the shells")["input_ids"].count(2) == 2 and (peer.pad_token_id, peer.mask_token_id) == (
+        1,
+        4,
+    )
+    assert Tokenizer.load(tmp_path / "tokenizer.json").encode_masked(texts[3]) == tokenizer.encode_masked(texts[3])
 
 
 def test_offsets_are_characters_of_the_text(tokenizer):
@@ -93,14 +84,6 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path):
     assert b"".join(tokenizer.token_bytes()[i] for i in ids) == text.encode()
 
 
-def test_padding_may_be_the_end_token(tmp_path):
-    """As EuroBERT's is."""
-    path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<s>", "</s>", "<mask>", "<unk>"])
-    fast_tokenizers.name_special(path, pad_token="</s>")
-    tokenizer = Tokenizer.load(path)
-    assert tokenizer.pad_id == tokenizer.sep_id == 1
-
-
 def test_special_tokens_are_named_beside_or_refused(tmp_path):
     path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<a>", "<b>", "<unk>", "<mask>"])
     with pytest.raises(ValueError, match=r"tokenizer\.json: has no cls token \(none of \[CLS\], <cls>, <s>, <bos>\)"):
@@ -114,33 +97,30 @@ def test_special_tokens_are_named_beside_or_refused(tmp_path):
         (moved / name).write_bytes(data)
     again = Tokenizer.load(moved / "tokenizer.json")
     assert again.sha256 == tokenizer.sha256 and again.special_ids == tokenizer.special_ids
-    for names, message in (
-        ({"cls_token": "<a>", "sep_token": "<a>"}, "two of its special tokens are one"),
-        (
-            {"cls_token": "<a>", "sep_token": "<c>"},
-            "has no token '<c>', which the files beside it name as its sep_token",
-        ),
-        ({"cls_token": "<a>", "sep_token": "<pad>", "pad_token": "<b>"}, "<pad> has id 0"),
+    for sep, pad, message in (
+        ("<a>", "<pad>", "two of its special tokens are one"),
+        ("<c>", "<pad>", "no token '<c>', which the files beside it name as its sep_token"),
+        ("<pad>", "<b>", "<pad> has id 0"),
     ):
-        fast_tokenizers.name_special(path, **names)
+        fast_tokenizers.name_special(path, cls_token="<a>", sep_token=sep, pad_token=pad)
         with pytest.raises(ValueError, match=message):
             Tokenizer.load(path)
+    fast_tokenizers.write(path, special=["<s>", "</s>", "<mask>", "<unk>"])
+    fast_tokenizers.name_special(path, pad_token="</s>")  # padding may be the end token, as EuroBERT's is
+    assert Tokenizer.load(path).pad_id == Tokenizer.load(path).sep_id == 1
 
 
 def test_files_of_another_kind_are_refused(tmp_path):
-    path = Path(tmp_path, "tokenizer.json")
+    path = tmp_path / "tokenizer.json"
+    tree = json.loads(fast_tokenizers.write(path).read_text())
+    bare = tree | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}
+    ended = tree | {"model": tree["model"] | {"end_of_word_suffix": "</w>"}}
     for content, message in (
         ("{", "not valid JSON"),
         ('{"version": "1.0"}', r"not a tokenizer\.json of the tokenizers library"),
+        (json.dumps(bare), "its tokens do not show where words begin"),
+        (json.dumps(ended), "mark the ends of words"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             Tokenizer.load(path)
-    tree = json.loads(fast_tokenizers.write(path).read_text())
-    path.write_text(json.dumps(tree | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}))
-    with pytest.raises(ValueError, match="its tokens do not show where words begin"):
-        Tokenizer.load(path)
-    tree["model"]["end_of_word_suffix"] = "</w>"
-    path.write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match="mark the ends of words"):
-        Tokenizer.load(path)

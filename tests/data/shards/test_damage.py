@@ -1,7 +1,5 @@
 """No damaged byte of a dataset is trained on: 400 flipped bits and 400 truncations, each named with its place by `tarfile`."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -57,8 +55,7 @@ def sites(folder) -> dict[str, list[tuple[str, int, str]]]:
             ):
                 found[kind] += [(path.name, at, "") for at in range(start, stop)]
         found["end of archive"] += [(path.name, at, "") for at in range(end, path.stat().st_size)]
-    covered = sum(map(len, found.values()))
-    assert covered == sum(path.stat().st_size for path in folder.glob("*.tar"))
+    assert sum(map(len, found.values())) == sum(path.stat().st_size for path in folder.glob("*.tar"))
     return found
 
 
