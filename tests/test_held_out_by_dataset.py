@@ -1,66 +1,29 @@
 """Held-out figures of each dataset of a mixture, in training and afterwards."""
 
-import hashlib
 import json
 import math
-import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megabert import config as configuration
 from megabert.commands import report
 from megabert.commands.evaluate import evaluate_run
 from megabert.data.mixture import distinct_names
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World
-from megabert.distributed.watchdog import Watchdog
-from megabert.open_run import open_run
+from tests.helpers.golden_runs import DATA, SMALL, held_out_of, random_rows, trained
 from tests.helpers.job import Job
-from tests.helpers.loop import StopAt
-from tests.helpers.rows import SPECIAL, make_dataset, make_rows
-
-DATA = Path(__file__).parent / "data" / "golden" / "dataset"
-SMALL = (
-    *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=4"),
-    *("schedule.total_steps=2", "schedule.warmup_steps=0", "eval.interval=0", "eval.rows=8", "peak_tflops=1.0"),
-    *("log.interval=1", "log.tensorboard=false", "data.workers=0", "precision=fp32"),
-)
-
-
-def random_rows(folder: Path, rows: int, seed: int, **changes: Any) -> Path:
-    """A dataset with the tokenizer and the row length of DATA."""
-    tokenizer = Dataset(DATA).manifest.tokenizer
-    ids, bounds, isnext = make_rows(rows, seq_len=64, slots=2, seed=seed)
-    ordinary = ids > max(SPECIAL.values())
-    ids[ordinary] = ids[ordinary] % (tokenizer["vocab_size"] - len(SPECIAL)) + len(SPECIAL)
-    make_dataset(folder, rows, seq_len=64, slots=2, arrays=(ids, bounds, isnext), tokenizer=tokenizer, **changes)
-    shutil.copy(DATA / tokenizer["file"], folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tmp_path_factory):
     """A dataset of random tokens, with a held-out split."""
     folder = tmp_path_factory.mktemp("more") / "other"
     held_out = random_rows(folder / "held_out", 12, seed=1)
-    sha256 = hashlib.sha256((held_out / "manifest.json").read_bytes()).hexdigest()
-    return random_rows(folder, 40, seed=0, held_out={"path": "held_out", "rows": 12, "manifest_sha256": sha256})
+    return random_rows(folder, 40, seed=0, held_out=held_out_of(held_out, 12))
 
 
-def trained(world: World, folder: Path, *overrides: str, **options: Any) -> dict[str, float]:
-    """The last held-out figures of a run."""
-    cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *overrides])
-    trainer = open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)
-    assert trainer.train()
-    trainer.close()
-    return trainer.last_eval
-
-
-def bytes_a_token(folder: Path) -> float:
+def bytes_a_token(folder):
     """Counted token by token."""
     dataset = Dataset(folder)
     tokens = Tokenizer.load(dataset.tokenizer_path).token_bytes()
@@ -69,7 +32,7 @@ def bytes_a_token(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("phases", [False, True])
-def test_each_dataset_of_a_run_is_evaluated(world: World, tmp_path: Path, other: Path, phases: bool) -> None:
+def test_each_dataset_of_a_run_is_evaluated(world, tmp_path, other, phases):
     mix = f'data.mix={{"{other}"=0.25}}'
     found = trained(world, tmp_path, f"phases=[{{share=1}},{{share=1,{mix}}}]" if phases else mix)
     alone = {"dataset": evaluate_run(tmp_path, str(DATA)), "other": evaluate_run(tmp_path, str(other))}
@@ -86,7 +49,7 @@ def test_each_dataset_of_a_run_is_evaluated(world: World, tmp_path: Path, other:
     assert "Loss, held out, other" in (tmp_path / "report.html").read_text()
 
 
-def test_each_phase_evaluates_the_datasets_of_all(world: World, tmp_path: Path, other: Path) -> None:
+def test_each_phase_evaluates_the_datasets_of_all(world, tmp_path, other):
     """Masked as the last phase is, with the rotary base of the phase the run is in."""
     second = f'data.path="{other}", model.rope_theta=50.0, data.masking.rate=0.4'
     overrides = (
@@ -101,14 +64,14 @@ def test_each_phase_evaluates_the_datasets_of_all(world: World, tmp_path: Path, 
         assert sum("loss_by_dataset" in name for name in found) == 2
 
 
-def test_a_member_without_a_split_is_named(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_without_a_split_is_named(world, tmp_path, caplog):
     plain = random_rows(tmp_path / "plain", 40, seed=2)
     found = trained(world, tmp_path / "run", f'data.mix={{"{plain}"=0.5}}')
     assert f"{plain} has no held-out split: the run is not evaluated on it" in caplog.text
     assert [name for name in found if "loss_by_dataset" in name] == ["eval/loss_by_dataset/dataset"]
 
 
-def test_names_tell_folders_apart() -> None:
+def test_names_tell_folders_apart():
     assert distinct_names(["data/wiki", "/data/novels"]) == ["wiki", "novels"]
     assert distinct_names(["old/train", "new/train", "new/more"]) == ["old_train", "new_train", "new_more"]
     assert distinct_names(["a", "./a"]) == ["1_a", "2_a"]
@@ -116,12 +79,10 @@ def test_names_tell_folders_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_ranks_evaluate_each_dataset(tmp_path: Path, other: Path) -> None:
+def test_two_ranks_evaluate_each_dataset(tmp_path, other):
     job = Job(DATA, tmp_path / "run", *SMALL, f'data.mix={{"{other}"=0.25}}', "zero.stage=3")
     assert job.codes() == [0, 0], job.output
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     alone = evaluate_run(tmp_path / "run", [str(DATA), str(other)])
-    names = [name for name in alone if "by_dataset" in name]
-    assert len(names) == 4 and {name: last[name] for name in names} == pytest.approx(
-        {name: alone[name] for name in names}, rel=1e-5
-    )
+    each = {name: value for name, value in alone.items() if "by_dataset" in name}
+    assert len(each) == 4 and {name: last[name] for name in each} == pytest.approx(each, rel=1e-5)

@@ -1,8 +1,6 @@
 """A run's data: read by one rank of a node for all of them, and held-out rows that stay open between evaluations."""
 
-import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +13,18 @@ import torch
 from megabert import open_run as opening
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data.shards import Dataset, Manifest
-from megabert.distributed.ranks import RankRefused, World, on_every_rank
+from megabert.distributed.ranks import RankRefused, on_every_rank
 from megabert.distributed.watchdog import Watchdog
 from megabert.model import BertForPreTraining
 from megabert.open_run import open_dataset, open_run
 from megabert.workload import Pretraining
 from tests.helpers import tiny
+from tests.helpers.golden_runs import DATA, held_out_of
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
 
 CPU = torch.device("cpu")
-GOLDEN = Path(__file__).parent / "data" / "golden" / "dataset"
 
 
 @dataclass
@@ -58,40 +56,28 @@ class Rank:
 
 
 @pytest.fixture
-def reads(monkeypatch) -> list[str]:
+def reads(monkeypatch):
     """The manifests that are read, and the files that are looked at or opened."""
-    found: list[str] = []
-
-    def noted(real: Any, name_of: Callable[[Any], str]) -> Callable[..., Any]:
-        def function(path: Any, *rest: Any) -> Any:
-            found.append(name_of(path))
-            return real(path, *rest)
-
-        return function
-
-    monkeypatch.setattr(Manifest, "load", staticmethod(noted(Manifest.load, str)))
-    real = Dataset._check_size
-
-    def check_size(self: Dataset, shard: Any) -> None:
-        found.append(shard.name)
-        real(self, shard)
-
-    monkeypatch.setattr(Dataset, "_check_size", check_size)
+    found, load, check_size = [], Manifest.load, Dataset._check_size
+    monkeypatch.setattr(
+        Manifest, "load", staticmethod(lambda path, *rest: found.append(str(path)) or load(path, *rest))
+    )
+    monkeypatch.setattr(Dataset, "_check_size", lambda self, shard: found.append(shard.name) or check_size(self, shard))
     return found
 
 
-def config(folder: Any, **more: Any) -> Any:
+def config(folder, **more):
     return tiny.config(data__path=str(folder), peak_tflops=1.0, **more)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) -> None:
+def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed):
     make_dataset(tmp_path / "a", 200)
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
     main, first, other = Rank(0), Rank(8), Rank(9)
     want = open_dataset(cfg.data, main)
-    assert len([name for name in reads if not name.startswith("shard-")]) == (2 if mixed else 1)
+    assert len([name for name in reads if not name.startswith("shard-")]) == 1 + mixed
     first.sent = other.sent = main.sent
     looked_at = [*reads]
     reads.clear()
@@ -100,10 +86,9 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     reads.clear()
     found.append(open_dataset(cfg.data, other))
     assert not reads, "the others of a node read and ask for nothing"
-    positions = np.arange(700)
+    ids = want.order(3, np.arange(700))[0]
     for its in found:
-        ids = its.order(3, positions)[0]
-        assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
+        assert (its.order(3, np.arange(700))[0] == ids).all() and (its.read(ids).ids == want.read(ids).ids).all()
         assert its.identity == want.identity
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
@@ -139,9 +124,9 @@ def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
     main, other = Rank(0), Rank(9)
     main.device = other.device = CPU
 
-    def described(rank: Rank) -> dict[str, Any]:
-        engine: Any = SimpleNamespace(module=tiny.model(cfg), world=rank, optimizer_kernels="torch")
-        tokenizer: Any = SimpleNamespace(sha256="t" * 64)
+    def described(rank):
+        engine = SimpleNamespace(module=tiny.model(cfg), world=rank, optimizer_kernels="torch")
+        tokenizer = SimpleNamespace(sha256="t" * 64)
         return opening.describe(cfg, [Dataset(tmp_path)], tokenizer, engine)
 
     found = described(main)
@@ -150,15 +135,15 @@ def test_one_rank_looks_at_the_program_for_all(tmp_path, monkeypatch) -> None:
     assert described(other) == found and len(asked) == 3
 
 
-def open_where_rank_1_has_no_model(world: World, folder: str) -> tuple[str, int]:
+def open_where_rank_1_has_no_model(world, folder):
     """The refusal of a run whose model rank 1 cannot build."""
 
-    def fail(*args: Any) -> None:
+    def fail(*_):
         raise ValueError("no weights fit here")
 
     if world.rank == 1:
         opening.new_model = fail
-    cfg, watchdog = config(GOLDEN, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
+    cfg, watchdog = config(DATA, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
     with pytest.raises(RankRefused) as found:
         open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)
     return str(found.value), exit_code(found.value)
@@ -170,28 +155,26 @@ def test_a_model_that_one_rank_cannot_build_stops_all(tmp_path) -> None:
     assert found == [("rank 1: no weights fit here", USER_ERROR)] * 2
 
 
-def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> None:
+def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads):
     inner = make_dataset(tmp_path / "held_out", 100)
-    sha = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
-    make_dataset(tmp_path, 16, held_out={"path": "held_out", "rows": 100, "manifest_sha256": sha})
+    make_dataset(tmp_path, 16, held_out=held_out_of(inner, 100))
     cfg = config(tmp_path, eval__rows=90)
     rows: list[int] = []
 
-    def eval_sums(batches: Any, sources: int) -> torch.Tensor:
+    def eval_sums(batches, sources):
         rows.extend(row for batch in batches for row in batch.row_ids.tolist() if row >= 0)
         return torch.ones(6, dtype=torch.float64)
 
-    tokenizer: Any = vocabulary()
-    tokenizer.tokens = [str(number) for number in range(len(tokenizer.special))]
+    tokenizer = vocabulary()
+    tokenizer.tokens = list(map(str, range(len(tokenizer.special))))
     sizes = {"vocab_size": len(tokenizer.tokens), "max_positions": 128}
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
-    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
-    world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
+    engine = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
+    world = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
     workload = Pretraining(cfg, world, engine, [Dataset(tmp_path)], tokenizer)
     reads.clear()
     first = workload.evaluate(0, lambda: None)
     assert str(inner) in reads and rows == list(range(90))
     reads.clear()
     assert workload.evaluate(100, lambda: None) == first and rows == 2 * list(range(90))
-    assert workload.samples
-    assert not reads
+    assert workload.samples and not reads

@@ -5,47 +5,31 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
 
-from megabert import config as configuration
 from megabert import hf
 from megabert.checkpoint import chain, load_weights
-from megabert.distributed.ranks import World
-from megabert.distributed.watchdog import Watchdog
-from megabert.open_run import open_run
 from megabert.progress import TrainState
 from megabert.train import main
-from megabert.trainer import Trainer
+from tests.helpers import golden_runs
+from tests.helpers.golden_runs import DATA, SMALL, random_rows
 from tests.helpers.job import Job
-from tests.helpers.loop import StopAt
-from tests.test_held_out_by_dataset import DATA, SMALL, random_rows
 
 TEN = ("schedule.total_steps=10", "eval.interval=2", "eval.patience=2", "checkpoint.interval=3", "checkpoint.keep=1")
 # of evaluations by step: the best is that of step 4, and two later ones are not better
 LOSSES = {0: 6.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 3.0}
 
 
-def opened(
-    world: World,
-    folder: Path,
-    losses: Mapping[int, float],
-    *overrides: str,
-    stop: int | None = None,
-    left: Callable[[], float] = lambda: math.inf,
-) -> Trainer:
-    """A trainer whose evaluation gives these losses; `left`: seconds to its time limit."""
-    cfg = configuration.load("tiny", [*SMALL, f"data.path={DATA}", *TEN, *overrides])
-    watchdog = Watchdog(world, folder, 0.0)
-    trainer = open_run(folder, cfg, world, StopAt(seconds=left), watchdog, stop_after=stop)
+def opened(world, folder, losses, *overrides, stop=None, **options):
+    """A trainer whose evaluation gives these losses."""
+    trainer = golden_runs.opened(world, folder, *TEN, *overrides, stop_after=stop, **options)
     trainer.workload.evaluate = lambda step, progress: {"eval/mlm_loss": losses[step]}
     return trainer
 
 
-def trained(world: World, folder: Path, losses: Mapping[int, float], *overrides: str, stop: int | None = None) -> int:
+def trained(world, folder, losses, *overrides, stop=None):
     """The step at which a run ends."""
     trainer = opened(world, folder, losses, *overrides, stop=stop)
     assert trainer.train()
@@ -53,48 +37,48 @@ def trained(world: World, folder: Path, losses: Mapping[int, float], *overrides:
     return trainer.state.step
 
 
-def test_a_run_ends_when_the_loss_improves_no_more(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert trained(world, tmp_path / "straight", LOSSES) == 8
+def evaluated(run):
+    """The steps that have a line of an evaluation."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if "eval/mlm_loss" in line]
+
+
+def same_state(ours, theirs):
+    """Weights and history of the runs' checkpoints are equal."""
+    (weights, state), (others, other) = map(load_weights, (ours, theirs))
+    assert all(torch.equal(others[name], weight) for name, weight in weights.items())
+    fields = ("step", "cursor", "best_step", "best_loss", "since_best", "evaluation_owed")
+    assert [other[name] for name in fields] == [state[name] for name in fields]
+
+
+def test_a_run_ends_when_the_loss_improves_no_more(world, tmp_path, caplog):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert trained(world, straight, LOSSES) == 8
     assert "step 8: the held-out loss did not improve in 2 evaluations, so training ends" in caplog.text
     assert "best is step 4, with 4.0000" in caplog.text
-    kept = sorted(path.name for path in (tmp_path / "straight" / "checkpoints").glob("step-*"))
+    kept = sorted(path.name for path in (straight / "checkpoints").glob("step-*"))
     assert kept == ["step-00000004", "step-00000008"]
-    assert hf.load(tmp_path / "straight" / "best").step == 4
-    again = opened(world, tmp_path / "straight", {})
+    assert load_weights(straight / "best")[1]["step"] == 4
+    again = opened(world, straight, {})
     assert again.schedule.complete and again.train() and again.state.step == 8
     again.close()
     for stop in (3, 5, 6):
-        assert trained(world, tmp_path / "broken", LOSSES, stop=stop) == stop
-    assert trained(world, tmp_path / "broken", LOSSES) == 8
-    for name in ("", "best"):
-        straight, broken = (load_weights(tmp_path / run / name) for run in ("straight", "broken"))
-        assert straight[1]["step"] == broken[1]["step"] == (4 if name else 8)
-        assert all(torch.equal(broken[0][key], weight) for key, weight in straight[0].items())
-        assert all(straight[1][key] == broken[1][key] for key in ("best_step", "best_loss", "since_best"))
-    assert trained(world, tmp_path / "straight", LOSSES, "eval.patience=3") == 10
-    assert hf.load(tmp_path / "straight" / "best").step == 10
+        assert trained(world, broken, LOSSES, stop=stop) == stop
+    assert trained(world, broken, LOSSES) == load_weights(broken)[1]["step"] == 8
+    same_state(straight, broken)
+    same_state(straight / "best", broken / "best")
+    assert trained(world, straight, LOSSES, "eval.patience=3") == 10
+    assert hf.load(straight / "best").step == 10
 
 
-def same_state(*runs: Path) -> None:
-    """Weights and history of the runs' last checkpoints are equal."""
-    (weights, state), *others = [load_weights(run) for run in runs]
-    for found, other in others:
-        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-        fields = ("step", "cursor", "best_step", "best_loss", "since_best", "evaluation_owed")
-        assert [other[name] for name in fields] == [state[name] for name in fields]
-
-
-def test_an_evaluation_that_time_does_not_allow_is_made_by_the_next_start(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_evaluation_without_time_is_made_later(world, tmp_path, caplog):
+    """By the next start."""
     trained(world, tmp_path / "straight", LOSSES)
     seconds = {"left": 100.0}
     trainer = opened(world, tmp_path / "run", LOSSES, left=lambda: seconds["left"])
     evaluate, steps = trainer.workload.evaluate, []
 
-    def slow(step: int, progress: Callable[[], None]) -> dict[str, float]:
+    def slow(step, progress):
         steps.append(step)
         time.sleep(0.2)
         seconds["left"] = 0.1 if step == 4 else 100.0  # before the evaluation of step 6, which takes longer
@@ -104,15 +88,14 @@ def test_an_evaluation_that_time_does_not_allow_is_made_by_the_next_start(
     assert not trainer.train()
     trainer.close()
     assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text
-    assert not any(json.loads(line)["step"] == 6 and "eval/mlm_loss" in line for line in lines(tmp_path / "run"))
+    assert 6 not in evaluated(tmp_path / "run")
     assert trained(world, tmp_path / "run", LOSSES) == 8
     same_state(tmp_path / "straight", tmp_path / "run")
-    found = [json.loads(line)["step"] for line in lines(tmp_path / "run") if "eval/mlm_loss" in line]
-    assert found == [0, 2, 4, 6, 8]
+    assert evaluated(tmp_path / "run") == [0, 2, 4, 6, 8]
     assert [entry["step"] for entry in chain.read(tmp_path / "run" / "checkpoints")] == [0, 2, 3, 4, 6, 8]
 
 
-def test_a_stop_comes_before_the_last_evaluation(world: World, tmp_path: Path) -> None:
+def test_a_stop_comes_before_the_last_evaluation(world, tmp_path):
     """The run is over but for that."""
     settings = ("eval.patience=9", "eval.interval=10", "schedule.total_steps=3")
     trainer = opened(world, tmp_path, {0: 3.0}, *settings, left=lambda: math.inf if trainer.state.step < 3 else 0.0)
@@ -123,11 +106,7 @@ def test_a_stop_comes_before_the_last_evaluation(world: World, tmp_path: Path) -
     again.close()
 
 
-def lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()
-
-
-def test_the_best_checkpoint_stays_until_a_better_one_is_saved(world: World, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_until_a_better_one(world, tmp_path):
     trained(world, tmp_path, LOSSES, stop=5)
     trainer = opened(world, tmp_path, LOSSES, "checkpoint.interval=1")
     trainer.state.best_step = 99  # of a save that was lost
@@ -136,9 +115,7 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_saved(world: World, tmp
     assert os.readlink(tmp_path / "best") == "checkpoints/step-00000004" and hf.load(tmp_path / "best").step == 4
 
 
-def test_a_best_step_without_a_checkpoint_starts_the_search_anew(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_best_checkpoint_starts_the_search_anew(world, tmp_path, caplog):
     trained(world, tmp_path, LOSSES, stop=5)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
     assert trained(world, tmp_path, LOSSES, "eval.patience=3") == 10
@@ -146,32 +123,35 @@ def test_a_best_step_without_a_checkpoint_starts_the_search_anew(
     assert hf.load(tmp_path / "best").step == 10
 
 
-def test_a_start_that_is_never_beaten_is_kept(world: World, tmp_path: Path) -> None:
-    assert trained(world, tmp_path, {step: 5.0 + step for step in LOSSES}) == 4
-    assert hf.load(tmp_path / "best").step == 0
+CAUSAL = ("objective.causal_share=0.5", "model.nsp=false")
 
 
-def test_patience_begins_with_the_last_phase(world: World, tmp_path: Path) -> None:
-    losses = {0: 1.0, 2: 2.0, 4: 3.0, 6: 9.0, 8: 8.0, 10: 7.0}
-    causal = ("objective.causal_share=0.5", "model.nsp=false")
-    assert trained(world, tmp_path, losses, *causal) == 10 and hf.load(tmp_path / "best").step == 10
+@pytest.mark.parametrize(
+    ("losses", "overrides", "end", "best"),
+    [
+        ({step: 5.0 + step for step in LOSSES}, (), 4, 0),
+        # patience begins with the last phase
+        ({0: 1.0, 2: 2.0, 4: 3.0, 6: 9.0, 8: 8.0, 10: 7.0}, CAUSAL, 10, 10),
+        (LOSSES, ("eval.patience=0",), 10, None),
+    ],
+    ids=["a start that is never beaten", "phases", "no patience"],
+)
+def test_the_best_step_of_a_run(world, tmp_path, losses, overrides, end, best):
+    assert trained(world, tmp_path, losses, *overrides) == end
+    if best is None:
+        assert not (tmp_path / "best").is_symlink()
+    else:
+        assert hf.load(tmp_path / "best").step == best
 
 
-def test_without_patience_no_checkpoint_is_best(world: World, tmp_path: Path) -> None:
-    assert trained(world, tmp_path, LOSSES, "eval.patience=0") == 10
-    assert not (tmp_path / "best").is_symlink()
-
-
-def test_patience_needs_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"eval\.patience=2 counts evaluations; set eval\.interval above 0"):
-        configuration.load("", ["eval.patience=2", "eval.interval=0"])
+def test_patience_needs_a_held_out_split(tmp_path, capsys):
     plain = random_rows(tmp_path / "plain", 40, seed=2)
     words = ["--config", "tiny", "--data", str(plain), "--run", str(tmp_path / "run"), *SMALL, *TEN]
     assert main(words) == 2
     assert f"eval.patience=2: {plain} has no held-out split" in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_a_best_step_resumes() -> None:
+def test_a_checkpoint_without_a_best_step_resumes():
     assert TrainState.of({"step": 3, "cursor": 4, "tokens": 5}) == TrainState(step=3, cursor=4, tokens=5)
 
 
@@ -186,7 +166,7 @@ Pretraining.evaluate = evaluate
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_end_at_one_step(tmp_path: Path) -> None:
+def test_ranks_end_at_one_step(tmp_path):
     job = Job(DATA, tmp_path / "run", *SMALL, *TEN, driver=DIFFERENT)
     assert job.codes() == [0, 0], job.output
     assert "so training ends" in job.output and f"megabert export   --model {tmp_path / 'run'}/best" in job.output
