@@ -1,15 +1,16 @@
 """Figures by the published arithmetic, counted over ranks and restarts; sinks that survive kills and are read back."""
 
-import importlib.util
 import json
 import logging.handlers
 import os
 import queue
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,11 +26,10 @@ from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
 from megabert.metrics import Meter, training_flops
-from megabert.sinks import JsonLines, SampleLines, Sink, Sinks, TensorBoard
-from tests.helpers import tiny
+from megabert.sinks import JsonLines, SampleLines, Sinks, TensorBoard
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
-from tests.test_trainer import trainer
+from tests.test_trainer import quiet, trainer
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
@@ -38,11 +38,6 @@ RANKS = 8
 
 def config(*overrides: str) -> Config:
     return configuration.load("tiny", ["log.tensorboard=false", *overrides])
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    found = importlib.util.find_spec(package) is not None
-    return pytest.mark.skipif(not found, reason=f"{package} is not installed (megabert[{package}])")
 
 
 @pytest.mark.parametrize(("length", "predictions", "gflop"), [(128, 20, 240.6), (512, 77, 1020.0)])
@@ -62,19 +57,10 @@ def test_flops_of_local_layers_and_shared_heads() -> None:
     assert flops[0] - flops[2] == 6 * 3 * 64 * 64 * 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA B200", 2250.0),
-        ("Tesla V100-SXM2-16GB", 125.0),
-        ("Tesla V100-PCIE-32GB", 112.0),
-        ("NVIDIA L40", 181.0),
-    ],
-)
-def test_the_datasheets_peak_is_of_the_very_device(name: str, peak: float | None) -> None:
-    assert datasheet_tflops(name) == peak
+def test_the_datasheets_peak_is_of_the_very_device() -> None:
+    peaks = {"NVIDIA H200": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA B200": 2250.0, "NVIDIA L40": 181.0}
+    peaks |= {"Tesla V100-SXM2-16GB": 125.0, "Tesla V100-PCIE-32GB": 112.0}
+    assert {name: datasheet_tflops(name) for name in peaks} == peaks
 
 
 def test_durations_read_as_people_say_them() -> None:
@@ -136,9 +122,7 @@ HOSTS = ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"]
 ZEROS, LINKS = [0.0] * RANKS, [1e-4] * 2 + [4e-4] * 6
 
 
-def judge(
-    slow: SlowRanks, updates: int, each: float = 0.3, **figures: list[float]
-) -> list[tuple[int, str, float, str]]:
+def judge(slow, updates, each=0.3, **figures):
     """So many updates of `each` seconds, with a rank's sums as `seconds` gives them; the new slow ranks."""
     links = [updates * seconds for seconds in LINKS]
     given = {"compute": seconds(updates), "host": ZEROS, "data_wait": ZEROS, "message": links} | figures
@@ -151,27 +135,22 @@ def scaled(values: list[float], rank: int, to: float) -> list[float]:
 
 @pytest.mark.parametrize("interval", [10, 30, 200])
 def test_a_rank_10_percent_slower_is_named_once(interval: int) -> None:
-    found, slow, done = [], SlowRanks(HOSTS, 1.08, 30.0), 0
-    while done < 400:
-        done += interval
-        for rank in judge(slow, interval, compute=seconds(interval, r3=1.1)):
-            found.append(rank)
-            # by 50 updates and 30 seconds, whichever takes longer
-            assert 100 <= done < 100 + interval
-    assert found == [(3, "n2", 1.1, "device")] and [rank.rank for rank in slow.named] == [3]
+    found, slow = [], SlowRanks(HOSTS, 1.08, 30.0)
+    for done in range(interval, 400 + interval, interval):
+        found += [(done, rank) for rank in judge(slow, interval, compute=seconds(interval, r3=1.1))]
+    ((done, rank),) = found
+    assert rank == (3, "n2", 1.1, "device") and [rank.rank for rank in slow.named] == [3]
+    # by 50 updates and 30 seconds, whichever takes longer
+    assert 100 <= done < 100 + interval
 
 
-def test_a_rank_is_slow_over_50_updates_however_long() -> None:
+def test_a_rank_is_slow_over_50_updates_and_named_again() -> None:
     slow = SlowRanks(HOSTS, 1.08, 30.0)
     assert not judge(slow, 40, each=10.0, compute=seconds(40, r3=1.5))
     assert judge(slow, 10, each=10.0, compute=seconds(10, r3=1.5))
-
-
-def test_a_rank_slow_again_is_named_again() -> None:
     slow = SlowRanks(HOSTS, 1.08, 15.0)
-    named = []
-    for factor in (1.0, 1.0, 1.2, 1.2, 1.0, 1.0, 1.2, 1.2):
-        named.append([one[0] for one in judge(slow, 25, compute=seconds(25, r5=factor))])
+    factors = (1.0, 1.0, 1.2, 1.2, 1.0, 1.0, 1.2, 1.2)
+    named = [[one[0] for one in judge(slow, 25, compute=seconds(25, r5=factor))] for factor in factors]
     assert named == [[], [], [5], [], [], [], [5], []]
 
 
@@ -184,21 +163,24 @@ def test_noise_and_equal_slowness_name_nobody() -> None:
         assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, each=times, **same)
 
 
+COSTLY = {"compute": seconds(50, r6=1.4)}
+
+
 @pytest.mark.parametrize(
     ("cause", "figures"),
     [
         ("data", {"data_wait": [4.0 * (rank == 6) for rank in range(RANKS)]}),
         # late with its work, as the others are a tenth of the time
-        ("host", {"compute": seconds(50, r6=1.4), "host": scaled(seconds(50, **{f"r{r}": 0.1 for r in range(8)}), 6, 5.0)}),
+        ("host", COSTLY | {"host": scaled([t / 10 for t in seconds(50)], 6, 5.0)}),
         # on a machine where every rank waits for cores
         ("host", {"compute": seconds(50, r6=2.0), "host": scaled([t * 0.67 for t in seconds(50)], 6, 17.0)}),
         # a host that is as late as the others' is not the cause
-        ("device", {"compute": seconds(50, r6=1.4), "host": [t / 2 for t in seconds(50, r6=1.4)]}),
+        ("device", COSTLY | {"host": [t / 2 for t in seconds(50, r6=1.4)]}),
         # rows that come late are not, where the device loses more
-        ("device", {"compute": seconds(50, r6=1.4), "data_wait": [0.5 * (rank == 6) for rank in range(RANKS)]}),
+        ("device", COSTLY | {"data_wait": [0.5 * (rank == 6) for rank in range(RANKS)]}),
         ("network", {"message": [50 * (0.08 if rank == 6 else link) for rank, link in enumerate(LINKS)]}),
     ],
-)  # fmt: skip
+)
 def test_a_slow_rank_has_a_cause(cause: str, figures: dict[str, list[float]]) -> None:
     (found,) = judge(SlowRanks(HOSTS, 1.08, 15.0), 50, **figures)
     assert (found[0], found[1], found[3]) == (6, "n4", cause)
@@ -216,7 +198,7 @@ def test_a_link_is_slow_beside_others_alone() -> None:
 
 
 def test_of_two_ranks_the_slower_one_is_named() -> None:
-    figures = {"compute": [10.0, 11.0], "host": [0.0, 0.0], "data_wait": [0.0, 0.0], "message": [0.0, 0.0]}
+    figures = {"compute": [10.0, 11.0]} | {name: [0.0, 0.0] for name in ("host", "data_wait", "message")}
     (found,) = SlowRanks(["n1", "n1"], 1.08, 3.0).add(50, 11.0, figures)
     assert found == (1, "n1", 1.1, "device")
 
@@ -236,10 +218,8 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
     """Rank 1 waits for its rows, is stopped two thirds of the time, computes more, or is late elsewhere. What is logged."""
     logged = logging.handlers.QueueHandler(queue.Queue())
     log.addHandler(logged)
-    cfg = tiny.config(
-        precision="bf16", zero__stage=1, log__interval=10, log__tensorboard=False, checkpoint__asynchronous=False,
-        watchdog__slow_ratio=1.5, watchdog__slow_minutes=0.02,
-    )  # fmt: skip
+    limits = {"watchdog__slow_ratio": 1.5, "watchdog__slow_minutes": 0.02}
+    cfg = quiet(precision="bf16", zero__stage=1, log__interval=10, **limits)
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
     ours.workload.saved_at = 35
     ours.workload.evaluation_due = lambda step: step == 25
@@ -321,26 +301,17 @@ def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     ("overrides", "place", "objective"),
     [
         (["schedule.total_steps=40", "schedule.warmup_steps=1"], "step      20/40  ", "NSP 60.00%"),
-        (
-            ["schedule.by=minutes", "schedule.budget_minutes=30"],
-            "step      20   10.0% of 30 minutes  ",
-            "masked 25.00%",
-        ),
+        (["schedule.by=minutes", "schedule.budget_minutes=30"], "step      20   10.0% of 30 minutes", "masked 25.00%"),
         (
             ["schedule.by=tokens", "schedule.budget_tokens=4000"],
-            "step      20   25.0% of 4,000 tokens  ",
+            "step      20   25.0% of 4,000 tokens",
             "causal 25.00%",
         ),
     ],
 )
 def test_a_line_names_budget_and_objective(overrides: list[str], place: str, objective: str) -> None:
-    values = {
-        "step": 20,
-        "time/train_seconds": 180.0,
-        "data/tokens": 1000,
-        "train/loss": 5.0,
-        "train/mlm_accuracy": 0.25,
-    }
+    values = {"step": 20, "time/train_seconds": 180.0, "data/tokens": 1000}
+    values |= {"train/loss": 5.0, "train/mlm_accuracy": 0.25}
     values |= {"perf/sequences_per_sec": 9.0, "perf/tokens_per_sec": 99.0, "perf/mfu": 0.1, "train/lr": 1e-3}
     values |= {"train/grad_norm": 1.0} | ({"train/nsp_accuracy": 0.6} if "NSP" in objective else {})
     cfg = config(*overrides)
@@ -390,37 +361,23 @@ def test_a_missing_package_is_named_with_its_setting(monkeypatch) -> None:
     sinks.check_packages(config())  # nothing is asked for
 
 
-def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
-    """Figures of a run that was stopped after step 10 and resumed; the ids under which it is known elsewhere."""
-    folder.mkdir()
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed (megabert[wandb])")
+def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+    """Stopped after step 10 and resumed; then another run in the same folder."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
-    for step, saved in ((0, -1), (10, 10)):
-        sinks = Sinks(folder, config(*overrides), saved)
+    for step, saved in ((0, -1), (10, 10), (0, -1)):
+        sinks = Sinks(tmp_path, config("log.wandb=mine"), saved)
         sinks.write({"step": step + 10, "train/loss": 9.0 - step / 10, "data/row_digest": "text"})
         sinks.show(step + 10, SAMPLES)
         sinks.hparams({"eval/mlm_loss": 7.5})
         sinks.close()
-        ids.append(json.loads((folder / "sinks.json").read_text()))
-    assert ids[0] == ids[1]
-    return ids[1]
-
-
-@pytest.mark.slow
-@needs("wandb")
-def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = tmp_path / "mini"
-    run_id = run_twice(folder, "log.wandb=mine")["wandb"]
-    written = b"".join(path.read_bytes() for path in (folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+        ids.append(json.loads((tmp_path / "sinks.json").read_text())["wandb"])
+    run_id, again, other = ids
+    assert run_id == again != other
+    written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert written.count(b"train/loss") >= 2 and b"final/mlm_loss" in written and b"row_digest" not in written
-    other = Sinks(folder, config("log.wandb=mine"), -1)
-    other.close()  # another run in the same folder
-    assert json.loads((folder / "sinks.json").read_text())["wandb"] != run_id
-
-
-class Broken(Sink):
-    def close(self) -> None:
-        raise OSError("its disk is full")
 
 
 def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
@@ -428,7 +385,7 @@ def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
     lines = sinks._sinks[0]
     assert isinstance(lines, JsonLines)
     sinks.write({"step": 1})
-    sinks._sinks.insert(0, Broken())
+    sinks._sinks.insert(0, Mock(close=Mock(side_effect=OSError("its disk is full"))))
     with pytest.raises(OSError, match="its disk is full"):
         sinks.close()
-    assert lines._file is not None and lines._file.closed
+    assert lines._file.closed

@@ -19,7 +19,7 @@ def model(dtype: torch.dtype = torch.float32, **backends: str) -> BertForPreTrai
     built = BertForPreTraining(cfg, OpsConfig(**backends), "cpu", dtype)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    return built.to(dtype).eval()
+    return built.eval()
 
 
 def sequences() -> list[np.ndarray]:
@@ -50,9 +50,7 @@ def test_packed_weights_give_the_same(dtype: torch.dtype, tolerance: float) -> N
 
 @torch.no_grad()
 def test_a_line_holds_the_same_sequences_as_rows() -> None:
-    built = model()
-    given = sequences()
-    seconds = [1, 20, 7, 2, 5]
+    built, given, seconds = model(), sequences(), [1, 20, 7, 2, 5]
     rows, line = pack(given, seconds), pack_line(given, seconds)
     assert line.input_ids.shape == (1, 67) and line.lengths.tolist() == [[1, 40, 7, 3, 16]]
     one, other = (built.encode(**packed.inputs()).flatten(0, 1) for packed in (rows, line))
@@ -76,7 +74,6 @@ def test_positions_that_are_not_read_are_not_attended_from() -> None:
     qkv, seed = torch.randn(*packed.input_ids.shape, 144), torch.zeros(1, dtype=torch.int64)
     narrow = ops.only_queries("native", bounds, keep)
     every, few = (ops.attend(qkv, 3, b, 0.0, seed, 0, "native").flatten(0, 1) for b in (bounds, narrow))
-    assert torch.equal(every[keep], few[keep]) and few.abs().sum(-1).nonzero().flatten().tolist() == sorted(
-        keep.tolist()
-    )
+    assert torch.equal(every[keep], few[keep])
+    assert few.abs().sum(-1).nonzero().flatten().tolist() == sorted(keep.tolist())
     assert torch.allclose(built.encode(**inputs, keep=keep), built.encode(**inputs).flatten(0, 1)[keep], atol=1e-5)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megabert", "data_prep")
 
-# The staircase from the bottom up: a folder, or a file of the tour, imports only what stands below it. Steps of one row do not
-# import each other.
+# The staircase from the bottom up: a folder, or a file of the tour, imports only what stands before it. Steps in one pair of
+# brackets do not import each other.
 MEGABERT = (
     ("common", "ops"), ("distributed", "config"), ("data", "optim", "model"), ("engine",), ("checkpoint",),
     ("inplace", "hf"), ("agreement", "metrics", "sinks", "progress"), ("spikes",), ("evaluation",), ("trainer",),

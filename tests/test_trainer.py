@@ -55,22 +55,23 @@ def test_a_fault_of_one_rank_outranks_a_mistake(reports, code, text) -> None:
 
 
 def test_ranks_agree_field_by_field() -> None:
-    ranks = [
-        Sync(
-            rank + 5, rank == 1, 2 - rank, 0, 10, {"high": 1, "damaged": rank}, {"b": rank, "a": 3}, {"wait": 7 * rank}
-        )
-        for rank in range(3)
-    ]
-    rows = [sync.values() for sync in ranks]
+    def of(r: int) -> Sync:
+        return Sync(r + 5, r == 1, 2 - r, 0, 10, {"high": 1, "damaged": r}, {"b": r, "a": 3}, {"wait": 7 * r})
+
+    rows = [of(rank).values() for rank in range(3)]
     want = Sync(7, 1, 2, 0, 30, {"high": 3, "damaged": 3}, {"a": 9, "b": 3}, {"wait": [0, 7, 14]})
-    assert all(sync.reduce(rows) == want for sync in ranks)
+    assert all(of(rank).reduce(rows) == want for rank in range(3))
+
+
+def quiet(**overrides: Any) -> Config:
+    """Settings of a run that logs to its folder alone and saves before it goes on."""
+    return tiny.config(**{"zero__stage": 0, "log__tensorboard": False, "checkpoint__asynchronous": False} | overrides)
 
 
 def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Trainer:
     """The trainer of a run folder as a command would open it, to be saved at step 3; behind `updates` the process ends."""
     folder.mkdir(exist_ok=True)
-    engine = tiny.engine(cfg, world)
-    checkpoints = Checkpoints(folder, world, cfg.checkpoint)
+    engine, checkpoints = tiny.engine(cfg, world), Checkpoints(folder, world, cfg.checkpoint)
     newest = checkpoints.latest()
     return Trainer(
         config=cfg,
@@ -87,19 +88,18 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
     )
 
 
-def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys) -> None:
-    ours = trainer(tiny.config(zero__stage=0, log__tensorboard=False), world, tmp_path / "run")
+def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys):
+    ours = trainer(quiet(), world, tmp_path / "run")
     ours.stop = StopAt(1)
     assert not ours.train() and ours.state.step == 0
     assert capsys.readouterr().out == "stopped: nothing was trained since the start; the same command resumes\n"
     ours.close()
 
 
-def test_a_stop_of_a_run_that_is_over_changes_nothing(world, tmp_path) -> None:
+def test_a_stop_of_a_run_that_is_over_changes_nothing(world, tmp_path):
     """As of a rank that was killed after its last save, and restarts in place behind the time limit."""
-    cfg = tiny.config(zero__stage=0, log__tensorboard=False)
     for stop in (StopAt(), StopAt(1)):
-        ours = trainer(cfg, world, tmp_path / "run")
+        ours = trainer(quiet(checkpoint__asynchronous=True), world, tmp_path / "run")
         ours.stop = stop
         assert ours.train() and ours.state.step == 7
         ours.close()
@@ -110,13 +110,10 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
 
 
-def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
+def test_checkpoints_are_due_by_minutes_too(world, tmp_path):
     """By the training time that all ranks know of before an update: here each update is longer than the interval."""
-    cfg = tiny.config(
-        zero__stage=0, log__interval=5, log__tensorboard=False, checkpoint__minutes=1e-9, checkpoint__keep=9,
-        checkpoint__asynchronous=False,
-    )  # fmt: skip
-    ours, seen = trainer(cfg, world, tmp_path), []
+    ours = trainer(quiet(log__interval=5, checkpoint__minutes=1e-9, checkpoint__keep=9), world, tmp_path)
+    seen = []
     ours.engine.progress = lambda: seen.append(ours.state.step)
     assert ours.train()
     assert seen == [step for step in range(7) for _ in range(ours.engine.accumulation)]  # after each micro-step
@@ -124,8 +121,9 @@ def test_checkpoints_are_due_by_minutes_too(world, tmp_path) -> None:
     assert saved == [f"step-{step:08d}" for step in (2, 3, 5, 7)]
 
 
-def test_minutes_count_from_the_last_checkpoint_not_from_a_copy_in_memory(world, tmp_path) -> None:
-    cfg = tiny.config(zero__stage=0, log__tensorboard=False, checkpoint__minutes=1, log__seconds=60)
+def test_minutes_count_from_the_last_checkpoint(world, tmp_path):
+    """Not from a copy in memory."""
+    cfg = quiet(checkpoint__minutes=1, log__seconds=60)
     ours = trainer(cfg, world, tmp_path)
     for saved, due in ((10.0, False), (45.0, False), (75.0, True)):
         ours.resume(ours.checkpoint_state() | {"seconds": saved, "saved_seconds": 10.0, "logged_seconds": 10.0})
@@ -133,10 +131,10 @@ def test_minutes_count_from_the_last_checkpoint_not_from_a_copy_in_memory(world,
     ours.close()
 
 
-def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch) -> None:
-    said: list[str] = []
+def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch):
+    said = []
     monkeypatch.setattr("megabert.trainer.log.info", said.append)
-    cfg = tiny.config(zero__stage=0, log__interval=5, log__tensorboard=False, checkpoint__asynchronous=False)
+    cfg = quiet(log__interval=5)
     assert trainer(cfg, world, tmp_path).train()
     (first,) = (line for line in said if line.startswith("step       1  "))
     assert re.fullmatch(r"step       1  masked loss \d\.\d{4}  in \d+\.\d s; a line every 5 updates", first)
@@ -144,15 +142,13 @@ def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch) -> N
     assert trainer(cfg, world, tmp_path).train() and not [line for line in said if "step       1" in line]
 
 
-def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch) -> None:
+def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch):
     """Data 3 and 4 are left out, whether the spike of 4 is seen at once or one update later; lines follow the clock."""
+    guard = {"spikes__policy": "rollback", "spikes__window": 8, "spikes__threshold": 300.0}
     found = []
     for unread, seconds in ((64, 0.0), (3, 1e9)):
         monkeypatch.setattr("megabert.progress.MOST_UNREAD", unread)
-        cfg = tiny.config(
-            zero__stage=0, log__interval=1, log__seconds=seconds, log__tensorboard=False, checkpoint__asynchronous=False,
-            spikes__policy="rollback", spikes__window=8, spikes__threshold=300.0, batch__micro_size=8,
-        )  # fmt: skip
+        cfg = quiet(**guard, log__interval=1, log__seconds=seconds, batch__micro_size=8)
         ours, trained = trainer(cfg, world, tmp_path / str(unread)), []
         weights, train_update = ours.engine._weights, ours.engine.train_update
 
@@ -164,18 +160,16 @@ def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch) -> N
         ours.engine.train_update = spiked
         assert ours.train()
         logged = sorted(lines(ours.run_dir)) if (ours.run_dir / "metrics.jsonl").exists() else []
-        found.append((trained, logged, ours.state.cursor, (ours.run_dir / "trouble.jsonl").read_text()))
-        found[-1] += ({name: w.tolist() for name, w in ours.engine.consolidated_weights().items()},)
+        results = {name: w.tolist() for name, w in ours.engine.consolidated_weights().items()}
+        found.append((trained, logged, ours.state.cursor, (ours.run_dir / "trouble.jsonl").read_text(), results))
     assert [trained for trained, *_ in found] == [[*range(5), *range(5, 9)], [*range(6), *range(5, 9)]]
     assert [logged for _, logged, *_ in found] == [[1, 2, 3, 4, 5, 6, 7], []]
     assert found[0][2:] == found[1][2:] and found[0][2] == 9
 
 
-def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
-    cfg = tiny.config(
-        zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,
-        checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,
-    )  # fmt: skip
+def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path):
+    by = {"schedule__name": "budget", "schedule__budget_minutes": 0.5, "schedule__warmup_steps": 0}
+    cfg = quiet(**by, log__interval=1, batch__micro_size=8)
     with pytest.raises(Killed):
         trainer(cfg, world, tmp_path, updates=6).train()
     logged = lines(tmp_path)
@@ -187,30 +181,24 @@ def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
     assert resumed.state.step == 3 and resumed.train()
     again = lines(tmp_path)
     assert sorted(again) == [1, 2, 3, 4, 5, 6, 7]
-    same = ("train/lr", "train/loss", "train/grad_norm")
     for step in (4, 5):
-        assert [again[step][name] for name in same] == [logged[step][name] for name in same]
+        for name in ("train/lr", "train/loss", "train/grad_norm"):
+            assert again[step][name] == logged[step][name], (step, name)
     assert again[5]["time/train_seconds"] > logged[4]["time/train_seconds"]  # the clock continued from there
     assert len(record.read_bytes()) == 7 * RECORD.size
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_ends_only_with_its_last_updates_saved(
-    stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
-) -> None:
-    cfg = tiny.config(
-        zero__stage=0, schedule__warmup_steps=0, log__tensorboard=False, batch__micro_size=8,
-        checkpoint__asynchronous=asynchronous,
-    )  # fmt: skip
-
-    def write(self: Checkpoints, folder: Path, snapshot: Any) -> None:
+def test_a_run_ends_only_with_its_last_updates_saved(stopped, asynchronous, world, tmp_path, monkeypatch):
+    def write(self, folder, snapshot):
         if not folder.name.startswith(".saving-00000003-"):
             raise OSError(errno.ENOSPC, "No space left on device")
         whole(self, folder, snapshot)
 
     whole = Checkpoints._write
     monkeypatch.setattr(Checkpoints, "_write", write)
+    cfg = quiet(schedule__warmup_steps=0, batch__micro_size=8, checkpoint__asynchronous=asynchronous)
     ours = trainer(cfg, world, tmp_path)
     ours.stop = StopAt(6) if stopped else StopAt()
     with pytest.raises(Failed, match="could not be written") as found:
@@ -221,38 +209,29 @@ def test_a_run_ends_only_with_its_last_updates_saved(
 
 STEPS, LINES = 12, 4  # updates, updates between log lines
 CALLS = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast", "gather")
-CALLS += ("recv", "reduce", "send")
 
 
-def collectives(world: World, folder: str) -> list[list[str]]:
+def collectives(world, folder):
     """The collectives between the hosts of a run that only trains, and the waits for them, for each update."""
     updates: list[list[str]] = [[]]
 
-    def hook(module: Any, name: str) -> None:
+    def hook(module, name):
         call = getattr(module, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             if sys._getframe(1).f_code.co_filename.endswith("ranks.py"):
                 updates[-1].append(name)
             return call(*args, **kwargs)
 
         setattr(module, name, counted)
 
-    cfg = tiny.config(
-        precision="bf16", zero__stage=1, log__interval=LINES, log__tensorboard=False, schedule__warmup_steps=0,
-        checkpoint__asynchronous=False,
-    )  # fmt: skip
+    cfg = quiet(precision="bf16", zero__stage=1, log__interval=LINES, schedule__warmup_steps=0)
     ours = trainer(cfg, world, Path(folder), updates=STEPS)
     ours.workload.checkpoint_due = lambda step: False
     ours.schedule.stop_after = None
     train_update = ours.train_update
-
-    def next_update() -> Any:
-        updates.append([])
-        return train_update()
-
-    ours.train_update = next_update
-    for name in CALLS:
+    ours.train_update = lambda: updates.append([]) or train_update()
+    for name in (*CALLS, "recv", "reduce", "send"):
         hook(dist, name)
     hook(ranks, "wait_for_ranks")
     with pytest.raises(Killed):
