@@ -65,7 +65,7 @@ def test_version_is_the_packages() -> None:
         ([], "error: no command; choose one of doctor, "),
     ],
 )
-def test_a_misspelt_command_is_refused_with_the_nearest_one(args: list[str], message: str, capsys) -> None:
+def test_a_misspelt_command_names_the_nearest(args: list[str], message: str, capsys) -> None:
     assert cli.main(args) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and error.count("\n") == 1

@@ -59,7 +59,7 @@ def test_samples_say_what_the_logits_say(causal):
         assert len(sample["masks"]) == len(window) // (evaluation.CAUSAL_STRIDE if causal else 1)
 
 
-def test_masks_are_those_of_evaluation_whatever_the_micro_batch():
+def test_masks_are_evaluations_whatever_the_micro_batch():
     looks = []
     for micro in (1, 2, 4):
         model, tokenizer, batches = made(f"batch.micro_size={micro}")

@@ -82,7 +82,7 @@ def result(loss: float, applied: float = 1.0) -> Any:
     return SimpleNamespace(loss=values[0], losses=values, accuracies=values / 8, grad_norm=norm, applied=applied_tensor)
 
 
-def test_a_window_that_a_restart_falls_into_is_logged_whole() -> None:
+def test_a_window_around_a_restart_is_logged_whole() -> None:
     straight, first, second = (Counting(("mlm", "")) for _ in range(3))
     for meter, results in ((straight, (1.0, 2.0, 3.0)), (first, (1.0, 2.0))):
         for number, loss in enumerate(results):
@@ -144,7 +144,7 @@ def test_a_rank_10_percent_slower_is_named_once(interval: int) -> None:
     assert 100 <= done < 100 + interval
 
 
-def test_a_rank_is_slow_over_50_updates_and_named_again() -> None:
+def test_ranks_slow_over_50_updates_are_named_again() -> None:
     slow = SlowRanks(HOSTS, 1.08, 30.0)
     assert not judge(slow, 40, each=10.0, compute=seconds(40, r3=1.5))
     assert judge(slow, 10, each=10.0, compute=seconds(10, r3=1.5))
@@ -246,7 +246,7 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("cause", ["data", "host", "device", "elsewhere"])
-def test_of_two_real_ranks_the_slow_one_is_named(cause: str, tmp_path: Path) -> None:
+def test_the_slow_of_two_real_ranks_is_named(cause: str, tmp_path: Path) -> None:
     (tmp_path / SLOW_RANKS).write_text("of an earlier start")
     texts, others = run_ranks(2, trains_with_a_slow_rank, str(tmp_path), cause)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -277,7 +277,7 @@ def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
     assert "waited for a core 50%" in caplog.text
 
 
-def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: Path) -> None:
+def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "x": 1}\n{"step": 20, "x": 2}\n{"step": 30, "x": 3}\n{"step": 3')
     sink = JsonLines(path, resume_step=20)
@@ -347,7 +347,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert text.step == 10 and text.tensor_proto.string_val[0].decode().startswith("a **[1]**\n")
 
 
-def test_a_text_of_tensorboard_numbers_masks_and_escapes_markup() -> None:
+def test_tensorboards_text_numbers_masks_and_escapes_markup() -> None:
     masks = [{"at": 1, "shown": "[MASK]", "predicted": [[" <b>*", 0.5], ["x", 0.25]]}]
     shown = sinks.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
@@ -363,7 +363,7 @@ def test_a_missing_package_is_named_with_its_setting(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed (megabert[wandb])")
-def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+def test_weights_and_biases_has_one_run_over_restarts(tmp_path: Path, monkeypatch) -> None:
     """Stopped after step 10 and resumed; then another run in the same folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
@@ -380,7 +380,7 @@ def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path,
     assert written.count(b"train/loss") >= 2 and b"final/mlm_loss" in written and b"row_digest" not in written
 
 
-def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
+def test_a_sink_that_fails_leaves_none_open(tmp_path: Path) -> None:
     sinks = Sinks(tmp_path, config(), -1)
     lines = sinks._sinks[0]
     assert isinstance(lines, JsonLines)

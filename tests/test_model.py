@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,9 @@ from transformers import BertForPreTraining as HuggingFace
 
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
+from megabert.data.batch import BatchLayout, collate
+from megabert.data.masking import Masked
+from megabert.data.shards import Rows
 from megabert.hf.mapping import from_huggingface, to_huggingface, to_huggingface_config
 from megabert.model import BertForPreTraining, Output, parameter_count
 from megabert.ops import rotation
@@ -45,29 +49,20 @@ def model(choice: OpsConfig = PLAIN, seed: int = 0, **changes: Any) -> BertForPr
 
 def batch(rows: list[list[int]], width: int, seed: int = 1, slots: int = 6) -> dict[str, Tensor]:
     """Rows that hold sequences of these lengths; two thirds of the prediction slots of each row are used."""
-    g = torch.Generator().manual_seed(seed)
-    count, most = len(rows), max(map(len, rows))
-    names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
-    out = {name: torch.zeros(count, width, dtype=torch.int32) for name in names}
-    first = torch.arange(count, dtype=torch.int32)[:, None] * width
-    out |= {"lengths": torch.zeros(count, most, dtype=torch.int32), "cls_positions": first.repeat(1, most)}
-    out |= {"nsp_labels": torch.full((count, most), -100), "mlm_positions": first.repeat(1, slots)}
-    out["mlm_labels"] = torch.full((count, slots), -100)
+    draw, layout = np.random.default_rng(seed), BatchLayout(len(rows), width, max(map(len, rows)), slots)
+    ids, bounds = np.zeros((layout.rows, width), np.int32), np.zeros((layout.rows, layout.max_sequences, 2), np.uint16)
+    places, labels = np.zeros((layout.rows, slots), np.int32), np.full((layout.rows, slots), -100)
     for b, row in enumerate(rows):
-        at = 0
-        for s, length in enumerate(row):
-            here = slice(at, at + length)
-            out["input_ids"][b, here] = torch.randint(5, VOCAB, (length,), generator=g, dtype=torch.int32)
-            out["segment_ids"][b, at + length // 2 : at + length] = 1
-            out["position_ids"][b, here] = torch.arange(length)
-            out["key_start"][b, here], out["key_end"][b, here] = at, at + length
-            out["lengths"][b, s], out["cls_positions"][b, s] = length, b * width + at
-            out["nsp_labels"][b, s] = torch.randint(0, 2, (1,), generator=g)
-            at += length
-        used = min(slots * 2 // 3, at)
-        out["mlm_positions"][b, :used] = b * width + torch.randperm(at, generator=g)[:used].sort().values
-        out["mlm_labels"][b, :used] = torch.randint(5, VOCAB, (used,), generator=g)
-    return out
+        used = min(slots * 2 // 3, sum(row))
+        ids[b, : sum(row)] = draw.integers(5, VOCAB, sum(row))
+        bounds[b, : len(row)] = [(length, length // 2) for length in row]
+        places[b, :used] = np.sort(draw.permutation(sum(row))[:used])
+        labels[b, :used] = draw.integers(5, VOCAB, used)
+    made, numbers = Rows(ids, bounds, draw.integers(0, 2, bounds.shape[:2])), np.arange(layout.rows)
+    buffers = layout.empty()
+    collate(made, Masked(ids, places, labels, (labels >= 0).sum(1)), numbers, numbers * width, layout.views(*buffers))
+    (batch,) = layout.micro_batches(*map(torch.from_numpy, buffers), layout.rows)
+    return batch.inputs()
 
 
 def encoder_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,10 +105,13 @@ def test_equals_hugging_face(lengths: list[list[int]], choice: OpsConfig) -> Non
 
 @backends
 @KINDS
-def test_a_packed_sequence_has_the_output_it_has_alone(fields: dict[str, Any], choice: OpsConfig) -> None:
+def test_packed_sequences_have_the_outputs_of_single_ones(fields: dict[str, Any], choice: OpsConfig) -> None:
     built = model(choice, **fields).eval()
     inputs = batch([[9, 20, 1], [32], [16, 15]], 32)
     packed = built.encode(**encoder_inputs(inputs))
+    keep = torch.cat([inputs["mlm_positions"].flatten(), inputs["cls_positions"].flatten()])
+    kept = built.encode(**encoder_inputs(inputs), keep=keep)  # the last layer computes only positions that are read
+    torch.testing.assert_close(kept, packed.flatten(0, 1)[keep.long()], rtol=0, atol=1e-5)
     for b, at, length in ((0, 0, 9), (0, 9, 20), (0, 29, 1), (1, 0, 32), (2, 0, 16), (2, 16, 15)):
         alone = batch([[length]], length)
         for name in ("input_ids", "segment_ids"):
@@ -121,16 +119,6 @@ def test_a_packed_sequence_has_the_output_it_has_alone(fields: dict[str, Any], c
         hidden = built.encode(**encoder_inputs(alone))
         assert (hidden[0] - packed[b, at : at + length]).abs().max() < 1e-5
     assert torch.isfinite(packed).all()
-
-
-@backends
-def test_predicted_positions_alone_give_the_same_as_all(choice: OpsConfig) -> None:
-    """The last layer computes only the positions that are read."""
-    built = model(choice).eval()
-    inputs = batch([[9, 20, 1], [32]], 32)
-    keep = torch.cat([inputs["mlm_positions"].flatten(), inputs["cls_positions"].flatten()])
-    everything = built.encode(**encoder_inputs(inputs)).flatten(0, 1)[keep.long()]
-    torch.testing.assert_close(built.encode(**encoder_inputs(inputs), keep=keep), everything, rtol=0, atol=1e-5)
 
 
 def gradients(built: BertForPreTraining, inputs: dict[str, Tensor], seed: int = 5) -> tuple[Output, dict[str, Tensor]]:
@@ -186,15 +174,6 @@ def test_recomputation_replays_dropout(fields: dict[str, Any], choice: OpsConfig
     assert all(grads[name].equal(regrads[name]) for name in grads)
     other, _ = gradients(model(choice, **fields).train(), inputs, seed=6)
     assert other.mlm_loss_sum != plain.mlm_loss_sum  # dropout is on and follows the seed
-
-
-@backends
-def test_evaluation_has_no_dropout(choice: OpsConfig) -> None:
-    built, inputs, losses = model(choice).eval(), batch([[30]], 32), []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        losses.append(built(**inputs).mlm_loss_sum)
-    assert losses[0].equal(losses[1])
 
 
 @needs_library
@@ -375,7 +354,7 @@ def test_two_heads_start_at_the_neighbours(hidden: int, heads: int, kv_heads: in
 
 
 @backends
-def test_an_untied_decoder_gets_the_gradient_of_the_loss(choice: OpsConfig) -> None:
+def test_an_untied_decoder_gets_the_loss_gradient(choice: OpsConfig) -> None:
     built = model(choice, tied=False, dropout=0.0, attention_dropout=0.0)
     inputs = batch([[30], [12, 20]], 32)
     _, grads = gradients(built, inputs)

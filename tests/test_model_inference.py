@@ -63,7 +63,7 @@ def test_a_line_holds_the_same_sequences_as_rows() -> None:
 
 
 @torch.no_grad()
-def test_positions_that_are_not_read_are_not_attended_from() -> None:
+def test_unread_positions_are_not_attended_from() -> None:
     built = model()
     if built.backends.attention.name != "native":
         pytest.skip(ops.MISSING)

@@ -77,7 +77,7 @@ def test_a_hugging_face_folder_is_refused(reader, read, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_any_non_finite_value_of_any_type_is_found(value, tmp_path):
+def test_non_finite_values_of_any_type_are_found(value, tmp_path):
     peer = make(tmp_path / "hf", binary=True)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         weights = {name: weight.to(dtype) for name, weight in peer.state_dict().items()}
@@ -142,7 +142,7 @@ def test_finite_weights_that_overflow_give_no_figures(read, tmp_path, capsys):
     assert "other is not finite; name another model" in one_line(capsys)
 
 
-def test_pairs_with_a_score_of_nan_have_no_accuracy():
+def test_pairs_scored_nan_have_no_accuracy():
     scores = {"good": NAN, "bad": -2.0, "best": -1.0}
     of = [Pair("good", "bad", "a", "f"), Pair("bad", "good", "b", "f"), Pair("best", "bad", "c", "g")]
     table = build_table(of, scores)

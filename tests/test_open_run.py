@@ -71,7 +71,7 @@ def config(folder, **more):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed):
+def test_one_rank_of_a_node_reads_the_manifests(tmp_path, reads, mixed):
     make_dataset(tmp_path / "a", 200)
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
@@ -98,7 +98,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed):
         open_dataset(cfg.data, first)
 
 
-def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
+def test_what_one_rank_cannot_read_all_say(tmp_path) -> None:
     """Rank 8 cannot; the refusal reaches rank 1."""
     main, alone, other = Rank(0), Rank(8), Rank(1)
     make_dataset(tmp_path, 20)
@@ -150,12 +150,12 @@ def open_where_rank_1_has_no_model(world, folder):
 
 
 @pytest.mark.dist
-def test_a_model_that_one_rank_cannot_build_stops_all(tmp_path) -> None:
+def test_a_model_one_rank_cannot_build_stops_all(tmp_path) -> None:
     found = run_ranks(2, open_where_rank_1_has_no_model, str(tmp_path), timeout=60)
     assert found == [("rank 1: no weights fit here", USER_ERROR)] * 2
 
 
-def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads):
+def test_evaluations_reuse_what_the_first_left_open(tmp_path, reads):
     inner = make_dataset(tmp_path / "held_out", 100)
     make_dataset(tmp_path, 16, held_out=held_out_of(inner, 100))
     cfg = config(tmp_path, eval__rows=90)

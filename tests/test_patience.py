@@ -51,7 +51,7 @@ def same_state(ours, theirs):
     assert [other[name] for name in fields] == [state[name] for name in fields]
 
 
-def test_a_run_ends_when_the_loss_improves_no_more(world, tmp_path, caplog):
+def test_runs_end_when_the_loss_improves_no_more(world, tmp_path, caplog):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert trained(world, straight, LOSSES) == 8
     assert "step 8: the held-out loss did not improve in 2 evaluations, so training ends" in caplog.text

@@ -80,7 +80,7 @@ def same(ours, theirs, steps=STEPS):
         assert torch.equal(ours[1][name], weight), name
 
 
-def test_a_run_stopped_at_the_change_is_the_same(world, tmp_path):
+def test_runs_stopped_at_the_change_are_the_same(world, tmp_path):
     straight = trained(world, tmp_path / "straight")
     assert column(straight, "train/objective") == ["causal"] * 4 + ["masked"] * 6
     assert all(loss > 0 for loss in column(straight, "train/mlm_loss"))
@@ -148,7 +148,7 @@ def test_by_minutes_the_change_follows_the_clock(world, tmp_path):
     assert again.wait(60) == 0 and "of steps 5 to 6 are equal bit for bit" in output.read_text(), output.read_text()
 
 
-def test_the_jump_of_the_loss_at_the_change_is_no_spike(world, tmp_path):
+def test_a_change_of_objective_is_no_spike(world, tmp_path):
     """Causal at a loss that hardly moves any more, then masked LM, whose loss is another."""
     guard = ("spikes.policy=skip", "spikes.window=8", "spikes.threshold=3.0", "schedule.total_steps=40")
     overrides = (*SMALL, *guard, "objective.causal_share=0.9", "optimizer.lr=1e-8", "data.masking.rate=0.02")
@@ -163,7 +163,7 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world, tmp_path):
 MIX = ("objective.causal_share=0", "data.masking.causal_every=3")
 
 
-def test_a_mix_of_objectives_stopped_anywhere_is_the_same(world, tmp_path):
+def test_mixed_objectives_stopped_anywhere_are_the_same(world, tmp_path):
     straight = trained(world, tmp_path / "straight", *MIX)
     assert column(straight, "train/objective") == (["masked"] * 2 + ["causal"]) * 3 + ["masked"]
     losses = column(straight, "train/mlm_loss")
@@ -181,7 +181,7 @@ def figures_of_mix(world, folder):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_mix_of_objectives_is_the_same_on_two_ranks(world, tmp_path):
+def test_mixed_objectives_are_equal_on_two_ranks(world, tmp_path):
     alone = figures_of_mix(world, str(tmp_path / "one"))
     two, _ = run_ranks(2, figures_of_mix, str(tmp_path / "two"))
     assert len(alone) == STEPS
@@ -248,7 +248,7 @@ def test_another_dataset_has_its_own_row_length():
     assert [phase.config.data.seq_len for phase in phases] == [64, 64, 0, 256]
 
 
-def test_a_phase_has_its_peak_or_its_own_schedule():
+def test_phases_have_their_peak_or_own_schedule():
     own = 'optimizer.lr=2.0, schedule={name="linear", budget_warmup=0.5, final_ratio=0.2}'
     parts = f"phases=[{{share=0.5}},{{share=0.3,optimizer.lr=1.0}},{{share=0.2,{own}}}]"
     steps = ("schedule.total_steps=20", "schedule.name=constant", "optimizer.lr=4.0")
@@ -277,7 +277,7 @@ def test_later_phases_leave_out_rows_already_taken(folders):
 
 
 @pytest.mark.slow
-def test_a_run_of_three_phases_stopped_anywhere_is_the_same(world, tmp_path, folders):
+def test_three_phases_stopped_anywhere_are_the_same(world, tmp_path, folders):
     recipe = three(folders)
     straight = trained(world, tmp_path / "straight", *recipe)
     assert column(straight, "train/phase") == [1] * 4 + [2] * 3 + [3] * 3
@@ -395,7 +395,7 @@ TOKENS = 4900  # of full rows of 64 nearly 10 updates of 8
 
 
 @pytest.mark.slow
-def test_phases_by_tokens_stopped_at_the_change_are_the_same(world, tmp_path, folders):
+def test_phases_by_tokens_stopped_are_the_same(world, tmp_path, folders):
     tables = phased("share=0.5", f'share=0.5,{longer(folders)},schedule.name="linear"')
     recipe = (*tables, "schedule.by=tokens", f"schedule.budget_tokens={TOKENS}", "schedule.total_steps=20")
     straight = trained(world, tmp_path / "straight", *recipe)

@@ -104,7 +104,7 @@ def test_a_shell_reads_the_paths_of_a_command(message, tmp_path, monkeypatch, ca
     assert [str(path) for path in paths if str(path) not in words] == []
 
 
-def test_usage_names_a_script_as_a_shell_reads_it(monkeypatch):
+def test_usage_names_scripts_as_a_shell_reads_them(monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{NAME}/train.py"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert shlex.split(command_line.called()) == [f"{NAME}/train.py"]

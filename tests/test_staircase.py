@@ -136,7 +136,7 @@ def test_the_core_imports_no_leaf() -> None:
     assert not found, "\n".join(found)
 
 
-def test_a_package_is_imported_by_its_owner_and_where_it_is_used() -> None:
+def test_packages_are_imported_by_owners_where_used() -> None:
     wrong = []
     for module, imports in sources().items():
         for name, eager in imports:

@@ -88,7 +88,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
     )
 
 
-def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys):
+def test_a_stop_before_any_update_is_one_line(world, tmp_path, capsys):
     ours = trainer(quiet(), world, tmp_path / "run")
     ours.stop = StopAt(1)
     assert not ours.train() and ours.state.step == 0
@@ -96,7 +96,7 @@ def test_a_stop_before_the_first_update_is_one_line(world, tmp_path, capsys):
     ours.close()
 
 
-def test_a_stop_of_a_run_that_is_over_changes_nothing(world, tmp_path):
+def test_a_stop_after_the_end_changes_nothing(world, tmp_path):
     """As of a rank that was killed after its last save, and restarts in place behind the time limit."""
     for stop in (StopAt(), StopAt(1)):
         ours = trainer(quiet(checkpoint__asynchronous=True), world, tmp_path / "run")
@@ -131,7 +131,7 @@ def test_minutes_count_from_the_last_checkpoint(world, tmp_path):
     ours.close()
 
 
-def test_the_first_update_of_a_run_has_a_line(world, tmp_path, monkeypatch):
+def test_the_first_update_has_a_line(world, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("megabert.trainer.log.info", said.append)
     cfg = quiet(log__interval=5)
@@ -190,7 +190,7 @@ def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_ends_only_with_its_last_updates_saved(stopped, asynchronous, world, tmp_path, monkeypatch):
+def test_runs_end_only_with_their_last_updates_saved(stopped, asynchronous, world, tmp_path, monkeypatch):
     def write(self, folder, snapshot):
         if not folder.name.startswith(".saving-00000003-"):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -241,7 +241,7 @@ def collectives(world, folder):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_hosts_exchange_one_record_an_update_and_wait_for_log_lines_only(tmp_path) -> None:
+def test_hosts_exchange_one_record_an_update(tmp_path) -> None:
     for found in run_ranks(2, collectives, str(tmp_path)):
         assert len(found) == STEPS
         lines = {step for step in range(STEPS + 1) if step <= 1 or step % LINES == 0}

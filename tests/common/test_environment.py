@@ -71,7 +71,7 @@ def test_freed_arrays_are_reused_without_page_faults():
     assert kept < 50
 
 
-def test_the_limit_of_open_files_is_the_hard_one():
+def test_open_files_are_limited_by_the_hard_limit():
     """With a shell's 1,024 a rank of 512 would end with EMFILE: its sockets, its maps, and its loader processes inherit them."""
     program = (
         "import resource\nfrom megabert.common.environment import raise_descriptor_limit\n"

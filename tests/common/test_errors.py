@@ -83,7 +83,7 @@ def test_a_command_that_nobody_reads_ends_with_4(words, also, code, shown):
         (KeyboardInterrupt(), 130, "\nerror: interrupted: nothing was written\n"),
     ],
 )
-def test_a_command_ends_with_one_line_and_its_code(error, code, line, capsys):
+def test_a_command_ends_with_a_line_and_code(error, code, line, capsys):
     @command
     def main(argv=None):
         raise error

@@ -9,6 +9,7 @@ import pytest
 
 from megabert.common import files
 from megabert.common.files import appearing, write_whole
+from megabert.common.run_files import json_lines
 
 
 def filled(target: Path, text: str) -> None:
@@ -109,7 +110,7 @@ def test_a_folder_that_is_replaced_is_always_there(can, tmp_path, monkeypatch):
         assert (target / "mark").read_text() == "2"
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"first", b"2"):
         write_whole(path, data)
@@ -124,3 +125,11 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == b"2" and list(tmp_path.iterdir()) == [path]
+
+
+def test_partial_and_foreign_lines_are_left_out(tmp_path):
+    """Of a run's logs."""
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1, "a": 2}\n{"st\n[3]\n{"a": 4}\n{"step": 5}\n{"step": 6, "text": "\xc3')
+    assert list(json_lines(log)) == [{"step": 1, "a": 2}, {"step": 5}]
+    assert list(json_lines(tmp_path / "none")) == []

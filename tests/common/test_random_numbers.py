@@ -12,7 +12,7 @@ def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
     return tuple(torch.rand(8).tolist())
 
 
-def test_an_update_is_seeded_by_seed_step_and_rank() -> None:
+def test_updates_are_seeded_by_seed_step_and_rank() -> None:
     first = draw(42, 7, 1)
     torch.rand(1000)
     draw(1, 2, 3)

@@ -63,7 +63,7 @@ def test_of_two_that_create_an_object_one_does(proxy):
 
 
 @pytest.mark.parametrize("what", [DROP, UNAVAILABLE, TRUNCATE])
-def test_a_fifth_of_the_requests_fails_and_no_byte_is_lost(proxy: Proxy, tmp_path: Path, what: str) -> None:
+def test_failing_requests_lose_no_byte(proxy: Proxy, tmp_path: Path, what: str) -> None:
     url = f"s3://shelf/faults/{what}"
     proxy.fault = lambda method, path, number: what if zlib.crc32(b"%d" % number) % 5 == 0 else PASS
     (tmp_path / "file").write_bytes(DATA)
@@ -76,7 +76,7 @@ def test_a_fifth_of_the_requests_fails_and_no_byte_is_lost(proxy: Proxy, tmp_pat
     assert proxy.failed[what] >= 1
 
 
-def test_a_store_that_is_gone_is_a_failure_of_the_machine(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_store_that_is_gone_is_class_4(proxy: Proxy, tmp_path: Path) -> None:
     storage.write("s3://shelf/gone", DATA)
     proxy.fault = lambda method, path, number: DROP
     with pytest.raises(Failed, match=r"^s3://shelf/gone: ") as caught:

@@ -146,7 +146,7 @@ def test_deepspeed_snapshot() -> None:
     }
 
 
-def test_a_users_deepspeed_file_adds_keys_and_contradicts_none() -> None:
+def test_a_users_deepspeed_file_only_adds_keys() -> None:
     ours = c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1)
     no_offload = {"device": "none"}  # as it is without the key
     user = {"zero_optimization": {"reduce_bucket_size": 5, "offload_optimizer": no_offload}, "gradient_clipping": 1.0}

@@ -103,7 +103,7 @@ class Ahead(mmap.mmap):
         self.asked.append((start, start + length))
 
 
-def test_the_next_update_is_read_while_this_one_is_made(tmp_path, monkeypatch):
+def test_the_next_update_is_read_ahead(tmp_path, monkeypatch):
     """Whole blocks of it that were not just read, and no more; its shards are open by then. The last block of all is short."""
     monkeypatch.setattr(mmap, "mmap", Ahead)
     Ahead.asked.clear()
@@ -121,7 +121,7 @@ def test_the_next_update_is_read_while_this_one_is_made(tmp_path, monkeypatch):
         Ahead.asked.clear()
 
 
-def test_an_update_goes_to_a_device_in_three_copies(dataset, monkeypatch):
+def test_updates_go_to_devices_in_three_copies(dataset, monkeypatch):
     update = next(loader_of(dataset))
     each = [batch.to("meta") for batch in update.batches]
     copies, to = [], torch.Tensor.to
@@ -159,7 +159,7 @@ def test_workers_ignore_signals_and_end_with_the_loader(dataset):
     assert not any(w.is_alive() for w in workers) and next(loader, None) is None
 
 
-def test_without_room_in_shared_memory_rows_are_made_in_this_process(dataset, monkeypatch, caplog):
+def test_without_shared_memory_rows_are_made_here(dataset, monkeypatch, caplog):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
     with caplog.at_level("WARNING", logger="megabert"):
         loader = loader_of(dataset, workers=2)
@@ -311,7 +311,7 @@ def test_a_loader_counts_positions_from_its_origin(dataset, workers):
     later.close()
 
 
-def test_a_failed_read_is_retried_and_then_class_4(tmp_path, monkeypatch):
+def test_failed_reads_are_retried_and_then_class_4(tmp_path, monkeypatch):
     """Not a mistake of the user's, which would never be started again."""
     failures = []
 

@@ -259,7 +259,7 @@ def test_spans_have_the_published_lengths():
     assert np.mean(lengths) == pytest.approx(3.8, abs=0.15) and len(lengths) > 4500
 
 
-def test_a_run_of_predictions_is_shown_in_one_way():
+def test_a_span_is_shown_in_one_way():
     ids, bounds, _ = make_rows(3000, 128, seed=6)
     out = masked((ids, bounds, np.arange(3000)), "span")
     kinds = Counter()
@@ -336,7 +336,7 @@ PHASES = "phases=[{share=0.5},{share=0.5, %s}]"
         (["data.masking.strategy=span", "objective.causal_share=0.4"], {}, 128),
     ],
 )
-def test_held_out_rows_are_masked_as_in_the_last_phase(overrides, masking, capacity):
+def test_held_out_rows_have_the_last_phases_masks(overrides, masking, capacity):
     """But by token, whatever the strategy."""
     config = configuration.load("", ["model.nsp=false", *overrides])
     assert held_out_masking(config) == MaskingConfig(**masking) and largest_capacity(config, 128) == capacity

@@ -140,7 +140,7 @@ def test_datasets_of_a_mixture_share_the_cache(folder, url, tmp_path):
         assert size_of(copies(cache.path)) <= cache.gib * 2**30
 
 
-def test_a_list_older_than_the_shards_is_no_damage(folder, proxy):
+def test_a_list_older_than_shards_is_no_damage(folder, proxy):
     url = "s3://data/listed"
     storage.put(folder / "manifest.json", f"{url}/manifest.json")
     assert len(storage.find(url)) == 1
@@ -203,7 +203,7 @@ def test_a_failing_store_is_no_damage(proxy, url):
 
 
 @pytest.mark.parametrize(("shards", "blocks"), [(100, 8), (5, 100), (70, 64), (3, 2), (1, 1)])
-def test_the_order_tells_the_shards_that_it_needs_next(shards: int, blocks: int) -> None:
+def test_the_order_tells_which_shards_come_next(shards: int, blocks: int) -> None:
     rows_of = np.full(shards, blocks * 4)
     rows_of[-1] -= 3
     order, seed = RowOrder(rows_of, 4), 9

@@ -160,7 +160,7 @@ def test_wordpiece_ids_are_transformers_own(vocab):
     assert sum(map(len, got)) > 5000 and tokenizer.encode_batch([]) == []
 
 
-def test_a_wordpiece_of_more_than_100_characters_is_cut(vocab):
+def test_a_wordpiece_above_100_characters_is_cut(vocab):
     tokenizer, peer = Tokenizer.load(vocab), wordpiece.peer(vocab)
     cases = {
         "a" * 100: ["a" * 100],
@@ -224,7 +224,7 @@ def test_the_kind_depends_on_content_alone(tmp_path):
         (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is not text"),
     ],
 )  # fmt: skip
-def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, message):
+def test_a_wrong_vocabulary_is_named_in_one_line(tmp_path, change, message):
     file = wordpiece.write(tmp_path / "vocab.txt")
     lines = change(file.read_text(encoding="utf-8").splitlines())
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -285,7 +285,7 @@ def test_texts_are_encoded_as_in_a_dataset(tokenizer):
     assert solid == "shellsshesells,&amp;sea" and not any(s != s.strip() for s in shown)
 
 
-def test_a_token_is_a_unit_in_scripts_without_spaces(tmp_path):
+def test_tokens_are_units_in_scripts_without_spaces(tmp_path):
     tokens = [*SPECIAL, "the", "##ing", "中", "文", "##กา", "##ำ", "が", "##か", "ー", "한", "##국"]
     tokenizer = Tokenizer.load(vocabulary(tmp_path / "v", tokens), lowercase=False)
     units = [tokens[i] for i in np.flatnonzero(tokenizer.unit_start)]

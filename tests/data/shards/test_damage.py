@@ -194,7 +194,7 @@ def test_a_loader_gives_no_damaged_row(folder, sites, workers):
 
 
 @pytest.mark.parametrize("loss", ["cut", "removed"])
-def test_a_shard_lost_after_the_dataset_was_opened_is_one_clear_line(folder, tmp_path, loss, monkeypatch):
+def test_a_shard_lost_meanwhile_is_one_clear_line(folder, tmp_path, loss, monkeypatch):
     """A worker that read its map beyond the end of the file would be killed without a word. A shard that is gone was on a
     file system that is lost, which a restart may find again."""
     monkeypatch.setattr(errors, "WAITS", (0.0, 0.0))

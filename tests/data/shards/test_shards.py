@@ -145,7 +145,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("where", "value", "field"), BAD_FIELDS, ids=[f"{f}={v}"[:40] for _, v, f in BAD_FIELDS])
-def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, field):
+def test_wrong_manifest_fields_are_named_with_their_file(folder, where, value, field):
     path = folder / "manifest.json"
     tree = json.loads(path.read_text())
     node = tree
@@ -161,7 +161,7 @@ def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, fie
         write_manifest(folder, tree)
 
 
-def test_a_manifest_that_is_no_object_is_one_line(folder):
+def test_a_manifest_without_fields_is_one_line(folder):
     for text in (b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"):
         (folder / "manifest.json").write_bytes(text)
         with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
