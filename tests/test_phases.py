@@ -50,13 +50,16 @@ def opened(world, folder, *overrides, **options):
     return golden_runs.opened(world, folder, *SMALL, *RECIPE, *overrides, **options)
 
 
-def trained(world, folder, *overrides, stops=(None,), **options):
-    """Log lines by step, and the weights, of a run that was stopped at `stops`."""
+def trained(world, folder, *overrides, stops=(None,), patch=lambda trainer: None, **options):
+    """Log lines by step, and the weights, of a run that was stopped at `stops`, its trainers changed by `patch`."""
     for stop_after in stops:
         trainer = opened(world, folder, *overrides, stop_after=stop_after, **options)
-        assert trainer.train()
-        weights = trainer.engine.consolidated_weights()
-        trainer.close()
+        patch(trainer)
+        try:
+            assert trainer.train()
+            weights = trainer.engine.consolidated_weights()
+        finally:
+            trainer.close()
     return logged(folder), weights
 
 
@@ -131,14 +134,12 @@ def test_a_start_with_another_tokenizer_is_refused(world, tmp_path):
 def test_by_minutes_the_change_follows_the_clock(world, tmp_path):
     """Seconds of training of an update are set here: 0.06 of 0.5 minutes each, from the third on 9."""
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
-    for stop_after in (4, 7):
-        trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
-        report = trainer.send_report
-        times = iter([0.06, 0.06, *[9.0] * STEPS][trainer.state.step :])
-        trainer.send_report = lambda update, _, report=report, times=times: report(update, next(times))
-        assert trainer.train()
-        trainer.close()
-    found = (logged(tmp_path),)
+
+    def timed(trainer):
+        report, times = trainer.send_report, iter([0.06, 0.06, *[9.0] * STEPS][trainer.state.step :])
+        trainer.send_report = lambda update, _: report(update, next(times))
+
+    found = trained(world, tmp_path, *budget, stops=(4, 7), patch=timed)
     assert column(found, "time/train_seconds") == [0.06, 0.12, 9.12, 18.12, 27.12, 36.12]
     assert column(found, "train/objective") == ["causal"] * 4 + ["masked"] * 2  # 12 s are 40% of 30 s
     # by a clock of its own, which is at the end of the budget after the first update
@@ -363,32 +364,31 @@ def test_a_rollback_continues_in_its_phase(world, tmp_path, folders, spike, inte
         *phased("share=4", f"share=6,{longer(folders)}"),
         *("spikes.policy=rollback", "spikes.window=8", "spikes.threshold=300", f"log.interval={interval}"),
     )
-    weights = []
+    found = []
     for name, stops in (("straight", (None,)), ("stopped", (8, None))):
         seen = []
-        for stop_after in stops:
-            trainer = opened(world, tmp_path / name, *overrides, stop_after=stop_after)
+
+        def spiked(trainer, seen=seen):
             usual, train = trainer.engine._weights, trainer.engine.train_update
 
-            def update(update, *rest, trainer=trainer, usual=usual, train=train, seen=seen):
+            def update(update, *rest):
                 trainer.engine._weights = usual * (50.0 if update.step == spike else 1.0)
                 seen.append((len(trainer.state.phase_starts), update.step, update.row_ids.tolist()))
                 return train(update, *rest)
 
             trainer.engine.train_update = update
-            assert trainer.train()
-            weights.append(trainer.engine.consolidated_weights())
-            trainer.close()
+
+        found.append(trained(world, tmp_path / name, *overrides, stops=stops, patch=spiked)[1])
         assert [cursor for _, cursor, _ in seen] == list(cursors)
-        assert trainer.state.phase_starts == [0, change] and trainer.state.step == STEPS
+        state = load_weights(tmp_path / name)[1]
+        assert state["phase_starts"] == [0, change] and state["step"] == STEPS
         assert (tmp_path / name / "trouble.jsonl").read_text().count("\n") == 1
         for phase, cursor, row_ids in seen:
             assert phase == 1 + (cursor >= change)
             dataset, size, first = (Dataset(DATA), 8, 0) if phase == 1 else (Dataset(folders["long"]), 4, change)
             positions = (cursor - first) * size + np.arange(size)
-            assert row_ids == dataset.order(trainer.config.seed, positions)[0].tolist(), cursor
-    straight, _, resumed = weights
-    assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
+            assert row_ids == dataset.order(config().seed, positions)[0].tolist(), cursor
+    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
 
 
 TOKENS = 4900  # of full rows of 64 nearly 10 updates of 8
@@ -418,21 +418,18 @@ def test_phases_by_minutes_repeat_as_first_timed(world, tmp_path, folders):
     )
 
     def timed(name, seconds, stop_after=None, killed_after=-1):
-        trainer = opened(world, tmp_path / name, *overrides, stop_after=stop_after)
-        report, train_update = trainer.send_report, trainer.engine.train_update
+        def patch(trainer):
+            report, train_update = trainer.send_report, trainer.engine.train_update
 
-        def update(*arguments):
-            if trainer.state.step == killed_after:
-                raise Killed
-            return train_update(*arguments)
+            def update(*arguments):
+                if trainer.state.step == killed_after:
+                    raise Killed
+                return train_update(*arguments)
 
-        trainer.send_report = lambda update, _: report(update, seconds)
-        trainer.engine.train_update = update
-        try:
-            assert trainer.train()
-            return logged(tmp_path / name), trainer.engine.consolidated_weights()
-        finally:
-            trainer.close()
+            trainer.send_report = lambda update, _: report(update, seconds)
+            trainer.engine.train_update = update
+
+        return trained(world, tmp_path / name, *overrides, stops=(stop_after,), patch=patch)
 
     straight = timed("straight", 6.0)
     assert column(straight, "train/phase") == [1] * 4 + [2] * 6

@@ -68,7 +68,7 @@ def quiet(**overrides: Any) -> Config:
     return tiny.config(**{"zero__stage": 0, "log__tensorboard": False, "checkpoint__asynchronous": False} | overrides)
 
 
-def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Trainer:
+def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, stop_at: int = -1) -> Trainer:
     """The trainer of a run folder as a command would open it, to be saved at step 3; behind `updates` the process ends."""
     folder.mkdir(exist_ok=True)
     engine, checkpoints = tiny.engine(cfg, world), Checkpoints(folder, world, cfg.checkpoint)
@@ -79,7 +79,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
         engine=engine,
         workload=Workload(cfg, world, engine, updates, saved_at=3),
         checkpoints=checkpoints,
-        stop=StopAt(),
+        stop=StopAt(stop_at),
         watchdog=Watchdog(world, folder, 0),
         run_dir=folder,
         provenance={"config": cfg.model_dump()},
@@ -89,8 +89,7 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9) -> Tra
 
 
 def test_a_stop_before_any_update_is_one_line(world, tmp_path, capsys):
-    ours = trainer(quiet(), world, tmp_path / "run")
-    ours.stop = StopAt(1)
+    ours = trainer(quiet(), world, tmp_path / "run", stop_at=1)
     assert not ours.train() and ours.state.step == 0
     assert capsys.readouterr().out == "stopped: nothing was trained since the start; the same command resumes\n"
     ours.close()
@@ -98,9 +97,8 @@ def test_a_stop_before_any_update_is_one_line(world, tmp_path, capsys):
 
 def test_a_stop_after_the_end_changes_nothing(world, tmp_path):
     """As of a rank that was killed after its last save, and restarts in place behind the time limit."""
-    for stop in (StopAt(), StopAt(1)):
-        ours = trainer(quiet(checkpoint__asynchronous=True), world, tmp_path / "run")
-        ours.stop = stop
+    for stop_at in (-1, 1):
+        ours = trainer(quiet(checkpoint__asynchronous=True), world, tmp_path / "run", stop_at=stop_at)
         assert ours.train() and ours.state.step == 7
         ours.close()
 
@@ -199,8 +197,7 @@ def test_runs_end_only_with_their_last_updates_saved(stopped, asynchronous, worl
     whole = Checkpoints._write
     monkeypatch.setattr(Checkpoints, "_write", write)
     cfg = quiet(schedule__warmup_steps=0, batch__micro_size=8, checkpoint__asynchronous=asynchronous)
-    ours = trainer(cfg, world, tmp_path)
-    ours.stop = StopAt(6) if stopped else StopAt()
+    ours = trainer(cfg, world, tmp_path, stop_at=6 if stopped else -1)
     with pytest.raises(Failed, match="could not be written") as found:
         ours.train()
     assert exit_code(found.value) == FAILED
