@@ -1,4 +1,4 @@
-"""The mean of checkpoints: its tensors, who reads it, what is refused."""
+"""Of the checkpoints of a run: their mean, who reads it, what is refused; and updates repeated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabert import hf
+from megabert import hf, train
 from megabert.checkpoint import load_weights
-from megabert.commands import average, export, fill
+from megabert.commands import average, export, fill, replay
 from megabert.commands.evaluate import evaluate_run
 from megabert.distributed.ranks import World
-from tests.commands.test_convert import one_line
-from tests.test_held_out_by_dataset import DATA, trained
+from tests.helpers.refusal import refusal
+from tests.test_held_out_by_dataset import DATA, SMALL, random_rows, trained
 
 THREE = ("schedule.total_steps=3", "checkpoint.interval=1", "checkpoint.keep=3", "optimizer.lr=1e-2")
 
@@ -28,13 +28,9 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"), [((), (1, 2, 3)), (("--last", "2"), (2, 3)), (("--steps", "3", "1"), (1, 3))]
-)
-def test_tensors_are_the_mean_to_the_last_bit(
-    run: Path, tmp_path: Path, options: tuple[str, ...], steps: tuple[int, ...]
-) -> None:
-    assert average.main(["--run", str(run), "--output", str(tmp_path / "mean"), *options]) == 0
+@pytest.mark.parametrize(("options", "steps"), [("", (1, 2, 3)), ("--last 2", (2, 3)), ("--steps 3 1", (1, 3))])
+def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, options: str, steps: tuple[int, ...]) -> None:
+    assert average.main(["--run", str(run), "--output", str(tmp_path / "mean"), *options.split()]) == 0
     ours, state = load_weights(tmp_path / "mean")
     each = [load_weights(run / f"checkpoints/step-{step:08d}")[0] for step in steps]
     assert state["step"] == 0 and ours.keys() == each[0].keys()
@@ -44,9 +40,7 @@ def test_tensors_are_the_mean_to_the_last_bit(
     assert not np.array_equal(ours["layers.0.qkv.weight"], each[-1]["layers.0.qkv.weight"])
 
 
-def test_every_reader_takes_the_mean(
-    world: World, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_reader_takes_the_mean(world: World, run: Path, tmp_path: Path) -> None:
     mean, parts = tmp_path / "mean", [evaluate_run(run / f"checkpoints/step-{n:08d}", str(DATA)) for n in (1, 2, 3)]
     assert average.average(run, mean) == [1, 2, 3]
     found = evaluate_run(mean, str(DATA))
@@ -54,7 +48,6 @@ def test_every_reader_takes_the_mean(
     assert export.main(["--model", str(mean), "--output", str(tmp_path / "hf")]) == 0
     assert hf.load(tmp_path / "hf").weights.keys() == hf.load(mean).weights.keys()
     assert fill.main(["--model", str(mean), "one [MASK] two"]) == 0
-    capsys.readouterr()
     start = trained(world, tmp_path / "next", f"init_from={mean}", "schedule.total_steps=1", "eval.interval=1")
     lines = [json.loads(line) for line in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["eval/mlm_loss"] == pytest.approx(found["eval/mlm_loss"], rel=1e-5) and start
@@ -62,21 +55,28 @@ def test_every_reader_takes_the_mean(
         trained(world, mean, *THREE)
 
 
-def test_what_cannot_be_averaged_is_named(
-    world: World, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(folder: Path, *options: str) -> str:
-        assert average.main(["--run", str(folder), "--output", str(tmp_path / "mean"), *options]) == 2
-        assert not (tmp_path / "mean").exists()
-        return one_line(capsys)
+def test_what_cannot_be_averaged_is_named(world: World, run: Path, tmp_path: Path, capsys) -> None:
+    def refused(folder: Path, options: str = "") -> str:
+        return refusal(capsys, average.main, "--run", folder, "--output", tmp_path / "mean", *options.split())
 
-    assert "--steps 7: " in (text := refused(run, "--steps", "1", "7")) and "it has 1, 2, 3" in text
-    assert "3 checkpoints to average, of 4; checkpoint.keep" in refused(run, "--last", "4")
-    assert "--last 1: give at least 2" in refused(run, "--last", "1")
-    assert "--steps 3: give at least 2" in refused(run, "--steps", "3")
-    other = Path(shutil.copytree(run, tmp_path / "other"))
+    assert "--steps 7: " in (text := refused(run, "--steps 1 7")) and "it has 1, 2, 3" in text
+    assert "3 checkpoints to average, of 4; checkpoint.keep" in refused(run, "--last 4")
+    assert "--last 1: give at least 2" in refused(run, "--last 1")
+    assert "--steps 3: give at least 2" in refused(run, "--steps 3")
+    other, first = Path(shutil.copytree(run, tmp_path / "other")), "checkpoints/step-00000001"
     trained(world, tmp_path / "wider", "model.hidden=64", "schedule.total_steps=1")
-    shutil.rmtree(other / "checkpoints/step-00000001")
-    shutil.copytree(tmp_path / "wider/checkpoints/step-00000001", other / "checkpoints/step-00000001")
-    capsys.readouterr()
+    shutil.rmtree(other / first)
+    shutil.copytree(tmp_path / "wider" / first, other / first)
     assert "its hidden is 64, the newest one's 32" in refused(other)
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None) -> None:
+    data, run = str(random_rows(tmp_path / "data", 40, seed=1)), str(tmp_path / "run")
+    words = ["--config", "tiny", "--data", data, "--run", run, *SMALL, "checkpoint.interval=1", "checkpoint.keep=5"]
+    assert train.main(words) == 0
+    assert train.main([*words, "--extend", "schedule.total_steps=3"]) == 0
+    assert replay.main([run, "--from", "2", "--to", "3"]) == 0
+    assert "digests of weights of steps 3 to 3 are equal bit for bit" in capsys.readouterr().out
+    assert replay.main([run, "--from", "1", "--to", "3"]) == 2
+    assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capsys.readouterr().err

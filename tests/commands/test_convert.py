@@ -24,6 +24,7 @@ from megabert.open_run import open_run
 from megabert.optim.schedule import learning_rate
 from tests.helpers import runs, wordpiece
 from tests.helpers.loop import StopAt
+from tests.helpers.refusal import one_line, refusal
 from tests.test_held_out_by_dataset import DATA, SMALL
 
 # it writes to stderr
@@ -51,8 +52,7 @@ def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, *
 def test_missing_heads_start_as_in_a_new_model(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf", "BertModel")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
-    message = "initialised as in a new model: masked-LM head\n"
-    assert message in capsys.readouterr().out
+    assert "initialised as in a new model: masked-LM head\n" in capsys.readouterr().out
     weights = hf.load(tmp_path / "run").weights
     assert weights["mlm.norm_weight"].eq(1).all() and weights["mlm.bias"].eq(0).all()
     assert 0.01 < weights["mlm.weight"].std() < 0.03
@@ -94,7 +94,7 @@ def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(), ("model.vocab_size=0",)], ids=["size", "shapes"])
-def test_data_of_another_tokenizer_is_named(size: tuple[str, ...], world: Any, tmp_path: Path, capsys) -> None:
+def test_data_of_another_tokenizer_is_named(size: tuple[str, ...], world, tmp_path: Path, capsys) -> None:
     """Whether the configuration has the vocabulary's size or the weights tell, by `train` and `plan`."""
     start = tmp_path / "a start"
     make(tmp_path / "hf", max_position_embeddings=64)
@@ -111,33 +111,26 @@ def test_data_of_another_tokenizer_is_named(size: tuple[str, ...], world: Any, t
         open_run(tmp_path / "run", cfg, world, StopAt(), Watchdog(world, tmp_path, 0.0))  # type: ignore[arg-type]
     assert all(part in str(caught.value) for part in says)
     if not size:
-        assert plan(["--config", str(start / "config.toml"), "--data", str(DATA)]) == 2
-        shown = capsys.readouterr().err
-        assert all(part in shown for part in says) and shown.count("\n") == 1
+        shown = refusal(capsys, plan, "--config", start / "config.toml", "--data", DATA)
+        assert all(part in shown for part in says)
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "BertForSequenceClassification"])
-def test_without_next_sentence_head_none_is_made(kind: str, tmp_path: Path, capsys) -> None:
+HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForPreTraining")
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "BertForPreTraining --no-nsp"])
+def test_next_sentence_head_is_kept_if_any(kind: str, tmp_path: Path, capsys) -> None:
+    kind, *options = kind.split()
     make(tmp_path / "hf", kind)
-    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
-    assert "tokens, without next-sentence head. To continue:\n  megabert prep build --tokenizer " in shown
-    assert "--nsp" not in shown and "new model: pooler" not in shown
-    assert ("left out, as pre-training has no place for them: bert.pooler" in shown) == (kind != "BertForMaskedLM")
-    found = hf.load(tmp_path / "run")
-    assert not found.config.model.nsp and not any(name.startswith(("pooler", "nsp")) for name in found.weights)
-    assert not config.load(str(tmp_path / "run" / "config.toml")).model.nsp
-    make(tmp_path / "whole")
-    assert convert.main(["--model", str(tmp_path / "whole"), "--run", str(tmp_path / "other")]) == 0
-    shown = capsys.readouterr().out
-    assert "with next-sentence head. To continue:" in shown and " --nsp --input PATH" in shown
-
-
-def test_without_nsp_pooler_and_head_are_left_out(tmp_path: Path, capsys) -> None:
-    make(tmp_path / "hf")
-    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run"), "--no-nsp"]) == 0
-    assert "left out, as pre-training has no place for them: bert.pooler.dense.bias" in capsys.readouterr().out
-    assert not any(name.startswith(("pooler", "nsp")) for name in hf.load(tmp_path / "run").weights)
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run"), *options]) == 0
+    shown, found, nsp = capsys.readouterr().out, hf.load(tmp_path / "run"), kind == HEADS[3] and not options
+    head = "tokens, with next-sentence head" if nsp else "tokens, without next-sentence head"
+    assert f"{head}. To continue:\n  megabert prep build --tokenizer " in shown and "new model: pooler" not in shown
+    assert (" --nsp --input PATH" in shown) == ("--nsp" in shown) == nsp
+    left_out = "left out, as pre-training has no place for them: bert.pooler.dense.bias" in shown
+    assert left_out == (not nsp and kind != "BertForMaskedLM")
+    assert found.config.model.nsp == config.load(str(tmp_path / "run" / "config.toml")).model.nsp == nsp
+    assert any(name.startswith(("pooler", "nsp")) for name in found.weights) == nsp
 
 
 def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -> None:
@@ -160,16 +153,9 @@ def test_the_tokenizer_can_be_named(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
     vocab = shutil.move(tmp_path / "hf" / "vocab.txt", tmp_path / "tokens")
     command = ["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]
-    assert convert.main(command) == 2
-    assert "holds no tokenizer" in one_line(capsys)
+    assert "holds no tokenizer" in refusal(capsys, convert.main, *command)
     assert convert.main([*command, "--tokenizer", str(vocab)]) == 0
     assert (tmp_path / "run" / "vocab.txt").is_file()
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
-    return captured.err
 
 
 class Malicious:
@@ -210,40 +196,31 @@ def index(folder: Path, files: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
+def edit(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
+
+
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: t for name, t in state.items() if name not in names}
 
 
 BIAS, QUERY = "cls.predictions.bias", "bert.encoder.layer.1.attention.self.query.weight"
+DECODER, WORDS = "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"
 WRONG: dict[str, tuple[Any, str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: not found"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is not a Hugging Face folder"),
     "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
     "index without files": (lambda f: index(f, {}), "model.safetensors.index.json: weight_map names no files"),
-    "a file of several is missing": (
-        lambda f: index(f, {QUERY: "model-1-of-2.safetensors"}), "model-1-of-2.safetensors: not found, but model.safetensors.index.json"
-    ),
+    "a file of several is missing": (lambda f: index(f, {QUERY: "1-of-2.safetensors"}), "1-of-2.safetensors: not found"),
     "tensor missing": (lambda f: rewrite(f, lambda s: without(s, QUERY)), f"no tensor named {QUERY}"),
     "half a head": (lambda f: rewrite(f, lambda s: without(s, BIAS)), f"no tensor named {BIAS}"),
     "another shape": (lambda f: rewrite(f, lambda s: s | {QUERY: torch.zeros(32, 16)}), f"{QUERY} is [32, 16]"),
     "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is not a floating-point tensor"),
-    "decoder not tied": (
-        lambda f: rewrite(
-            f,
-            lambda s: s | {"cls.predictions.decoder.weight": s["bert.embeddings.word_embeddings.weight"] + 1},
-        ),
-        "is not the word embedding",
-    ),
-    "tokenizer of another size": (
-        lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"), "vocab_size="
-    ),
-    "too many layers": (
-        lambda f: (f / "config.json").write_text(
-            (f / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 2000000000')
-        ),
-        "has too few tensors",
-    ),
+    "decoder not tied": (lambda f: rewrite(f, lambda s: s | {DECODER: s[WORDS] + 1}), "is not the word embedding"),
+    "tokenizer of another size": (lambda f: edit(f / "vocab.txt", "the\n", "the\nmore\n"), "vocab_size="),
+    "too many layers": (lambda f: edit(f / "config.json", '_layers": 2', '_layers": 2000000000'), "too few tensors"),
 }  # fmt: skip
 
 
@@ -252,7 +229,5 @@ def test_a_refused_conversion_leaves_no_folder(case: str, tmp_path: Path, capsys
     change, message = WRONG[case]
     make(tmp_path / "hf")
     change(tmp_path / "hf")
-    capsys.readouterr()
-    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
-    assert message in one_line(capsys)
+    assert message in refusal(capsys, convert.main, "--model", tmp_path / "hf", "--run", tmp_path / "run")
     assert {p.name for p in tmp_path.iterdir()} <= {"hf"}

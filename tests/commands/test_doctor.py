@@ -9,27 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megabert import config
 from megabert.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def place(folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes Python files and puts the folder first on the path of processes that are started."""
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
-
-
 def test_this_machine_is_reported_as_it_is() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megabert.commands.doctor", "--json"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "megabert.commands.doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {(line["section"], line["name"]): line for line in json.loads(done.stdout)}
     for name in doctor.NEEDED:
@@ -48,11 +36,13 @@ def test_this_machine_is_reported_as_it_is() -> None:
 def test_apex_is_imported_as_training_does(tmp_path, monkeypatch) -> None:
     line = doctor.apex()
     assert (line.state, line.value) == ("note", "not used: ModuleNotFoundError: No module named 'amp_C'") and line.fix
-    place(tmp_path, {"apex/__init__.py": "def authenticate(): ...\n"}, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("def authenticate(): ...\n")
     assert "the package apex installed here is another one" in doctor.apex().value
     kernels = "multi_tensor_adam_capturable = multi_tensor_lamb_mp = None\n"
-    nvidias = {"apex/multi_tensor_apply.py": "multi_tensor_applier = None\n", "amp_C.py": kernels}
-    place(tmp_path, nvidias, monkeypatch)
+    (tmp_path / "apex/multi_tensor_apply.py").write_text("multi_tensor_applier = None\n")
+    (tmp_path / "amp_C.py").write_text(kernels)
     assert doctor.apex() == doctor.Finding("packages", "apex", "ok", "NVIDIA's, no version")
 
 
@@ -66,13 +56,8 @@ def test_without_torch_training_cannot_run_and_nothing_crashes(monkeypatch, caps
     assert out.splitlines()[-1].startswith("training cannot run here; missing: torch")
 
 
-@pytest.mark.parametrize(
-    ("code", "works", "message"),
-    [
-        ("print('first'); print('last')", True, "last"),
-        ("import no_such_module", False, "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("import os; os.abort()", False, "killed by signal 6"),
-    ],
-)
-def test_a_probe_survives_what_it_probes(code: str, works: bool, message: str) -> None:
-    assert doctor.probe(code) == (works, message)
+def test_a_probe_survives_what_it_probes() -> None:
+    assert doctor.probe("print('first'); print('last')") == (True, "last")
+    refused = (False, "ModuleNotFoundError: No module named 'no_such_module'")
+    assert doctor.probe("import no_such_module") == refused
+    assert doctor.probe("import os; os.abort()") == (False, "killed by signal 6")

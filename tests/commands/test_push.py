@@ -13,10 +13,10 @@ from megabert.checkpoint import load_weights
 from megabert.commands import export
 from megabert.distributed.ranks import World
 from tests.commands.test_average import THREE
-from tests.commands.test_convert import one_line
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
 from tests.helpers.hub import PRIVATE, READ_TOKEN, TOKEN, Hub
+from tests.helpers.refusal import refusal
 from tests.test_held_out_by_dataset import trained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,25 +52,24 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_each_checkpoint_is_a_revision_that_transformers_reads(run: Path, model_hub: Hub, tmp_path: Path) -> None:
-    assert push(run, "--revisions") == 0
+def assert_checkpoints_are_branches(run: Path, hub: Hub, folder: Path) -> None:
+    """Each one's own export, `folder`/step-N."""
     for step in (1, 2, 3):
-        export.export(run / f"checkpoints/step-{step:08d}", tmp_path / f"local/step-{step}", name="some/bert")
-        assert model_hub.files(MODEL, f"step-{step}") == files_of(tmp_path / f"local/step-{step}")
-    done = subprocess.run(
-        [sys.executable, "-c", READ, tmp_path / "local"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout == "equal\n", done.stderr
-    revision = load_weights(run)[1]["revision"]
-    assert model_hub.commits == [
-        (branch, f"Step {step}, MegaBERT {revision}")
-        for branch, step in (("step-1", 1), ("step-2", 2), ("step-3", 3), ("main", 3))
-    ]
-    assert 'pipeline("fill-mask", "some/bert")' in model_hub.files(MODEL)["README.md"].decode()
+        export.export(run / f"checkpoints/step-{step:08d}", folder / f"step-{step}", name="some/bert")
+        assert hub.files(MODEL, f"step-{step}") == files_of(folder / f"step-{step}")
 
 
-def test_a_second_push_uploads_nothing(run: Path, model_hub: Hub, capsys) -> None:
+def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tmp_path: Path, capsys) -> None:
+    """Which transformers reads."""
     assert push(run, "--revisions") == 0
+    assert_checkpoints_are_branches(run, model_hub, tmp_path / "local")
+    read = [sys.executable, "-c", READ, tmp_path / "local"]
+    done = subprocess.run(read, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
+    summary = f"MegaBERT {load_weights(run)[1]['revision']}"
+    steps = [(f"step-{step}", f"Step {step}, {summary}") for step in (1, 2, 3)]
+    assert model_hub.commits == [*steps, ("main", f"Step 3, {summary}")]
+    assert 'pipeline("fill-mask", "some/bert")' in model_hub.files(MODEL)["README.md"].decode()
     assert len(model_hub.uploads) == len(set(model_hub.uploads)) == 4  # three weights, one tokenizer
     commits, branches = list(model_hub.commits), {**model_hub.branches[MODEL]}
     capsys.readouterr()
@@ -106,9 +105,7 @@ def test_a_killed_push_is_completed_by_the_same_command(at: str, run: Path, mode
     assert not (tmp_path / "hf").exists()
     assert push(run, "--revisions", "--output", tmp_path / "hf") == 0
     assert len(set(model_hub.uploads)) == len(model_hub.uploads) and model_hub.uploads[: len(before)] == before
-    for step in (1, 2, 3):
-        export.export(run / f"checkpoints/step-{step:08d}", tmp_path / f"local-{step}", name="some/bert")
-        assert model_hub.files(MODEL, f"step-{step}") == files_of(tmp_path / f"local-{step}")
+    assert_checkpoints_are_branches(run, model_hub, tmp_path / "local")
     assert files_of(tmp_path / "hf") == model_hub.files(MODEL)
 
 
@@ -127,35 +124,28 @@ def test_a_fine_tuned_model_is_pushed_in_one_commit(model_hub: Hub, tmp_path: Pa
 def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monkeypatch, capsys) -> None:
     run = runs.make(tmp_path / "run")
 
-    def refused(*options: str, model: object = run, code: int = 2) -> str:
-        assert export.main(["--model", str(model), *options]) == code
-        return one_line(capsys)
+    def refused(*options: object) -> str:
+        return refusal(capsys, export.main, "--model", run, *options)
 
     assert "name a folder with --output, a repository of the hub with --push" in refused()
-    assert "--revisions: is for --push OWNER/NAME" in refused("--revisions", "--output", "x")
-    assert "--private: is for --push OWNER/NAME" in refused("--private", "--output", "x")
-    assert "--revisions: only the newest checkpoint of a URL" in refused(
-        "--revisions", "--push", "a/b", model="s3://a/b"
-    )
+    for option in ("--revisions", "--private"):
+        assert f"{option}: is for --push OWNER/NAME" in refused(option, "--output", "x")
+    said = refused("--revisions", "--push", "a/b", "--model", "s3://a/b")
+    assert "--revisions: only the newest checkpoint of a URL" in said
     for wrong in ("bert", "a/b/c", "a/b c", "a/b--c"):
         assert wrong in refused("--push", wrong)
     assert model_hub.branches == {}
-    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
-    assert refused("--push", "some/bert") == (
-        "error: some/bert: access denied; check the credentials, and what the store allows them\n"
-    )
-    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
-    assert "some/bert: access denied" in refused("--push", "some/bert")
+    for token in (READ_TOKEN, "hf_unknown"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert "some/bert: access denied; check the credentials" in refused("--push", "some/bert")
     monkeypatch.delenv("HF_TOKEN")
     assert "some/bert: the hub asks for a token; `hf auth login`, or set HF_TOKEN" in refused("--push", "some/bert")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert push(run) == 0
-    capsys.readouterr()
     assert "some/bert: is public on the hub" in refused("--push", "some/bert", "--private")
     model_hub.fault = lambda method, path: 413 if path.endswith("/commit/main") else None
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/mlm_loss": 3.0}\n')
-    assert push(run) == 2
-    assert capsys.readouterr().err == "error: some/bert: refused (of the test)\n"
+    assert refused("--push", "some/bert") == "error: some/bert: refused (of the test)\n"
 
 
 def test_a_failing_hub_is_class_4_without_the_token(model_hub: Hub, tmp_path: Path, capsys) -> None:
@@ -167,18 +157,16 @@ def test_a_failing_hub_is_class_4_without_the_token(model_hub: Hub, tmp_path: Pa
         return 501 if "/large/" in path else None
 
     model_hub.fault = fail
-    assert push(run) == 4
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("error: some/bert: ")
+    for gone in (False, True):
+        if gone:
+            model_hub.fault = lambda method, path: None
+            model_hub.close()
+        assert push(run) == 4
+        captured = capsys.readouterr()
+        assert captured.err.splitlines()[-1].startswith("error: some/bert: ")
+        for secret in (TOKEN, "signature=secret", "Traceback"):
+            assert secret not in captured.out + captured.err
     assert sum("/large/" in path for path in asked) >= 3  # two more tries of a file at least
-    for text in (captured.out, captured.err):
-        assert TOKEN not in text and "signature=secret" not in text
-    model_hub.fault = lambda method, path: None
-    model_hub.close()
-    assert push(run) == 4
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("error: some/bert: ") and TOKEN not in captured.err
-    assert "Traceback" not in captured.err
 
 
 def test_a_hub_that_fails_now_and_then_gets_the_whole_model(model_hub: Hub, tmp_path: Path) -> None:

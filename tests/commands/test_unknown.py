@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from megabert import hf
-from megabert.commands import export, features, fill
+from megabert.commands import features, fill
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.run import encode_splits
 from megabert.finetune.settings import Settings
@@ -35,7 +34,7 @@ def warned(err: str, source: object) -> bool:
     return match is not None and match[1] == str(source) and 1 < float(match[2]) < 80
 
 
-def test_features_and_fill_warn_of_unknown_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_and_fill_warn_of_unknown_texts(run: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "in.txt").write_text(f"{KNOWN}\n{UNKNOWN}\n{KNOWN}\n{UNKNOWN}\n")
     command = ["--model", str(run), "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]
     assert features.main(command) == 0
@@ -46,9 +45,7 @@ def test_features_and_fill_warn_of_unknown_texts(run: Path, tmp_path: Path, caps
     assert not capsys.readouterr().err
 
 
-def test_pairs_and_finetuning_warn_of_unknown_texts(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_and_finetuning_warn_of_unknown_texts(run: Path, capsys) -> None:
     found, cpu = hf.load(run), torch.device("cpu")
     scorer = SentenceScorer(found.language_model(cpu), found.config, found.tokenizer, cpu, line=True)
     scorer.encode([KNOWN, UNKNOWN])
@@ -60,16 +57,6 @@ def test_pairs_and_finetuning_warn_of_unknown_texts(
     encode_splits(TAG, {"train": words}, found.tokenizer, SETTINGS)
     assert warned(capsys.readouterr().err, "the train file")
     encode_splits(
-        PRESETS["squad1.1"], {"train": [QuestionExample("q", "", "the fox", UNKNOWN, ())]}, found.tokenizer, Settings()
+        PRESETS["squad1.1"], {"train": [QuestionExample("q", "", "the fox", UNKNOWN, ())]}, found.tokenizer, SETTINGS
     )
     assert warned(capsys.readouterr().err, "the train file")
-
-
-def test_an_exported_run_has_our_ids_of_long_words(run: Path, tmp_path: Path) -> None:
-    export.export(run, tmp_path / "hf")
-    peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in ("the " + "sea" * 100, "shells" * 200):
-        ids = peer(text, add_special_tokens=False)["input_ids"]
-        for model in (run, tmp_path / "hf"):
-            tokenizer = hf.load(model).tokenizer
-            assert tokenizer.encode_texts([text]) == [ids] and tokenizer.unk_id not in ids

@@ -12,24 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megabert.commands.plan import forecast as planner
-from megabert.commands.plan.step_time import (
-    DEVICES,
-    Constants,
-    Fabric,
-    GpuShare,
-    MicroBatch,
-    Ranks,
-    Software,
-    StepTime,
-    System,
-    groups,
-    parameters,
-    pass_seconds,
-    products,
-    step_seconds,
-    traffic,
-    wave_share,
-)
+from megabert.commands.plan import step_time as times
+from megabert.commands.plan.step_time import DEVICES, Constants, Fabric, GpuShare, MicroBatch, Ranks, Software, System
 from megabert.config import Config, ModelConfig, accumulation
 from megabert.distributed.ranks import World
 from megabert.engine.deepspeed_step import LEAST
@@ -67,22 +51,22 @@ def test_ring_and_tree_by_hand() -> None:
 
 def test_ranks_share_links_and_adapters() -> None:
     # 8 adapters of 50 GB/s: a ring through all ranks has all of them, one group of eight has an eighth
-    inside, across, whole = groups(H100, FABRIC, 64, BARE)
+    inside, across, whole = times.groups(H100, FABRIC, 64, BARE)
     assert (inside.bandwidth, across.bandwidth, whole.bandwidth) == (450 * GB, 50 * GB, 400 * GB)
     assert (inside.size, across.size, whole.size) == (8, 8, 64)
     # one node has no use for a network, and with a wide one NVLink is narrower
-    assert groups(H100, FABRIC, 8, BARE)[2].bandwidth == 450 * GB
-    assert groups(H100, Fabric(8, 8, 10_000 * GB), 64, BARE)[2].bandwidth == 450 * GB
+    assert times.groups(H100, FABRIC, 8, BARE)[2].bandwidth == 450 * GB
+    assert times.groups(H100, Fabric(8, 8, 10_000 * GB), 64, BARE)[2].bandwidth == 450 * GB
     # half of a slot of 64 GB/s is less than an adapter's 50, but more than 25
-    assert groups(H100, FABRIC, 64, replace(BARE, network=0.5))[2].bandwidth == 8 * 32 * GB
-    assert groups(H100, Fabric.of(8, "8x200"), 64, replace(BARE, network=0.5))[2].bandwidth == 8 * 25 * GB
+    assert times.groups(H100, FABRIC, 64, replace(BARE, network=0.5))[2].bandwidth == 8 * 32 * GB
+    assert times.groups(H100, Fabric.of(8, "8x200"), 64, replace(BARE, network=0.5))[2].bandwidth == 8 * 25 * GB
     # an NVLink domain larger than a node
-    assert groups(DEVICES["gb200"], Fabric(4), 64, BARE)[1].bandwidth == 900 * GB
+    assert times.groups(DEVICES["gb200"], Fabric(4), 64, BARE)[1].bandwidth == 900 * GB
     with pytest.raises(ValueError, match="128 GPUs in nodes of 4 need a network"):
-        groups(DEVICES["gb200"], Fabric(4), 128, BARE)
+        times.groups(DEVICES["gb200"], Fabric(4), 128, BARE)
     assert Fabric.of(4, "2x12.5") == Fabric(4, 2, 1.5625 * GB)
     # PCIe 3.0 instead of 5.0
-    assert groups(DEVICES["h100-pcie"].linked(16), FABRIC, 8, BARE)[0].bandwidth == 16 * GB
+    assert times.groups(DEVICES["h100-pcie"].linked(16), FABRIC, 8, BARE)[0].bandwidth == 16 * GB
     assert DEVICES["h100-pcie"].linked(0) == DEVICES["h100-pcie"]
 
 
@@ -97,13 +81,13 @@ def system(software: Software = PLAIN, constants: Constants | None = None, gpu: 
     return System(DEVICES[gpu], FABRIC, software, constants or Constants())
 
 
-def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None) -> StepTime:
-    return step_seconds(MODEL, GpuShare(BATCH, steps), size, system(software, constants))
+def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None) -> times.StepTime:
+    return times.step_seconds(MODEL, GpuShare(BATCH, steps), size, system(software, constants))
 
 
 def test_the_products_are_the_models_operations() -> None:
     for model in (MODEL, ModelConfig(layers=3, hidden=64, heads=4, vocab_size=1_000, nsp=False)):
-        counted = sum(2 * m * n * k * count for m, n, k, count in products(model, BATCH))
+        counted = sum(2 * m * n * k * count for m, n, k, count in times.products(model, BATCH))
         counted += 12 * model.layers * model.hidden * BATCH.pairs
         assert counted == training_flops(model, 16_384, 32 * 512**2, 2_464, 32)
 
@@ -115,7 +99,7 @@ def test_waves_of_tiles() -> None:
         (full, (128, 512), 1), (left, (128, 512), 109 / 216), (split, (1_024, 4_096), 320 / 324),
         (half, (128, 512), 0.5), (unknown, (128, 512), 1),
     ):  # fmt: skip
-        assert wave_share(m, n, k, processors) == pytest.approx(want)
+        assert times.wave_share(m, n, k, processors) == pytest.approx(want)
 
 
 def test_a_pass_by_hand() -> None:
@@ -125,32 +109,32 @@ def test_a_pass_by_hand() -> None:
     batch = MicroBatch(tokens=128, pairs=128**2, predictions=128, sequences=1)
     software = Software(elementwise=100, attention=10, kernels=20)
     constants = replace(FREE, kernel=1e-6)
-    found = pass_seconds(model, batch, System(one, FABRIC, software, constants))
+    found = times.pass_seconds(model, batch, System(one, FABRIC, software, constants))
     # per token 6 x (12 d^2) in the layer and 6 x 2 d^2 in the heads; 12 d a pair
     assert found.products == pytest.approx(128 * 6 * 14 * 128**2 / 1e12)
     assert found.attention == pytest.approx((12 * 128 + 10 * 2) * 128**2 / 1e12)
     assert found.elementwise == pytest.approx(100 * 128 * 128 / 1e12)
     assert found.kernels == pytest.approx(20e-6)
-    eight = pass_seconds(model, batch, System(one, FABRIC, replace(software, fp8=True), constants))
+    eight = times.pass_seconds(model, batch, System(one, FABRIC, replace(software, fp8=True), constants))
     assert eight.products == pytest.approx(found.products / 1.4) and eight.attention == found.attention
-    recomputed = pass_seconds(model, batch, System(one, FABRIC, replace(software, recompute=True), constants))
+    recomputed = times.pass_seconds(model, batch, System(one, FABRIC, replace(software, recompute=True), constants))
     assert recomputed.seconds == pytest.approx(4 / 3 * found.seconds)
     # where the host is slower than the device, its launches are the time
-    slow = pass_seconds(model, batch, System(one, FABRIC, replace(software, launch=1e-3), constants))
+    slow = times.pass_seconds(model, batch, System(one, FABRIC, replace(software, launch=1e-3), constants))
     assert slow.seconds == pytest.approx(20e-3)
 
 
 def test_traffic_of_the_zero_stages() -> None:
     """In units of a reduce-scatter: 511/512 of the bytes through the narrowest place of a node."""
-    unit = parameters(MODEL) * 511 / 512 / 400e9
+    unit = times.parameters(MODEL) * 511 / 512 / 400e9
     # stage, each share to its rank, traffic of gradients and weights: all-reduced once an update, in every one of four
     # micro-steps at stage 2, layer by layer at stage 3
     cases = ((0, False, 2, 0), (1, False, 2, 1), (1, True, 1, 1), (2, False, 8, 1), (3, False, 4, 4))
     for stage, own, gradients, weights in cases:
         for gradient_bytes in (2, 4):
-            least = parameters(MODEL) // 512 if own else math.inf
+            least = times.parameters(MODEL) // 512 if own else math.inf
             software = replace(PLAIN, zero=stage, gradient_bytes=gradient_bytes, least_share=least)
-            found = traffic(MODEL, 4, 512, system(software, FREE))
+            found = times.traffic(MODEL, 4, 512, system(software, FREE))
             expected = (gradients * gradient_bytes + weights * 2) * unit
             assert found.during[1] + found.after[1] == pytest.approx(expected, rel=1e-9), stage
             assert found.during[0] == found.after[0] == 0.0
@@ -163,11 +147,11 @@ def test_traffic_is_that_of_the_engine() -> None:
         software = planner.describe_software(base("precision=bf16", f"zero.stage={stage}"))
         found = software.gradient_bytes, software.overlap, software.least_share
         assert found == (4, stage in (1, 3), LEAST if stage == 1 else math.inf)
-    size, moved = parameters(MODEL), system(planner.describe_software(base("precision=bf16")), FREE)
+    size, moved = times.parameters(MODEL), system(planner.describe_software(base("precision=bf16")), FREE)
     assert size / 512 < LEAST < size / 256
-    for ranks, times in ((256, 1), (512, 2)):
-        found = traffic(MODEL, 1, ranks, moved).during[1]
-        assert found == pytest.approx(times * 4 * size * (ranks - 1) / ranks / 400e9)
+    for ranks, copies in ((256, 1), (512, 2)):
+        found = times.traffic(MODEL, 1, ranks, moved).during[1]
+        assert found == pytest.approx(copies * 4 * size * (ranks - 1) / ranks / 400e9)
 
 
 class CountedBytes(TorchDispatchMode):
@@ -202,7 +186,7 @@ def count_bytes(world: World) -> list[tuple[Config, int]]:
 @pytest.mark.slow
 def test_traffic_is_what_two_ranks_send() -> None:
     for config, counted in run_ranks(2, count_bytes)[0]:
-        moved = traffic(config.model, accumulation(config, 2), 2, system(planner.describe_software(config), FREE))
+        moved = times.traffic(config.model, accumulation(config, 2), 2, system(planner.describe_software(config), FREE))
         # of a reduce-scatter over two ranks half travels
         planned = 2 * H100.link * (moved.during[0] + moved.after[0])
         assert counted == pytest.approx(planned, rel=0.02), config.zero.stage
@@ -211,9 +195,9 @@ def test_traffic_is_what_two_ranks_send() -> None:
 def test_overlap_hides_at_most_half_the_backward_pass() -> None:
     software = replace(PLAIN, overlap=True)
     bare, found = step(512), step(512, software)
-    one = pass_seconds(MODEL, BATCH, system())
+    one = times.pass_seconds(MODEL, BATCH, system())
     assert 0 < bare.seconds - found.seconds <= 0.5 * 2 / 3 * one.seconds
-    assert found.network == 0 and found.inside >= traffic(MODEL, 1, 512, system()).after[0]
+    assert found.network == 0 and found.inside >= times.traffic(MODEL, 1, 512, system()).after[0]
     assert step(512, software, constants=Constants(overlap=0.0)) == bare
 
 
@@ -222,7 +206,7 @@ def test_optimizer_shares_and_muons_traffic() -> None:
     muon = replace(PLAIN, orthogonal=matrices, zero=1)
     flops = 48 * 5 * (4 * 1_024**2 * 4_096 + 2 * 1_024**3)
     # bytes a parameter: accumulated in each of three micro-steps, updated in shares
-    whole = parameters(MODEL) / (H100.memory * 0.85)
+    whole = times.parameters(MODEL) / (H100.memory * 0.85)
     for stage, shards in ((0, 1), (1, 16), (None, 8)):
         found = step(16, replace(PLAIN, zero=stage), steps=3).optimizer
         assert found == pytest.approx((3 * 27 + 67 / shards) * whole)
@@ -234,12 +218,12 @@ def test_optimizer_shares_and_muons_traffic() -> None:
     share = 2 * 48 * 1_024 * 4_096 / 8
     for stage, sent in ((1, 2 * 7 / 8 * share), (3, 2 * 7 / 8 * share), (0, 7 * share)):
         with_muon, without = (
-            traffic(MODEL, 1, 8, system(replace(software, zero=stage), FREE)) for software in (muon, PLAIN)
+            times.traffic(MODEL, 1, 8, system(replace(software, zero=stage), FREE)) for software in (muon, PLAIN)
         )
         assert with_muon.during == without.during
         assert with_muon.after[0] - without.after[0] == pytest.approx(sent / H100.link)
 
 
 def test_rows_that_come_too_slowly_are_waited_for() -> None:
-    slow = step_seconds(MODEL, GpuShare(BATCH, 1, rows_seconds=2.0), 8, system())
+    slow = times.step_seconds(MODEL, GpuShare(BATCH, 1, rows_seconds=2.0), 8, system())
     assert slow.seconds == pytest.approx(2.0) and slow.data == pytest.approx(2.0 - step(8).seconds)

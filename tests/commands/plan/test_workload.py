@@ -55,7 +55,6 @@ def test_states_take_what_the_formula_says() -> None:
         single = sum(m.size for m in workload.matrices(model)) if optimizer == "muon" else 0
         states = workload.states(count, precision, stage, ranks, single)
         expected = states["weights"] + states["masters"] + states["moments"]
-        print(f"{precision} ZeRO-{stage} {optimizer}: {found / expected:.3f} of {expected / count:.1f} bytes")
         assert found == pytest.approx(expected, rel=0.03), (precision, stage)
 
 
@@ -73,15 +72,9 @@ def full_rows(config: Config, length: int) -> dict[str, torch.Tensor]:
 
 NATIVE = ("ops.attention=native", "ops.layer=native", "ops.mlm_loss=native")
 LONG = (
-    *(
-        "model.kind=modern",
-        "model.norm=pre",
-        "model.nsp=false",
-        "model.bias=false",
-        "model.layers=4",
-        "batch.micro_size=1",
-    ),
-    *("model.window=128", "model.max_positions=8192", "model.dropout=0", "model.attention_dropout=0"),
+    *("model.kind=modern", "model.norm=pre", "model.nsp=false", "model.bias=false", "model.layers=4"),
+    *("batch.micro_size=1", "model.window=128", "model.max_positions=8192", "model.dropout=0"),
+    "model.attention_dropout=0",
 )
 # model, backends, tokens of a row
 KEPT = {
@@ -100,8 +93,8 @@ KEPT = {
 def test_activations_take_what_the_formula_says(case: str, precision: str) -> None:
     """Tensors that autograd keeps for the backward pass, on the CPU."""
     overrides, length = KEPT[case]
-    settings = ["model.vocab_size=2000", f"precision={precision}"]
-    cfg = configuration.load("mini", settings + overrides)
+    plain = ["model.vocab_size=2000", f"precision={precision}"]
+    cfg = configuration.load("mini", plain + overrides)
     dtype = workload.DTYPES[precision]
     model = BertForPreTraining(cfg.model, cfg.ops, "cpu", dtype).to(dtype)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -117,13 +110,11 @@ def test_activations_take_what_the_formula_says(case: str, precision: str) -> No
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(**full_rows(cfg, length))
     found, expected = sum(storage.nbytes() for storage in kept.values()), workload.activations(cfg, length)
-    print(f"{precision} {case}: {found / 2**20:.1f} MiB, formula {expected / 2**20:.1f}")
     assert math.isfinite(output.mlm_loss_sum.item())
     # with recomputation the formula holds one layer more, which exists in the backward pass only
     if cfg.model.activation_checkpointing:
-        assert (
-            found < expected < 0.6 * workload.activations(configuration.load("mini", settings + KEPT["bert"][0]), 128)
-        )
+        whole = workload.activations(configuration.load("mini", plain + KEPT["bert"][0]), 128)
+        assert found < expected < 0.6 * whole
     else:
         assert found == pytest.approx(expected, rel=0.05)
 
@@ -173,9 +164,7 @@ def test_a_plan_goes_through_the_phases(capsys) -> None:
     ]
     text = workload.report(base(*overrides), 8)
     first, second = text.partition("\n\n")[0].split("phase ")[1:]
-    assert first.startswith("1 of 2: data.masking.strategy=causal\n") and second.startswith(
-        "2 of 2: the run's own settings"
-    )
+    assert first.startswith("1 of 2: data.masking.strategy=causal\n") and second.startswith("2 of 2: the run's own")
     assert "run      250 updates" in first and "131,072 tokens, 256 sequences, 130,816 predictions" in first
     assert "run      750 updates" in second and "19,661 predictions" in second
     # memory is that of the causal phase
@@ -242,14 +231,11 @@ def test_the_report_says_what_the_run_needs() -> None:
     cells = [float(cell) for cell in line.split()[:5]]
     gib = 110.1e6 / 2**30
     assert cells == pytest.approx([1, 2 * gib, 4 * gib, 0.5 * gib, gib], abs=0.01)
-    by_tokens = base("schedule.by=tokens", "schedule.budget_tokens=13107201")
-    by_minutes = workload.report(
-        base("schedule.by=minutes", "schedule.budget_minutes=30", "schedule.total_steps=1000000000"), 8
-    )
-    assert (
-        "run      30 minutes of training, in as many updates as fit" in by_minutes and "1,000,000,000" not in by_minutes
-    )
-    assert "101 updates, 25,856 rows" in workload.report(by_tokens, 8)
+    tokens = workload.report(base("schedule.by=tokens", "schedule.budget_tokens=13107201"), 8)
+    assert "101 updates, 25,856 rows" in tokens
+    timed = ("schedule.by=minutes", "schedule.budget_minutes=30", "schedule.total_steps=1000000000")
+    minutes = workload.report(base(*timed), 8)
+    assert "run      30 minutes of training, in as many updates as fit" in minutes and "1,000,000,000" not in minutes
     assert "rows = 37 x 7 ranks x 1 micro-steps less 3 seats" in workload.report(base("batch.micro_size=37"), 7)
 
 
@@ -278,9 +264,8 @@ def test_presets_take_the_largest_micro_batch_that_fits(phase, length, name, gib
 
 
 def test_parameters_are_those_of_the_model_without_a_decoder_bias() -> None:
-    model = ModelConfig(
-        kind="modern", norm="pre", nsp=False, layers=1, hidden=64, heads=2, vocab_size=1000, decoder_bias=False
-    )
+    shape = {"kind": "modern", "norm": "pre", "nsp": False, "decoder_bias": False}
+    model = ModelConfig(**shape, layers=1, hidden=64, heads=2, vocab_size=1000)
     real = BertForPreTraining(model, base().ops, "cpu", torch.float32)
     assert model.padded_vocab > 1000
     assert workload.padded_parameters(model) == sum(parameter.numel() for parameter in real.parameters())
@@ -290,9 +275,8 @@ def test_the_next_larger_micro_batch_does_not_fit() -> None:
     cfg = base("batch.global_size=360", "batch.micro_size=30")
     micro = workload.largest_micro_size(cfg, 512, 2, 16)
     states = sum(workload.states(workload.padded_parameters(cfg.model), "bf16", 1, 2).values())
-    needs = {
-        n: states + workload.activations(configuration.replace(cfg, "batch.micro_size", n), 512) for n in range(1, 181)
-    }
+    sized = {n: configuration.replace(cfg, "batch.micro_size", n) for n in range(1, 181)}
+    needs = {n: states + workload.activations(sized[n], 512) for n in sized}
     fitting = [n for n, need in needs.items() if 180 % n == 0 and need <= 0.9 * 16 * 2**30]
     assert micro == max(fitting) and 1 < micro < 180, micro
     text = workload.report(cfg, 2, memory_gib=16)
