@@ -1,4 +1,4 @@
-"""Published layouts are read as they are; a mistake in a file is one line that names the file and the place."""
+"""Published layouts are read as they are; a mistake in a file or a task is one line that names the place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.encoding import collect_labels
-from megabert.finetune.tasks import HUB_CLASSES, PRESETS, custom
+from megabert.finetune.tasks import HUB_CLASSES, PRESETS, Task, custom
 
 PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y", id="key")
@@ -34,11 +34,8 @@ def squad(*qas: dict, context: str = "Ada met Bob in Rome.") -> dict:
 
 
 def qa(identity: str = "q1", *answers: tuple[str, int], **more) -> dict:
-    return {
-        "id": identity,
-        "question": "Who?",
-        "answers": [{"text": text, "answer_start": start} for text, start in answers],
-    } | more
+    listed = [{"text": text, "answer_start": start} for text, start in answers]
+    return {"id": identity, "question": "Who?", "answers": listed} | more
 
 
 # first lines as GLUE's own files have them (texts shortened)
@@ -68,7 +65,7 @@ GLUE = {
 def test_glue_files_are_read_as_published(tmp_path, name, caplog) -> None:
     content, label, second = GLUE[name]
     examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
-    assert [e.id for e in examples] == ["0", "3" if name == "qqp" else "1"]  # numbered as the rows of the file are
+    assert [e.id for e in examples] == ["0", "3" if name == "qqp" else "1"]  # as the rows of the file
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
     assert ("2 rows are cut at a tab or a line end and left out" in caplog.text) == (name == "qqp")
@@ -101,7 +98,7 @@ def test_hub_columns_and_classes_are_read(tmp_path, name) -> None:
 
 
 def test_sts_benchmark_has_no_header(tmp_path) -> None:
-    """Its own files: tabs in a .csv, quotes and commas that are text, further columns at the end of some rows."""
+    """Tabs in a .csv, quotes and commas that are text, further columns at the end of some rows."""
     start = "main-captions\tMSRvid\t2012test\t0001\t"
     rows = [f'{start}5.000\tA plane, "big.\tAn air plane.\n', f"{start}3.8\tA man.\tA woman.\tsource\tlicence\n"]
     for content in ("".join(rows), "".join(rows[::-1])):
@@ -113,17 +110,18 @@ def test_sts_benchmark_has_no_header(tmp_path) -> None:
         read(PRESETS["stsb"], write(tmp_path, "cut.csv", f"{rows[0]}{start}3.8\tA man.\n"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("t.csv", 'label,text\nx,"say ""hi"\ny,"b, c"\n'),
-        ("t.data", 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty'),
-        ("u.data", '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}'),
-        ("v.data", '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n'),
-    ],
-)
-def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
-    for path in (write(tmp_path, name, content), write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))):
+LAYOUTS = {
+    "t.csv": 'label,text\nx,"say ""hi"\ny,"b, c"\n',
+    "t.data": 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty',
+    "u.data": '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}',
+    "v.data": '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n',
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_rows_in_any_layout(tmp_path, name) -> None:
+    plain, zipped = LAYOUTS[name], gzip.compress(LAYOUTS[name].encode())
+    for path in (write(tmp_path, name, plain), write(tmp_path, f"{name}.gz", zipped)):
         examples = read(PLAIN, path)
         assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
         assert examples[0].where.startswith(f"{path}, line ")
@@ -148,8 +146,8 @@ def test_unlabelled_files_need_no_labels(tmp_path) -> None:
         SentenceExample("0", f"{words}, line 1", ("one", "two"), None),
         SentenceExample("1", f"{words}, line 4", ("three",), None),
     ]
-    asked = squad({"id": "q", "question": "Who?"})
-    (question,) = read(SQUAD2, write(tmp_path, "t.json", json.dumps(asked)), labelled=False)
+    asked = write(tmp_path, "t.json", json.dumps(squad({"id": "q", "question": "Who?"})))
+    (question,) = read(SQUAD2, asked, labelled=False)
     assert question.answers is None
 
 
@@ -212,11 +210,8 @@ def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:
 
 
 def test_squad_file(tmp_path) -> None:
-    tree = squad(
-        qa("q1", ("Ada", 0), ("Ada met", 0)),
-        qa("q2", is_impossible=True, plausible_answers=[{"text": "Rome", "answer_start": 15}]),
-    )
-    path = write(tmp_path, "dev.json", json.dumps(tree))
+    no_answer = qa("q2", is_impossible=True, plausible_answers=[{"text": "Rome", "answer_start": 15}])
+    path = write(tmp_path, "dev.json", json.dumps(squad(qa("q1", ("Ada", 0), ("Ada met", 0)), no_answer)))
     first, second = read(SQUAD2, path)
     where = f"{path}, data[0].paragraphs[0], question q1"
     assert first == QuestionExample("q1", where, "Who?", "Ada met Bob in Rome.", (("Ada", 0), ("Ada met", 0)))
@@ -251,7 +246,6 @@ BAD_TABLES = {
     "unknown tag": ("a O\nb B-y\n", replace(TAG, labels=("O", "B-x")), "line 2: label 'B-y' is none of O, B-x"),
     "no sentence": ("-DOCSTART- O\n\n", TAG, "bad: holds no example"),
 }  # fmt: skip
-
 
 BAD_SQUAD = {
     "outside": (squad(qa("q1", ("Rome.", 17))), "question q1: answer 'Rome.' is not at 17 of its context, which has 'me.'"),
@@ -301,11 +295,9 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
     assert [(e.id, e.a, e.b, e.label) for e in read(PRESETS["ranking"], path)] == want
     assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
     for bad in (
-        {"texts": ["a"], "scores": [1, 2]},
-        {"texts": ["a"], "scores": [None]},
-        {"texts": [""], "scores": [1]},
+        {"texts": ["a"], "scores": [1, 2]}, {"texts": ["a"], "scores": [None]}, {"texts": [""], "scores": [1]},
         {"positives": ["a"], "negatives": []},
-    ):
+    ):  # fmt: skip
         path.write_text(json.dumps({"query": "q"} | bad))
         with pytest.raises(ValueError, match=r"r\.jsonl, line 1: (has \d scores of 1 texts|is not a query)"):
             read(PRESETS["ranking"], path)
@@ -324,3 +316,20 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
+    ({"text": ()}, "one or two text columns and a label column; name them"),
+    ({"text": ("0",)}, "all columns by name or all by number"),
+    ({"labels": ("x", "y", "x")}, "not distinct"),
+    ({"kind": "score", "labels": ("1", "2")}, "has no labels"),
+    ({"kind": "tag", "label": "-1"}, "columns of words and tags are numbers"),
+    ({"kind": "tag", "text": ("0",), "label": "1", "id": "2"}, "have no id"),
+    ({"kind": "tag", "text": ("0", "1"), "label": "2"}, "one text column"),
+    ({"kind": "span"}, "no columns to name"),
+])  # fmt: skip
+def test_contradictory_task_is_refused(changes, message) -> None:
+    with pytest.raises(ValueError) as caught:
+        replace(Task("mine", "classify", ("a",), "y"), **{"metrics": ()} | changes)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "task mine" in str(caught.value)

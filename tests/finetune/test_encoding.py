@@ -1,60 +1,63 @@
-"""Items: tokens and windows, every word once, every answer where its characters are."""
+"""Items: tokens and windows, every word once, every answer where its characters are, and transformers' ids and spans."""
 
 from __future__ import annotations
 
-import io
+import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
+import torch
 import transformers
 
-from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from megabert.commands import export
+from megabert.commands.extraction import Extractor
+from megabert.data.text import find_words
+from megabert.data.tokenizer import Tokenizer
+from megabert.finetune import datasets, prediction, save
 from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
-from megabert.finetune.encoding import MAX_QUESTION, collect_labels, encode
+from megabert.finetune.encoding import MAX_QUESTION, collect_labels, encode, tags_every_token
 from megabert.finetune.tasks import PRESETS, custom
-from megabert.hf import tokenizer_files
-from tests.helpers import wordpiece
+from megabert.hf.read import load
+from megabert.objectives.minimal_pairs import SentenceScorer
+from tests.helpers import fast_tokenizers, finetuned, runs, tokenizers, wordpiece
 
 PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y")
-TAG = custom("tag")
-SPAN = PRESETS["squad1.1"]
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "river", "sea", "shells", "by", "shore"]  # fmt: skip
+TAG, SPAN = custom("tag"), PRESETS["squad1.1"]
+INSIDE = ("O", "B-x", "I-x")
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "river", "sea", "shells", "by", "shore"]
 CORPUS = [" ".join(random.Random(i).choices(WORDS, k=12)) + "." for i in range(200)]
+KINDS = ("uncased", "unigram", "bpe", *tokenizers.FAST)
+TEXTS = [
+    "(Dave) sells shells to Bob: the fox",
+    "Bob: she  said,\t“sea\nshells” (naïvely)",
+    "  Anna\u00a0and Émile's river—bank ",
+    "你好 the fox。再见 \u200b",
+    "the [SEP] fox </s> of [MASK]s",
+]
+CPU, LENGTH = torch.device("cpu"), 40
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "wordpiece"])
+@pytest.fixture(scope="module", params=["unigram", "uncased"])
 def tokenizer(request, tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "wordpiece":
-        return Tokenizer.load(wordpiece.write(folder / "vocab.txt"))
-    model = io.BytesIO()
-    options: dict = {"control_symbols": ["[MASK]"], "vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
-    for i, (name, token) in enumerate(zip(("pad", "unk", "bos", "eos"), SPECIAL_TOKENS, strict=False)):
-        options |= {f"{name}_id": i, f"{name}_piece": token}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=model, **options)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    return Tokenizer.load(folder / "tokenizer.model")
+    return tokenizers.make(tmp_path_factory.mktemp("tokenizer"), request.param)
 
 
 def text(a: str, b: str | None = None, label: str | float | None = "x") -> TextExample:
     return TextExample("0", "t.tsv, line 2", a, b, label)
 
 
-def question(context: str, *answers: str, asked: str = "Who?", start: int | None = None) -> QuestionExample:
-    found = [(answer, context.index(answer) if start is None else start) for answer in answers]
+def question(context: str, *answers: str, asked: str = "Who?") -> QuestionExample:
+    found = [(answer, context.index(answer)) for answer in answers]
     return QuestionExample("q", "dev.json, question q", asked, context, tuple(found))
 
 
-def exported(tokenizer: Tokenizer, folder: Path) -> Any:
-    """AutoTokenizer of the exported files."""
-    for name, data in tokenizer_files.files(tokenizer, 512).items():
-        (folder / name).write_bytes(data)
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+def plain_sentences(folder: Path, texts: list[str]) -> list[SentenceExample]:
+    """As read from JSON lines."""
+    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return datasets.read(TAG, folder / "plain.jsonl", labelled=False)
 
 
 def test_labels_of_task_or_training_file() -> None:
@@ -90,8 +93,7 @@ def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
 
 
 def test_long_pairs_are_truncated_as_by_transformers(tokenizer, tmp_path) -> None:
-    peer = exported(tokenizer, tmp_path)
-    rng = random.Random(3)
+    peer, rng = tokenizers.peer(tokenizer, tmp_path), random.Random(3)
     for length in (8, 9, 16, 33):
         for equal in [False] * 20 + [True] * 3:
             texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(2)]
@@ -105,14 +107,14 @@ def test_long_pairs_are_truncated_as_by_transformers(tokenizer, tmp_path) -> Non
 
 
 def test_first_token_of_a_word_carries_its_tag(tokenizer) -> None:
-    words, tags = ("the", "foxes", "\x01", "shells"), ("O", "B-x", "O", "I-x")
-    (item,) = encode(TAG, [SentenceExample("0", "", words, tags)], tokenizer, ("B-x", "I-x", "O"), 64)
+    words, tags, labels = ("the", "foxes", "\x01", "shells"), ("O", "B-x", "O", "I-x"), ("B-x", "I-x", "O")
+    (item,) = encode(TAG, [SentenceExample("0", "", words, tags)], tokenizer, labels, 64)
     tokens = [ids or [tokenizer.unk_id] for ids in tokenizer.encode_batch(words)]
     assert tokens[2] == [tokenizer.unk_id]
     assert item.ids.tolist() == [tokenizer.cls_id, *(i for p in tokens for i in p), tokenizer.sep_id]
     assert item.targets.tolist() == [2, 0, 2, 1] and item.second == len(item.ids)
     assert [item.ids[p] for p in item.positions] == [p[0] for p in tokens]
-    (bare,) = encode(TAG, [SentenceExample("0", "", words, None)], tokenizer, ("B-x", "I-x", "O"), 64)
+    (bare,) = encode(TAG, [SentenceExample("0", "", words, None)], tokenizer, labels, 64)
     assert bare.targets.tolist() == [] and bare.positions.tolist() == item.positions.tolist()
 
 
@@ -122,8 +124,7 @@ def test_every_word_is_tagged_once_with_context(tokenizer, stride) -> None:
     labels = tuple(f"B-{i}" for i in range(100))
     for length in (8, 12, 20):
         words = rng.choices([*WORDS, "x" * 60, "\x01"], k=60)  # one is longer than a window
-        (example,) = [SentenceExample("0", "", tuple(words), labels[:60])]
-        items = encode(TAG, [example], tokenizer, labels, length, stride)
+        items = encode(TAG, [SentenceExample("0", "", tuple(words), labels[:60])], tokenizer, labels, length, stride)
         assert np.concatenate([i.targets for i in items]).tolist() == list(range(60))
         assert all(len(i.ids) <= length and i.positions.min() > 0 for i in items)
         first = [ids[0] if ids else tokenizer.unk_id for ids in tokenizer.encode_batch(words)]
@@ -137,10 +138,9 @@ def test_every_word_is_tagged_once_with_context(tokenizer, stride) -> None:
 
 def test_answers_map_to_their_tokens(tokenizer) -> None:
     context = "Café ﬁfty\u00a0foxes  jump;\tthe <sea> of “Ada” shells, \u200bnear (the) river bank!"
-    asked = "which foxes?"
-    prefix = len(tokenizer.encode_batch([asked])[0]) + 2
+    prefix = len(tokenizer.encode_batch(["which foxes?"])[0]) + 2
     for answer in ("Café", "foxes", "foxes  jump", "Ada", "shells", "shells, \u200bnear", "the) river", "bank!"):
-        (item,) = encode(SPAN, [question(context, answer, asked=asked)], tokenizer, (), 256)
+        (item,) = encode(SPAN, [question(context, answer, asked="which foxes?")], tokenizer, (), 256)
         start, end = item.targets
         got = context[item.char_spans[start, 0] : item.char_spans[end, 1]]
         assert answer in got and len(got) <= len(answer) + 2, (answer, got)
@@ -150,42 +150,151 @@ def test_answers_map_to_their_tokens(tokenizer) -> None:
 
 
 def test_answer_in_each_window_that_holds_it(tokenizer) -> None:
-    context = " ".join(CORPUS[:5]) + " zebra stripes " + " ".join(CORPUS[5:9])
-    asked = "q " * 200
+    context, asked = " ".join(CORPUS[:5]) + " zebra stripes " + " ".join(CORPUS[5:9]), "q " * 200
+    first, last = context.index("zebra"), context.index("stripes") + len("stripes")
     items = encode(SPAN, [question(context, "zebra stripes", asked=asked)], tokenizer, (), 48, 7)
     assert all(i.second == 2 + 22 and len(i.ids) <= 48 for i in items)  # a question takes half the window at most
     holding = 0
     for item in items:
-        inside = [context[a:b] for a, b in item.char_spans[1:]]
-        covered = item.char_spans[1, 0] <= context.index("zebra") and item.char_spans[-1, 1] >= (
-            context.index("stripes") + len("stripes")
-        )
-        assert (item.targets.tolist() != [0, 0]) == covered, inside
-        if covered:
-            holding += 1
-            start, end = item.targets
-            assert context[item.char_spans[start, 0] : item.char_spans[end, 1]] == "zebra stripes"
+        covered = item.char_spans[1, 0] <= first and item.char_spans[-1, 1] >= last
+        start, end = item.targets
+        assert ((start, end) != (0, 0)) == covered, [context[a:b] for a, b in item.char_spans[1:]]
+        holding += covered
+        assert not covered or context[item.char_spans[start, 0] : item.char_spans[end, 1]] == "zebra stripes"
     assert holding >= 1 and len(items) > 5
     (wide,) = encode(SPAN, [question("sea", "sea", asked=asked)], tokenizer, (), 512)
     assert wide.second == 2 + MAX_QUESTION
 
 
 def test_questions_without_answers_or_labels(tokenizer) -> None:
-    none = QuestionExample("q", "", "Who?", "The sea.", ())
-    (item,) = encode(PRESETS["squad2.0"], [none], tokenizer, (), 64)
-    assert item.targets.tolist() == [0, 0]
-    (item,) = encode(PRESETS["squad2.0"], [QuestionExample("q", "", "Who?", "The sea.", None)], tokenizer, (), 64)
-    assert item.targets.tolist() == []
+    for answers, targets in (((), [0, 0]), (None, [])):
+        asked = QuestionExample("q", "", "Who?", "The sea.", answers)
+        (item,) = encode(PRESETS["squad2.0"], [asked], tokenizer, (), 64)
+        assert item.targets.tolist() == targets
     vanished = question("sea \u200b shore", "\u200b")  # an answer that no token holds
     (item,) = encode(SPAN, [vanished], tokenizer, (), 64)
     assert item.targets.tolist() == [0, 0] and item.positions[0] == 0
 
 
 def test_unknown_label_is_one_line(tokenizer) -> None:
-    with pytest.raises(
-        ValueError, match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y; .*--labels"
-    ):
+    has = r"label 'z' is not in the training file, which has x, y; .*--labels"
+    with pytest.raises(ValueError, match=rf"^t\.tsv, line 2: {has}"):
         encode(PLAIN, [text("a", label="z")], tokenizer, ("x", "y"), 64)
     sentence = SentenceExample("0", "t.conll, line 9", ("a",), ("B-z",))
     with pytest.raises(ValueError, match=r"^t\.conll, line 9: label 'B-z' is not in the training file"):
         encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
+
+
+# ---- as by transformers on the export
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_have_the_exports_ids(kind: str, tmp_path: Path) -> None:
+    found = tokenizers.make(tmp_path, kind)
+    peer = tokenizers.peer(found, tmp_path)
+    for task, columns, length in ((PLAIN, (TEXTS,), LENGTH), (PAIR, (TEXTS, TEXTS), 31)):
+        items = encode(task, [text(*row) for row in zip(*columns, strict=True)], found, ("x", "y"), length)
+        want = peer(*columns, truncation=True, max_length=length)["input_ids"]
+        assert [item.ids.tolist() for item in items] == want
+    whole = peer(TEXTS, add_special_tokens=False)["input_ids"]
+    for example, ids in zip(plain_sentences(tmp_path, TEXTS), whole, strict=True):
+        (sentence,) = encode(TAG, [example], found, INSIDE, 200)
+        assert sentence.ids.tolist() == [found.cls_id, *ids, found.sep_id]
+        (span,) = encode(SPAN, [QuestionExample("0", "", "who", example.text, None)], found, (), 200)
+        assert span.ids[span.second : -1].tolist() == ids
+
+
+def test_features_and_pairs_have_the_exports_ids(tmp_path: Path) -> None:
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json")
+    model = load(runs.make(tmp_path / "run", str(path), max_positions=100))
+    want = tokenizers.peer(model.tokenizer, tmp_path)(TEXTS)["input_ids"]
+    scorer = SentenceScorer(model.model(CPU), model.config, model.tokenizer, CPU, line=True)
+    assert [ids.tolist() for ids in scorer.encode(TEXTS)] == want
+    assert [ids.tolist() for window in Extractor(model).windows(TEXTS) for ids in window.texts] == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipelines_spans_are_those_of_predict(kind: str, tmp_path: Path) -> None:
+    """Of a model with random weights, whose words are cut through by many spans."""
+    texts = [" ".join(text.split("\n")) for text in TEXTS[:4]]
+    (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
+    spans = [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 9, "label": "B"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "quick fox", "spans": spans}) + "\n")
+    vocabulary = kind if kind in runs.KINDS else str(tokenizers.make(tmp_path, kind).path)
+    source = finetuned.make(tmp_path, TAG, tmp_path / "train.jsonl", {"max_length": LENGTH}, vocabulary)
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 0
+    prediction.predict_file(source, tmp_path / "lines.txt", tmp_path / "out.jsonl", lines=True)
+    options = {"device": "cpu", "aggregation_strategy": "simple"}
+    pipe = transformers.pipeline("token-classification", str(tmp_path / "hf"), **options)
+    count = 0
+    for text, line in zip(texts, (tmp_path / "out.jsonl").read_text().splitlines(), strict=True):
+        want = [{"start": e["start"], "end": e["end"], "label": e["entity_group"]} for e in pipe(text)]
+        # a space that is a token of byte-level BPE has no characters
+        assert json.loads(line) == {"text": text, "spans": [span for span in want if span["start"] < span["end"]]}
+        assert not any(text[span["start"]] == " " for span in want if 0 < span["start"] < span["end"])
+        count += len(want)
+    assert count > 8
+
+
+def test_all_tokens_of_a_word_are_tagged(tmp_path: Path) -> None:
+    """The first one as the word, the others inside; a token between the words of an entity too."""
+    found, text = tokenizers.make(tmp_path, "json-bytes"), "(shells  Zoë): sea"
+    (words,) = plain_sentences(tmp_path, [text])
+    example = SentenceExample("0", "", words.words, ("O", "B-x", "I-x", "O", "O", "O"), text, words.places)
+    (item,) = encode(TAG, [example], found, INSIDE, LENGTH, every_token=True)
+    assert item.words is not None and item.targets[item.words].tolist() == [0, 1, 2, 0, 0, 0]
+    shown: dict[str, list[str]] = {label: [] for label in INSIDE}
+    for (start, end), target in zip(item.char_spans.tolist(), item.targets.tolist(), strict=True):
+        shown[INSIDE[target]].append(text[start:end])
+    assert "".join(shown["B-x"]) == "s" and "".join(dict.fromkeys(shown["I-x"])) == "hellsZoë"
+    assert np.array_equal(item.positions, np.arange(1, len(item.ids) - 1))
+    (plain,) = encode(TAG, [example], found, INSIDE, LENGTH)
+    assert plain.words is None and plain.positions.tolist() == (item.positions[item.words]).tolist()
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+def test_words_without_tokens_have_a_place(every_token: bool, tmp_path: Path) -> None:
+    """Of accents, which BERT drops: the next token's, at the end the last one's, [CLS] where there is none."""
+    found = tokenizers.make(tmp_path, "uncased")
+    for words in (["\u0301"], ["the", "\u0301", "fox", "\u0301"], [*["sea", "\u0301"] * 30, *["\u0301"] * 20]):
+        (plain,) = plain_sentences(tmp_path, [" ".join(words)])
+        example = SentenceExample("0", "", plain.words, ("B-x",) * len(words), plain.text, plain.places)
+        items = encode(TAG, [example], found, ("B-x", "I-x", "O"), 12, 3, every_token)
+        read = [item.positions if item.words is None else item.positions[item.words] for item in items]
+        assert sum(map(len, read)) == len(words)
+        for item, positions in zip(items, read, strict=True):
+            assert len(item.positions) == len(item.targets) and len(item.ids) <= 12
+            assert positions.max() < max(len(item.ids) - 1, 1) and (positions.min() > 0) == (len(item.ids) > 2)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "json-bytes"])
+def test_odd_texts_are_read_in_their_windows(kind: str, tmp_path: Path) -> None:
+    """Also where a token reaches across words: every word once, and never at [SEP]."""
+    found = tokenizers.make(tmp_path, kind)
+    peer = tokenizers.peer(found, tmp_path)
+    texts = [text for text in wordpiece.odd_texts(100, seed=3) if find_words(text)]
+    examples = plain_sentences(tmp_path, texts)
+    for every_token in (False, True):
+        whole = encode(TAG, examples, found, INSIDE, 10_000, 128, every_token)
+        assert [item.ids.tolist() for item in whole] == peer(texts, verbose=False)["input_ids"]
+        items = encode(TAG, examples, found, INSIDE, 12, 4, every_token)
+        assert all(len(item.ids) <= 12 and item.positions.max() < len(item.ids) - 1 for item in items)
+        read = [item.positions if item.words is None else item.words for item in items]
+        assert sum(map(len, read)) == sum(len(example.words) for example in examples)
+
+
+def test_a_saved_model_knows_if_it_tags_every_token(tmp_path: Path) -> None:
+    assert tags_every_token(TAG, ("B-x", "I-x", "O"))
+    for labels in (("B-x", "O"), ("B-x", "I-x", "E-x", "O"), ("NOUN", "O")):
+        assert not tags_every_token(TAG, labels)
+    for task in (custom("tag", metrics=["accuracy"]), PLAIN):
+        assert not tags_every_token(task, ("B-x", "I-x", "O"))
+    (tmp_path / "train.conll").write_text("quick B-x\nfox I-x\nran O\n")
+    source = finetuned.make(tmp_path, TAG, tmp_path / "train.conll")
+    assert save.load(source, CPU).described.every_token
+    # one saved before did not
+    tree = json.loads((source / save.DESCRIPTION).read_text())
+    del tree["every_token"]
+    (source / save.DESCRIPTION).write_text(json.dumps(tree))
+    (item,) = save.load(source, CPU).items(TAG, [SentenceExample("0", "", ("quick", "fox"), None)])
+    assert item.words is None and len(item.positions) == 2

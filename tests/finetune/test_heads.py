@@ -1,4 +1,4 @@
-"""Heads: losses by their definitions, packing, learning under the engine."""
+"""Items in batches, and heads on them: losses by their definitions, packing, learning under the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from megabert.distributed.ranks import World
 from megabert.engine import Engine
-from megabert.finetune import heads
-from megabert.finetune.batches import ItemLayout, TaskBatch, TaskUpdate, collate
+from megabert.finetune import batches, heads
+from megabert.finetune.batches import ItemLayout, TaskBatch, TaskUpdate, collate, order, updates
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import Finetuner
 from tests.helpers import finetune_items
@@ -29,40 +29,89 @@ def build(kind: str, **overrides: object) -> Finetuner:
     return heads.build(cfg, kind, OUTPUTS[kind], start, CPU, torch.float32)
 
 
-def batch_of(items: list[TaskItem], kind: str) -> TaskBatch:
-    return collate(items, ItemLayout(kind, 16))
+def batch_of(items: list[TaskItem], kind: str, causal: bool = False) -> TaskBatch:
+    return collate(items, ItemLayout(kind, 16, causal))
 
 
 def compute_logits(module: Finetuner, batch: TaskBatch) -> torch.Tensor:
     return module.logits(batch.read, **batch.packed.inputs())
 
 
+def items_of(kind: str, count: int = 5) -> list[TaskItem]:
+    """Of the kinds with labels, 3 of them."""
+    if kind not in ("classify", "multilabel"):
+        return finetune_items.items(kind, count)
+    draw, items = np.random.default_rng(5), finetune_items.items("classify", count)
+    if kind == "classify":
+        return [replace(item, targets=draw.integers(0, 3, 1)) for item in items]
+    return [replace(item, targets=draw.integers(0, 2, 3).astype(np.float32)) for item in items]
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize("kind", ["classify", "score", "tag", "span"])
+def test_read_positions_and_targets_are_the_items(kind: str) -> None:
+    items = finetune_items.items(kind, 20)
+    batch = batch_of(items, kind)
+    flat = batch.packed.input_ids.flatten()
+    assert flat[batch.read].tolist() == np.concatenate([item.ids[item.positions] for item in items]).tolist()
+    assert batch.tokens == sum(len(item.ids) for item in items) and batch.items == 20
+    wide = collate(items, ItemLayout(kind, 512)).packed.input_ids
+    assert flat.shape[0] % 16 == 0 and wide.shape == (-(-batch.tokens // batches.WIDTH), batches.WIDTH)  # hardly a pad
+    empty = batch_of([], kind)
+    assert empty.items == len(empty.read) == len(empty.targets) == 0 and empty.packed.input_ids.shape == (1, 16)
+    assert batch.targets.flatten().tolist() == np.concatenate([item.targets for item in items]).tolist()
+    assert str(batch.targets.dtype) == ("torch.float32" if kind == "score" else "torch.int64")
+
+
+def test_causal_model_is_read_at_last_token() -> None:
+    batch = batch_of(finetune_items.items("classify", 6), "classify", causal=True)
+    assert batch.packed.input_ids.flatten()[batch.read].tolist() == [finetune_items.SEP] * 6
+    ends, positions = batch.packed.key_end, batch.packed.position_ids
+    seen = ends - batch.packed.key_start
+    assert (seen[ends > 0] == positions[ends > 0] + 1).all()
+    spans = finetune_items.items("span", 6)
+    read = [batches.read_at(item, ItemLayout("span", 16, True)) for item in spans]
+    assert [r[0] for r in read] == [len(item.ids) - 1 for item in spans]
+    assert all((r[1:] == item.positions[1:]).all() for r, item in zip(read, spans, strict=True))
+
+
+@pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (2, 2), (3, 1)])
+def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int) -> None:
+    items, layout = finetune_items.items("classify", 29), ItemLayout("classify", 16, False)
+    orders = [order(29, seed, epoch).tolist() for seed, epoch in ((5, 0), (5, 1), (6, 0))]
+    assert all(sorted(o) == list(range(29)) for o in orders) and len(set(map(tuple, orders))) == 3
+    streams = [updates(items, layout, 5, 12, 0, micro_steps, r, ranks) for r in range(ranks)]
+    for step in range(7):  # epochs of 3 updates, the last one of each holds 5 items
+        parts = [next(stream) for stream in streams]
+        found = [b for part in parts for b in part.batches]
+        assert all(part.step == step and len(part.batches) == micro_steps for part in parts)
+        at = step % 3 * 12
+        want = [items[i] for i in order(29, 5, step // 3)[at : at + 12]]
+        assert sum(b.items for b in found) == len(want) == (5 if step % 3 == 2 else 12)
+        assert sorted(t for b in found for t in b.targets.tolist()) == sorted(int(i.targets[0]) for i in want)
+        assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
+
+
+# ---- heads
+
+
 @pytest.mark.parametrize("kind", OUTPUTS)
 @torch.no_grad()
 def test_packed_items_have_the_logits_of_single_ones(kind: str) -> None:
-    module = build(kind).eval()
-    items = label_items(kind) if kind == "multilabel" else finetune_items.items(kind, 9)
+    module, items = build(kind).eval(), items_of(kind, 9)
     together = compute_logits(module, batch_of(items, kind))
     alone = torch.cat([compute_logits(module, batch_of([item], kind)) for item in items])
     assert together.shape == (sum(len(item.positions) for item in items), OUTPUTS[kind])
-    assert together.dtype == torch.float32
-    assert (together - alone).abs().max() < 1e-6
-
-
-def label_items(kind: str) -> list[TaskItem]:
-    """Five texts of 3 labels."""
-    draw = np.random.default_rng(5)
-    targets = [draw.integers(0, 2, 3).astype(np.float32) if kind == "multilabel" else draw.integers(0, 3, 1)
-               for _ in range(5)]  # fmt: skip
-    return [replace(item, targets=t) for item, t in zip(finetune_items.items("classify", 5), targets, strict=True)]
+    assert together.dtype == torch.float32 and (together - alone).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["classify", "multilabel", "score"])
 def test_loss_is_its_definition(kind: str) -> None:
     """One item after the other."""
-    module = build(kind).eval()
+    module, items = build(kind).eval(), items_of(kind)
     nn.init.normal_(module.head.output.weight, 0.0, 1.0)
-    items = finetune_items.items(kind, 5) if kind == "score" else label_items(kind)
     batch = batch_of(items, kind)
     loss, correct = module(**batch.inputs())
     if kind == "classify":
@@ -90,28 +139,20 @@ def test_layers_are_concatenated_or_summed(layers: str) -> None:
     cfg = finetune_items.config()
     module = heads.build(cfg, "tag", 2, finetune_items.weights(cfg), CPU, torch.float32, layers).eval()
     (item,) = finetune_items.items("tag", 1)
-    batch = batch_of([item], "tag")
+    batch, output = batch_of([item], "tag"), module.head.output
     states = [state[0, item.positions] for state in module.encoder.hidden_states(**batch.packed.inputs())]
-    want = {
-        "last": states[4],
-        "3": states[3],
-        "1,2,3,4": torch.cat(states[1:], -1),
-        "1+2+3+4": states[1] + states[2] + states[3] + states[4],
-    }[layers]
-    assert module.head.output.weight.shape == (2, 128 if layers == "1,2,3,4" else 32)
-    assert (
-        compute_logits(module, batch) - (want @ module.head.output.weight.T + module.head.output.bias)
-    ).abs().max() < 1e-5
+    together = torch.cat(states[1:], -1), sum(states[1:])
+    want = dict(zip(("last", "3", "1,2,3,4", "1+2+3+4"), (states[4], states[3], *together), strict=True))[layers]
+    assert output.weight.shape == (2, 128 if layers == "1,2,3,4" else 32)
+    assert (compute_logits(module, batch) - (want @ output.weight.T + output.bias)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bert", "modern"])
 def test_added_layer_starts_as_in_modernbert(kind: str) -> None:
     """At 1/sqrt(hidden); the normal cut at two deviations has 0.8796 of its deviation."""
     made = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False} if kind == "modern" else {}
-    cfg = finetune_items.config(**made)
     torch.manual_seed(2)
-    module = heads.build(cfg, "tag", 2_000, None, CPU, torch.float32)
-    assert cfg.model.hidden == 32
+    module = heads.build(finetune_items.config(**made), "tag", 2_000, None, CPU, torch.float32)
     assert module.head.output.weight.std().item() == pytest.approx(0.8796 * 32**-0.5, rel=0.01)
 
 
@@ -131,15 +172,13 @@ def test_frozen_parts_have_no_dropout_and_no_gradients(kind: str, nsp: bool) -> 
     module.head.dropout.p = 0.0
     batch = batch_of(finetune_items.items(kind, 5), kind)
     assert torch.equal(compute_logits(module, batch), compute_logits(module, batch))
-    loss, _ = module(**batch.inputs())
-    loss.backward()
+    module(**batch.inputs())[0].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
     assert all(parameter.grad is None for parameter in module.encoder.parameters())
 
 
 def test_span_loss_is_over_each_items_positions() -> None:
-    items = finetune_items.items("span", 8)
-    module = build("span").eval()
+    items, module = finetune_items.items("span", 8), build("span").eval()
     batch = batch_of(items, "span")
     loss, correct = module(**batch.inputs())
     logits = compute_logits(module, batch).detach()
@@ -155,13 +194,12 @@ def test_span_loss_is_over_each_items_positions() -> None:
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_empty_batch_gives_zero_gradients(kind: str) -> None:
-    module = build(kind, model__dropout=0.1).train()
-    batch = batch_of([], kind)
+    module, batch = build(kind, model__dropout=0.1).train(), batch_of([], kind)
     loss, correct = module(**batch.inputs())
     assert float(loss.detach()) == 0 and float(correct) == 0 and module.counts(batch) == (0,)
     loss.backward()
-    for parameter_name, parameter in module.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), parameter_name
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 @pytest.mark.parametrize("kind", ["score", "span"])

@@ -21,6 +21,7 @@ from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
 from tests.helpers import finetuned
+from tests.helpers.refusal import refusal
 
 CPU = torch.device("cpu")
 LONG = "she sells sea shells by the sea shore and the shells she sells are surely sea shells " * 2
@@ -33,27 +34,21 @@ AUTO = {"tag": transformers.AutoModelForTokenClassification, "span": transformer
 def problem(kind: str, folder: Path) -> tuple[Task, Path]:
     """A task and a labelled file of it; its texts are short, padded against each other, and longer than the model."""
     if kind == "span":
-        answer = {"text": "fox", "answer_start": CONTEXT.index("fox")}
-        qas = [
-            {"id": f"q{i}", "question": question, "answers": [answer]}
-            for i, question in enumerate(("who jumps over the dog", "who"))
-        ]
-        path = folder / "squad.json"
+        answers, path = [{"text": "fox", "answer_start": CONTEXT.index("fox")}], folder / "squad.json"
+        asked = {"who jumps over the dog": "q0", "who": "q1"}
+        qas = [{"id": i, "question": question, "answers": answers} for question, i in asked.items()]
         path.write_text(json.dumps({"version": "1.1", "data": [{"paragraphs": [{"context": CONTEXT, "qas": qas}]}]}))
         return tasks.preset("squad1.1"), path
     path = folder / "texts.tsv"
     if kind == "tag":
         tags = ("O", "B-A", "I-A")
-        words = [text.split() for text in TEXTS]
-        path.write_text(
-            "\n".join("".join(f"{word} {tags[i % 3]}\n" for i, word in enumerate(sentence)) for sentence in words)
-        )
+        blocks = ([f"{word} {tags[i % 3]}\n" for i, word in enumerate(text.split())] for text in TEXTS)
+        path.write_text("\n".join(map("".join, blocks)))
         return tasks.custom("tag", metrics=["accuracy"]), path
     labels = {"score": ["1.5", "2", "0", "4"], "multilabel": ["bad,old", "good", "", "bad"]}
-    label = labels.get(kind, ["bad", "good", "fine", "bad"])
     seconds = ["the dog", LONG.strip(), "the shells", "a fox"]
-    rows = [f"{a}\t{b}\t{c}" for a, b, c in zip(TEXTS, seconds, label, strict=True)]
-    path.write_text("\n".join(["a\tb\tlabel", *rows]) + "\n")
+    rows = zip(TEXTS, seconds, labels.get(kind, ["bad", "good", "fine", "bad"]), strict=True)
+    path.write_text("\n".join(map("\t".join, [("a", "b", "label"), *rows])) + "\n")
     columns = ["a", "b"] if kind == "pair" else ["a"]
     return tasks.custom("classify" if kind == "pair" else kind, columns, "label"), path  # type: ignore[arg-type]
 
@@ -155,17 +150,30 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
 
 
-def test_causal_models_and_other_options_are_refused(tmp_path: Path, capsys) -> None:
+EUROBERT = FIELDS["modern"] | {"activation": "silu", "rms_norm": True, "embedding_norm": False, "transform": False}
+EUROBERT |= {"decoder_bias": False, "bias": False, "dropout": 0.0}
+OTHER_HEAD = "EuroBertForSequenceClassification has other layers behind its encoder"
+
+
+@pytest.mark.parametrize(("kind", "made", "message"), [
+    ("tag", {"causal": True}, "BERT has no causal encoder"),
+    ("span", {"fields": FIELDS["nomic"]}, "Hugging Face has no NomicBertForQuestionAnswering"),
+    ("classify", {"vocabulary": "unigram", "fields": EUROBERT, "settings": {"dropout": 0.0}}, OTHER_HEAD),
+    ("classify", {"vocabulary": "unigram", "fields": EUROBERT, "settings": {"dropout": 0.1}}, OTHER_HEAD),
+])  # fmt: skip
+def test_what_hugging_face_has_no_class_for_is_refused(kind: str, made: Any, message: str, tmp_path, capsys) -> None:
+    source = finetuned.make(tmp_path, *problem(kind, tmp_path), **made)
+    assert message in refusal(capsys, export.main, "--model", source, "--output", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) -> None:
     task, path = problem("tag", tmp_path)
-    source = finetuned.make(tmp_path, task, path, causal=True)
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
-    assert "BERT has no causal encoder" in capsys.readouterr().err and not (tmp_path / "hf").exists()
-    for model, option, message in (
-        (source, ["--tokenizer", str(path)], "--tokenizer: is for runs"),
-        (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
-    ):
-        assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "hf").exists()
+    source, run = finetuned.make(tmp_path, task, path), tmp_path / "run"
+    for words, option in (((source, "--tokenizer", path), "--tokenizer: is for runs"),
+                          ((run, "--onnx"), "--onnx: is for fine-tuned models")):  # fmt: skip
+        assert option in refusal(capsys, export.main, "--output", tmp_path / "hf", "--model", *words)
+        assert not (tmp_path / "hf").exists()
 
 
 def test_a_frozen_model_is_exported_unless_it_reads_other_layers(tmp_path: Path, capsys) -> None:
@@ -177,34 +185,14 @@ def test_a_frozen_model_is_exported_unless_it_reads_other_layers(tmp_path: Path,
     assert save.load(concatenated, CPU).described.layers == "1,2"
     for source, layers in ((concatenated, "1,2"), (summed, "1+2")):
         for more in ([], ["--onnx"]):
-            assert export.main(["--model", str(source), "--output", str(tmp_path / "hf"), *more]) == 2
-            message = capsys.readouterr().err
-            assert message.count("\n") == 1 and f"its added layer reads --layers {layers}" in message
+            said = refusal(capsys, export.main, "--model", source, "--output", tmp_path / "hf", *more)
+            assert f"its added layer reads --layers {layers}" in said
     assert not (tmp_path / "hf").exists()
     for folder in (concatenated, concatenated.parent):
         with pytest.raises(ValueError, match="is a fine-tuned model; predict with megabert finetune --predict"):
             megabert.load(folder)
     # the number of the last layer
     exported("classify", tmp_path, settings={"freeze": True, "layers": "2"})
-
-
-def test_answers_of_a_nomic_model_are_refused(tmp_path: Path, capsys) -> None:
-    task, path = problem("span", tmp_path)
-    source = finetuned.make(tmp_path, task, path, fields=FIELDS["nomic"])
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
-    assert "Hugging Face has no NomicBertForQuestionAnswering" in capsys.readouterr().err
-    assert not (tmp_path / "hf").exists()
-
-
-def test_a_eurobert_is_refused_with_any_dropout(tmp_path: Path, capsys) -> None:
-    shape = FIELDS["modern"] | {"activation": "silu", "rms_norm": True, "embedding_norm": False, "transform": False}
-    task, path = problem("classify", tmp_path)
-    for dropout in (0.0, 0.1):
-        folder = tmp_path / str(dropout)
-        fields = shape | {"decoder_bias": False, "bias": False, "dropout": 0.0}
-        source = finetuned.make(folder, task, path, {"dropout": dropout}, "unigram", fields)
-        assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
-        assert "EuroBertForSequenceClassification has other layers behind its encoder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -228,11 +216,15 @@ def test_onnx_in_onnxruntime(kind: str, norm: str, tmp_path: Path, monkeypatch, 
     def broken(self: Any, *given: Any) -> list[np.ndarray]:
         return [np.full_like(values, np.nan) for values in run(self, *given)]
 
-    run = onnxruntime.InferenceSession.run
-    monkeypatch.setattr(onnxruntime.InferenceSession, "run", broken)
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
-    assert "differ from the model's by nan" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
-    monkeypatch.setattr(onnx, "TOLERANCE", 0.0)
-    assert export.main(["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"]) == 2
-    assert "differ from the model's by" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    run, again = (
+        onnxruntime.InferenceSession.run,
+        ["--model", str(source), "--output", str(tmp_path / "none"), "--onnx"],
+    )
+    for owner, name, value, message in (
+        (onnxruntime.InferenceSession, "run", broken, "differ from the model's by nan"),
+        (onnx, "TOLERANCE", 0.0, "differ from the model's by"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            assert export.main(again) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -24,14 +24,13 @@ from tests.helpers import finetune_problem, finetuned
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import command
 
-CPU = torch.device("cpu")
+CPU, TEXT = torch.device("cpu"), tasks.custom("classify", text=["text"], label="label")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("saved")
-    task = tasks.custom("classify", text=["text"], label="label")
-    return save_untrained(base, task, finetune_problem.write_texts(base / "texts.tsv", 50, 1))
+    return save_untrained(base, TEXT, finetune_problem.write_texts(base / "texts.tsv", 50, 1))
 
 
 def save_untrained(base: Path, task: Task, file: Path) -> Path:
@@ -44,8 +43,7 @@ def save_untrained(base: Path, task: Task, file: Path) -> Path:
 def test_saved_model_is_loaded_and_replaced(folder: Path, tmp_path: Path) -> None:
     found = save.load(folder, CPU)  # the folder above `best` will do
     assert found.results["step"] == 3 and found.described.labels == ("even", "odd")
-    assert found.described.task == tasks.custom("classify", text=["text"], label="label")
-    assert found.described.outputs == 2 and found.described.max_length == 32
+    assert found.described.task == TEXT and found.described.outputs == 2 and found.described.max_length == 32
     start = pretrained.load(folder / "run")
     assert found.tokenizer.sha256 == start.tokenizer.sha256
     weights = found.module.encoder.state_dict()
@@ -93,9 +91,8 @@ def test_damaged_folder_is_named(file: str, content: bytes, word: str, folder: P
 def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> None:
     assert prediction.predict_file(folder / "best", folder / "texts.tsv", tmp_path / "out.tsv") == 50
     found = save.load(folder, CPU)
-    examples = datasets.read(found.described.task, folder / "texts.tsv", labelled=False)
     want = []
-    for item in found.items(found.described.task, examples):
+    for item in found.items(TEXT, datasets.read(TEXT, folder / "texts.tsv", labelled=False)):
         batch = collate([item], found.described.layout)
         with torch.no_grad():
             want.append(("even", "odd")[int(found.module.logits(batch.read, **batch.packed.inputs()).argmax())])
@@ -105,7 +102,7 @@ def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> 
 
 def logits_on_ranks(world: World, folder: str, *tokens: int) -> list[list[np.ndarray]]:
     found = save.load(folder, CPU)
-    items = found.items(found.described.task, datasets.read(found.described.task, Path(folder) / "texts.tsv"))
+    items = found.items(TEXT, datasets.read(TEXT, Path(folder) / "texts.tsv"))
     return [prediction.compute_logits(found.module, items, found.described.layout, world, n) for n in tokens]
 
 
@@ -189,10 +186,8 @@ def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
     """Those of the tags that the same words get from a CoNLL file."""
     sentences = [["w1", "(", "w2", ")", "w3", "w4"], ["w39", "w38", "w37", "!", "w36"], ["w5"] * 12]
     texts = ["  ".join(words).replace("( ", "(").replace(" )", ")") for words in sentences]
-    train = [
-        {"text": "w1 w2 w3", "spans": [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 8, "label": "B"}]}
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in train))
+    spans = [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 8, "label": "B"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "spans": spans}) + "\n")
     save_untrained(tmp_path, tasks.custom("tag"), tmp_path / "train.jsonl")
     files = {
         "words.conll": "\n\n".join("\n".join(words) for words in sentences),
@@ -200,28 +195,24 @@ def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
         "lines.jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
     }
     for name, content in files.items():
-        (tmp_path / name).write_text(content + "\n")
-        assert (
-            prediction.predict_file(tmp_path, tmp_path / name, tmp_path / f"{name}.out", lines=name == "lines.txt") == 3
-        )
+        file, output = tmp_path / name, tmp_path / f"{name}.out"
+        file.write_text(content + "\n")
+        assert prediction.predict_file(tmp_path, file, output, lines=name == "lines.txt") == 3
     assert (tmp_path / "lines.txt.out").read_bytes() == (tmp_path / "lines.jsonl.out").read_bytes()
     blocks = (tmp_path / "words.conll.out").read_text().strip().split("\n\n")
     kinds = 0
     for block, text, line in zip(blocks, texts, (tmp_path / "lines.txt.out").read_text().splitlines(), strict=True):
-        want, at = [], 0
+        want, at, before = [], 0, ""
         for word, tag in (row.split(" ") for row in block.split("\n")):
             start = text.index(word, at)
             at = start + len(word)
-            before = want[-1] if want and want[-1]["open"] else None
-            if tag[0] == "I" and before and before["label"] == tag[2:]:
-                before["end"] = at
+            if tag[0] == "I" and before == tag[2:]:
+                want[-1]["end"] = at
             elif tag != "O":
-                want.append({"start": start, "end": at, "label": tag[2:], "open": True})
-            if tag == "O" and want:
-                want[-1]["open"] = False
+                want.append({"start": start, "end": at, "label": tag[2:]})
+            before = tag[2:]
         kinds += len(want)
-        spans = [{key: span[key] for key in ("start", "end", "label")} for span in want]
-        assert json.loads(line) == {"text": text, "spans": spans}
+        assert json.loads(line) == {"text": text, "spans": want}
     assert kinds > 3
     with pytest.raises(ValueError, match=r"--lines is of one text each, and squad2\.0 reads two"):
         list(datasets.stream(tasks.preset("squad2.0"), tmp_path / "lines.txt", labelled=False, lines=True))

@@ -63,15 +63,18 @@ def data_of(base: Path, kind: str, start: Pretrained) -> Data:
     return run.encode_splits(task, examples, start.tokenizer, SETTINGS)
 
 
-def fine_tune(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
-    start = pretrained.load(base / "run")
-    data = data_of(base, kind, start)
-    return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
-
-
 def unwatched(world: World) -> Watchdog:
     """A watchdog that was never started."""
     return Watchdog(world, "", 0)
+
+
+def train(folder: Path, data: Data, start: Pretrained, settings: Settings, world: World, stop: Any = None) -> Any:
+    return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
+
+
+def fine_tune(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
+    start = pretrained.load(base / "run")
+    return train(folder, data_of(base, kind, start), start, settings, world, stop)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -91,19 +94,18 @@ def change(**values: Any) -> Settings:
 def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, start) -> None:
     # Of these, what is predicted is a function of one word.
     learned = {"tag": change(epochs=4), "multilabel": change(epochs=8, batch=16, dropout=0.0)}
-    settings = learned.get(kind, SETTINGS)
-    result = fine_tune(base, kind, tmp_path, world, settings)
-    per_epoch = -(-len(data_of(base, kind, start).items["train"]) // settings.batch)
+    settings, data = learned.get(kind, SETTINGS), data_of(base, kind, start)
+    result = train(tmp_path, data, start, settings, world)
+    per_epoch = -(-len(data.items["train"]) // settings.batch)
     assert result["steps"] == settings.epochs * per_epoch == lines(tmp_path, "train/loss")[-1]["step"]
     assert json.loads((tmp_path / "result.json").read_text()) == result
     main = TASKS[kind].metrics[0]
     dev = [line[f"dev/{main}"] for line in lines(tmp_path, f"dev/{main}")]
-    assert len(dev) == settings.epochs
+    assert len(dev) == settings.epochs and not (tmp_path / "checkpoints").exists()
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
-    assert not (tmp_path / "checkpoints").exists()
     found = save.load(tmp_path, world.device)
     assert found.results["dev"] == result["scores"]["dev"] and found.described.labels == LABELS[kind]
-    ending = suffix(TASKS[kind], data_of(base, kind, start).examples["dev"])
+    ending = suffix(TASKS[kind], data.examples["dev"])
     prediction.predict_file(tmp_path, base / f"{kind}.dev", tmp_path / f"again.{ending}")
     again, predicted = ((tmp_path / f"{name}.{ending}").read_text() for name in ("again", "predictions-dev"))
     if kind == "tag":
@@ -177,35 +179,29 @@ def test_head_that_a_folder_lacks_is_new_in_each_seed(modern: bool, base, tmp_pa
 def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) -> None:
     """Labels 1 in 6; one epoch predicts the rare label of no text at a half."""
     for name in ("train", "dev"):
-        lines = (base / f"classify.{name}").read_text().splitlines()
-        rare = [
-            f"{'yes' if number % 6 == 0 else 'no'}\t{line.split(chr(9))[1]}" for number, line in enumerate(lines[1:])
-        ]
-        (tmp_path / name).write_text("\n".join(["label\ttext", *rare]) + "\n")
+        _, *rows = (base / f"classify.{name}").read_text().splitlines()
+        texts = [("no" if n % 6 else "yes", row.partition("\t")[2]) for n, row in enumerate(rows)]
+        (tmp_path / name).write_text("\n".join(map("\t".join, [("label", "text"), *texts])) + "\n")
     task = tasks.custom("classify", text=["text"], label="label", metrics=["f1", "auroc"])
     examples = {name: datasets.read(task, tmp_path / name) for name in ("train", "dev")}
-    found = {}
+    found, thresholds = {}, {}
     for threshold in ("half", "f1"):
         settings, folder = change(epochs=1, threshold=threshold), tmp_path / threshold
         data = run.encode_splits(task, examples, start.tokenizer, settings)
-        found[threshold] = FineTuning(folder, "n", data, start, settings, world, 2).train(StopAt(), unwatched(world))[
-            "scores"
-        ]["dev"]
+        found[threshold] = train(folder, data, start, settings, world)["scores"]["dev"]
+        thresholds[threshold] = save.load(folder, world.device).described.threshold
         prediction.predict_file(folder, tmp_path / "dev", tmp_path / "again.tsv")
         assert (tmp_path / "again.tsv").read_text() == (folder / "predictions-dev.tsv").read_text()
     assert found["f1"]["auroc"] == found["half"]["auroc"] > 0 == found["half"]["f1"] < found["f1"]["f1"]
-    assert save.load(tmp_path / "half", world.device).described.threshold == 0.5
-    assert 0 < save.load(tmp_path / "f1", world.device).described.threshold < 0.5
-    head, *rows = (tmp_path / "f1/labels-dev.tsv").read_text().splitlines()
-    assert head == "label\tprecision\trecall\tf1\tsupport" and rows[1].split("\t")[3:] == [
-        f"{found['f1']['f1']:.4f}",
-        "5",
-    ]
+    assert 0 < thresholds["f1"] < thresholds["half"] == 0.5
+    head, _, yes = (line.split("\t") for line in (tmp_path / "f1/labels-dev.tsv").read_text().splitlines())
+    assert head == ["label", "precision", "recall", "f1", "support"] and yes[3:] == [f"{found['f1']['f1']:.4f}", "5"]
 
 
 def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch, start) -> None:
     """The best rate first; a finished run is freed before the next one."""
-    settings, data = change(epochs=1, batch=60), data_of(base, "classify", start)
+    settings, data, common = change(epochs=1, batch=60), data_of(base, "classify", start), {"task": "sst2"}
+    data = replace(data, task=replace(data.task, name="sst2"))
     modules: list[weakref.ref[Any]] = []
 
     def created(*given: Any) -> FineTuning:
@@ -216,32 +212,21 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkey
 
     monkeypatch.setattr(run, "FineTuning", created)
 
-    def train(stop: Any, *rates: float) -> dict[str, Any] | None:
+    def runs_of(stop: Any, *rates: float) -> dict[str, Any] | None:
         runs = {f"lr{lr:g}-seed{seed}": replace(settings, lr=lr, seed=seed) for lr in rates for seed in (1, 2)}
-        common = {"task": "custom"}
         return run.train_missing(tmp_path, common, data, start, runs, world, stop, unwatched(world), 2)
 
-    assert train(StopAt(1), 3e-3) is None
-    first = train(StopAt(), 3e-3)
-    again = train(StopAt(), 3e-3, 1e-12)
+    assert runs_of(StopAt(1), 3e-3) is None
+    first = runs_of(StopAt(), 3e-3)
+    again = runs_of(StopAt(), 3e-3, 1e-12)
     assert first is not None and again is not None and len(modules) == 1 + 2 + 2
     assert again["runs"][:2] == first["runs"] and [run["settings"]["seed"] for run in again["runs"]] == [1, 2] * 2
-    assert json.loads((tmp_path / "summary.json").read_text()) == again and again["settings"] == {"task": "custom"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == again and again["settings"] == common
     best, other = (point["scores"]["dev"]["accuracy"]["mean"] for point in again["points"])
-    assert best >= other
-
-
-def test_the_recorded_model_of_a_preset_exists(base, tmp_path, world, start) -> None:
-    data = data_of(base, "classify", start)
-    data = replace(data, task=replace(data.task, name="sst2"))
-    runs = {"seed1": change(epochs=1, batch=60)}
-    tree = run.train_missing(tmp_path, {"task": "sst2"}, data, start, runs, world, StopAt(), unwatched(world), 2)
-    assert (
-        tree is not None
-        and tree["best"]["model"] == str(tmp_path / "seed1/best")
-        and tree["runs"][0]["name"] == "seed1"
-    )
-    assert save.load(Path(tree["best"]["model"]), world.device).described.task.name == "sst2"
+    assert best >= other and first["runs"][0]["name"] == "lr0.003-seed1"
+    model = Path(again["best"]["model"])
+    assert model.parent.parent == tmp_path and model.name == "best"
+    assert save.load(model, world.device).described.task.name == "sst2"
 
 
 @pytest.mark.parametrize("frozen", [{}, {"freeze": True, "layers": "3,4"}])
@@ -297,16 +282,12 @@ def test_ranks_and_micro_steps_train_the_same_model(frozen: dict[str, Any], base
 # ---- from a fine-tuned model
 
 
+MODERN = {"kind": "modern", "norm": "pre", "nsp": False}
+STARTS = [("classify", {}), ("tag", {}), ("tag", MODERN), ("classify", {"nsp": False})]
+
+
 @pytest.mark.parametrize("layers", ["last", "1,2"])
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("classify", {}),
-        ("tag", {}),
-        ("tag", {"kind": "modern", "norm": "pre", "nsp": False}),
-        ("classify", {"nsp": False}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fields"), STARTS)
 def test_fine_tuned_model_is_a_base(kind: str, fields: dict[str, Any], layers: str, tmp_path, capsys) -> None:
     """Of its encoder; of what stands before its added layer the pre-trained pooler, or a modern model's transform."""
     file = WRITERS[kind](tmp_path / "texts", 20, 1)
@@ -336,8 +317,7 @@ def test_other_task_starts_from_a_fine_tuned_model(base, tmp_path, world, capsys
     losses = []
     for source in ("tag", "hf"):
         start, folder = run.load_start(str(tmp_path / source), ""), tmp_path / f"from-{source}"
-        data = data_of(base, "classify", start)
-        result = FineTuning(folder, "name", data, start, change(epochs=1), world, 2).train(StopAt(), unwatched(world))
+        result = train(folder, data_of(base, "classify", start), start, change(epochs=1), world)
         assert result["scores"]["dev"]["accuracy"] > 0.3
         losses.append([line["train/loss"] for line in lines(folder, "train/loss")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -41,10 +41,10 @@ def predicted(text: str, probability: float = 0.0) -> dict:
 
 def test_metrics_of_labels_by_hand() -> None:
     truth, found = "1111100000", "1100000000"  # 2 true positives, 3 misses
-    figures = score(CLASSES, texts(truth), list(found), ("0", "1"))
-    assert list(figures) == ["accuracy", "f1", "macro_f1", "matthews"]
     one, zero = 2 * 2 / (5 + 2), 2 * 5 / (5 + 8)
-    assert figures == pytest.approx({"accuracy": 0.7, "f1": one, "macro_f1": (one + zero) / 2, "matthews": 0.5})
+    want = {"accuracy": 0.7, "f1": one, "macro_f1": (one + zero) / 2, "matthews": 0.5}
+    figures = score(CLASSES, texts(truth), list(found), ("0", "1"))
+    assert figures == pytest.approx(want) and list(figures) == list(want)
     assert score(CLASSES, texts(truth), list(found), ("1", "0"))["f1"] == pytest.approx(zero)
     constant = score(CLASSES, texts("1100"), list("0000"), ("0", "1"))
     assert constant == pytest.approx({"accuracy": 0.5, "f1": 0.0, "macro_f1": 1 / 3, "matthews": 0.0})
@@ -90,9 +90,8 @@ def test_area_threshold_and_errors_equal_oracles() -> None:
     f1 = custom("classify", ["text"], "label", ["f1"])
 
     def f1_at(threshold: float) -> float:
-        return score(
-            f1, texts(truth), decode(f1, texts(truth), [item(i) for i in range(200)], given, labels, threshold), labels
-        )["f1"]
+        decided = decode(f1, texts(truth), [item(i) for i in range(200)], given, labels, threshold)
+        return score(f1, texts(truth), decided, labels)["f1"]
 
     chosen = best_threshold(truth, given, labels)
     assert f1_at(chosen) == max(f1_at(1 / (1 + math.exp(-value))) for value in np.arange(-6, 4, 0.05))
@@ -136,10 +135,8 @@ def test_report_by_label_by_hand() -> None:
     entities = by_label(TAG, tags, [["B-X", "O", "O", "B-Y"], ["B-Y"]], ())
     assert entities == [pytest.approx(row) for row in (("X", 0.0, 0.0, 0.0, 1), ("Y", 1 / 2, 1.0, 2 / 3, 1))]
     assert by_label(TAG, sentences([["O"]]), [["O"]], ()) == by_label(SCORE, texts([1.0]), [1.0], ()) == []
-    words = custom("tag", metrics=["accuracy"])
-    assert by_label(words, sentences([["N", "V"]]), [["N", "N"]], ("N", "V")) == [
-        pytest.approx(("N", 1 / 2, 1.0, 2 / 3, 1)), ("V", 0.0, 0.0, 0.0, 1)
-    ]  # fmt: skip
+    words = by_label(custom("tag", metrics=["accuracy"]), sentences([["N", "V"]]), [["N", "N"]], ("N", "V"))
+    assert words == [pytest.approx(("N", 1 / 2, 1.0, 2 / 3, 1)), ("V", 0.0, 0.0, 0.0, 1)]
 
 
 # ---- SQuAD's rules
@@ -213,9 +210,9 @@ def span_logits(null: float = 0.0, **values: tuple[float, float]) -> np.ndarray:
     return logits
 
 
-def answer(task, *logits: np.ndarray) -> dict:
-    asked = [QuestionExample("q", "question q", "Who?", CONTEXT, None)]
-    (found,) = decode(task, asked, [item(0, spans=SPANS) for _ in logits], list(logits), ())
+def answer(task, *logits: np.ndarray, context: str = CONTEXT, spans: list[tuple[int, int]] | None = SPANS) -> dict:
+    asked = [QuestionExample("q", "question q", "Who?", context, None)]
+    (found,) = decode(task, asked, [item(0, spans=spans) for _ in logits], list(logits), ())
     return found
 
 
@@ -229,32 +226,25 @@ def test_answer_is_a_slice_of_its_context() -> None:
 def test_no_answer_wins_where_allowed() -> None:
     logits = span_logits(null=8, t3=(3, 3))
     assert answer(SQUAD, logits)["text"] == "Bob"
-    found = answer(SQUAD2, logits)
-    assert found["text"] == ""
-    assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(-2)))
+    assert answer(SQUAD2, logits) == {"text": "", "no_answer_probability": pytest.approx(1 / (1 + math.exp(-2)))}
     assert answer(SQUAD2, span_logits(null=6, t3=(3, 3)))["text"] == "Bob"  # a tie
     assert answer(SQUAD2, span_logits(null=2000, t3=(3, 3)))["no_answer_probability"] == 1.0
     sure, unsure = span_logits(null=1, t5=(4, 4)), span_logits(null=9, t1=(2, 2))
     for windows in ((sure, unsure), (unsure, sure)):
-        found = answer(SQUAD2, *windows)
-        assert found["text"] == "Rome"
-        assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(7)))
+        want = {"text": "Rome", "no_answer_probability": pytest.approx(1 / (1 + math.exp(7)))}
+        assert answer(SQUAD2, *windows) == want
 
 
 def test_answer_is_neither_long_nor_blank() -> None:
-    context = " ".join("w" for _ in range(60))
-    spans = [(2 * i, 2 * i + 1) for i in range(60)]
-    logits = np.zeros((61, 2))
+    context, logits = " ".join("w" * 60), np.zeros((61, 2))
     logits[1, 0] = logits[31, 1] = 9  # 31 tokens
     logits[30, 1] = 8  # 30 tokens
-    asked = [QuestionExample("q", "", "Who?", context, None)]
-    (found,) = decode(SQUAD, asked, [item(0, spans=spans)], [logits], ())
-    assert found["text"] == context[:59]
-    (none,) = decode(SQUAD, [QuestionExample("q", "", "Who?", " \u200b ", None)], [item(0)], [np.zeros((1, 2))], ())
+    spans = [(2 * i, 2 * i + 1) for i in range(60)]
+    assert answer(SQUAD, logits, context=context, spans=spans)["text"] == context[:59]
+    none = answer(SQUAD, np.zeros((1, 2)), context=" \u200b ", spans=None)
     assert none == {"text": "", "no_answer_probability": 1.0}
-    (blank,) = decode(SQUAD, [QuestionExample("q", "", "Who?", "a  b", None)], [item(0, spans=[(0, 1), (3, 3), (3, 4)])],
-                      [np.array([[0, 0], [0, 0], [9, 9], [0, 1]])], ())  # fmt: skip
-    assert blank["text"] == "b"
+    blank = np.array([[0, 0], [0, 0], [9, 9], [0, 1]])
+    assert answer(SQUAD, blank, context="a  b", spans=[(0, 1), (3, 3), (3, 4)])["text"] == "b"
 
 
 # ---- files
