@@ -17,18 +17,12 @@ from megabert import hf
 from megabert.commands import convert, export
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import read_tokenizer
-from tests.commands.test_convert import make, one_line
+from tests.commands.test_convert import make
 from tests.helpers import fast_tokenizers, runs, wordpiece
+from tests.helpers.refusal import refusal
 
 TEXTS = ["the covid [E1] sea", "Covid xcovid's covids", "[E1] the fox, covid [unused1]", "covid covid"]
-COVID = {
-    "content": "covid",
-    "lstrip": False,
-    "normalized": True,
-    "rstrip": False,
-    "single_word": False,
-    "special": False,
-}
+COVID = {"content": "covid", "normalized": True} | dict.fromkeys(("lstrip", "rstrip", "single_word", "special"), False)
 MARKER = COVID | {"content": "[E1]", "normalized": False, "special": True}
 LAYOUTS = ("tokenizer.json", "beside an older vocab.txt", "added_tokens.json", "added_tokens_decoder", "merges")
 
@@ -85,9 +79,7 @@ def ids(peer: Any, texts: list[str] = TEXTS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_added_tokens_survive_convert_and_export(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_added_tokens_survive_convert_and_export(layout: str, tmp_path: Path, capsys) -> None:
     folder, peer = folder_with(tmp_path, layout)
     want, covid = ids(peer), peer.convert_tokens_to_ids("covid")
     assert covid == len(peer) - 2 and all(covid in found for found in want) and covid + 1 in want[0]
@@ -118,11 +110,9 @@ def test_added_tokens_of_a_new_vocabulary_are_kept(tmp_path: Path) -> None:
     assert convert.main(["--model", str(old), "--vocab", str(folder), "--run", str(tmp_path / "new")]) == 0
     before, after = hf.load(old), hf.load(tmp_path / "new")
     assert after.tokenizer.encode_batch(TEXTS) == ids(peer)
+    old, new = (model.weights["embeddings.word.weight"] for model in (before, after))
     parts = before.tokenizer.encode_batch(["covid"])[0]
-    vectors = before.weights["embeddings.word.weight"][parts]
-    torch.testing.assert_close(
-        after.weights["embeddings.word.weight"][peer.convert_tokens_to_ids("covid")], vectors.mean(0)
-    )
+    torch.testing.assert_close(new[peer.convert_tokens_to_ids("covid")], old[parts].mean(0))
 
 
 def test_special_tokens_of_a_config_are_found(tmp_path: Path) -> None:
@@ -143,24 +133,23 @@ def test_the_casing_beside_a_tokenizer_json_wins(tmp_path: Path) -> None:
 
 
 def test_added_tokens_that_cannot_be_had_are_named(tmp_path: Path) -> None:
-    gap, words = tmp_path / "gap", tmp_path / "words"
-    for folder in (gap, words):
-        folder.mkdir()
-        tokens = len(wordpiece.write(folder / "vocab.txt").read_text().splitlines())
-        write_json(folder / "added_tokens.json", {"covid": tokens + 3} if folder == gap else {"new york": tokens})
-    with pytest.raises(
-        ValueError, match=r"vocab\.txt: the ids of its added tokens 'covid' \(\d+\) are not those after"
-    ):
-        read_tokenizer(gap)
-    with pytest.raises(ValueError, match="tokens cross word boundaries or hold whitespace: added tokens 'new york'"):
-        WordEncoder(read_tokenizer(words), np.dtype(np.uint16))
+    tokens = runs.tokenizer(tmp_path / "words", "uncased").vocab_size
     runs.tokenizer(tmp_path / "sp", "unigram")
-    write_json(tmp_path / "sp/added_tokens.json", {"covid": 200})
-    with pytest.raises(ValueError, match=r"tokenizer\.model: the files beside it add 'covid' to its tokens"):
-        read_tokenizer(tmp_path / "sp")
-    write_json(tmp_path / "sp/added_tokens.json", {"covid": None})
-    with pytest.raises(ValueError, match=r"sp: its files name added tokens not as transformers does"):
-        read_tokenizer(tmp_path / "sp")
+    for folder, added, message in (
+        (
+            "words",
+            {"covid": tokens + 3},
+            r"vocab\.txt: the ids of its added tokens 'covid' \(\d+\) are not those after",
+        ),
+        ("sp", {"covid": 200}, r"tokenizer\.model: the files beside it add 'covid' to its tokens"),
+        ("sp", {"covid": None}, "sp: its files name added tokens not as transformers does"),
+    ):
+        write_json(tmp_path / folder / "added_tokens.json", added)
+        with pytest.raises(ValueError, match=message):
+            read_tokenizer(tmp_path / folder)
+    write_json(tmp_path / "words/added_tokens.json", {"new york": tokens})
+    with pytest.raises(ValueError, match="tokens cross word boundaries or hold whitespace: added tokens 'new york'"):
+        WordEncoder(read_tokenizer(tmp_path / "words"), np.dtype(np.uint16))
 
 
 def test_tokens_added_to_an_exported_sentencepiece_run_are_read(tmp_path: Path) -> None:
@@ -173,32 +162,19 @@ def test_tokens_added_to_an_exported_sentencepiece_run_are_read(tmp_path: Path) 
     assert found.encode_batch(TEXTS) == ids(peer) and found.vocab_size == len(peer)
 
 
-def test_added_tokens_without_embeddings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_added_tokens_without_embeddings_are_named(tmp_path: Path, capsys) -> None:
     folder, _ = folder_with(tmp_path, "added_tokens.json", rows=130)
-    capsys.readouterr()
-    assert convert.main(["--model", str(folder), "--run", str(tmp_path / "run")]) == 2
-    assert "vocab_size=130; it has no embeddings of '[E1]'" in one_line(capsys)
+    said = refusal(capsys, convert.main, "--model", folder, "--run", tmp_path / "run")
+    assert "vocab_size=130; it has no embeddings of '[E1]'" in said
 
 
-def test_many_surplus_embeddings_are_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_surplus_embeddings_are_left_out_on_request(tmp_path: Path, capsys) -> None:
     folder, peer = folder_with(tmp_path, "added_tokens.json", rows=400)
-    capsys.readouterr()
-    command = ["--model", str(folder), "--run", str(tmp_path / "run")]
-    assert convert.main(command) == 2
-    surplus = 400 - len(peer)
-    assert f"vocab_size=400; megabert convert --drop-embeddings leaves the last {surplus} out" in one_line(capsys)
+    run, command = tmp_path / "run", ["--model", str(folder), "--run", str(tmp_path / "run")]
+    said = refusal(capsys, convert.main, *command)
+    assert f"vocab_size=400; megabert convert --drop-embeddings leaves the last {400 - len(peer)} out" in said
     assert convert.main([*command, "--drop-embeddings"]) == 0
     assert f"the embeddings of ids {len(peer)} to 399, which have no tokens" in capsys.readouterr().out
-    run = hf.load(tmp_path / "run")
-    assert run.config.model.vocab_size == len(peer) == run.tokenizer.vocab_size
-    again = [
-        "--model",
-        str(tmp_path / "run"),
-        "--vocab",
-        str(folder),
-        "--run",
-        str(tmp_path / "new"),
-        "--drop-embeddings",
-    ]
-    assert convert.main(again) == 2
-    assert "--drop-embeddings: " in capsys.readouterr().err
+    assert hf.load(run).config.model.vocab_size == len(peer) == hf.load(run).tokenizer.vocab_size
+    again = ("--model", run, "--vocab", folder, "--run", tmp_path / "new", "--drop-embeddings")
+    assert "--drop-embeddings: " in refusal(capsys, convert.main, *again)

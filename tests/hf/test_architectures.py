@@ -1,4 +1,4 @@
-"""Published architectures: transformers' own logits and gradients, and the same tensors back."""
+"""Published architectures: transformers' own logits and gradients, the same tensors back; NomicBERT's first files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from megabert import ops
 from megabert.commands import convert, export
-from megabert.config import OpsConfig
+from megabert.config import Config, OpsConfig
 from megabert.data.packing import pack
-from megabert.hf import mapping
+from megabert.hf import mapping, read
 from megabert.model import BertForPreTraining
 from tests.helpers import runs, tiny, wordpiece
 from tests.helpers.ranks import run_ranks
@@ -75,11 +75,12 @@ def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsCon
     assert torch.cat(wanted).std() > 0.05  # so that a difference would show
     for outputs in (logits, wanted):
         F.cross_entropy(torch.cat(outputs), torch.cat(labels)).backward()
-    names = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
-    found = mapping.to_huggingface(names, ours.cfg)
-    gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    found, gradients = (
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (ours, peer)
+    )
+    assert len(gradients) == len(list(peer.parameters()))
+    found = mapping.to_huggingface(found, ours.cfg)
     for name, gradient in revert_weight_conversion(peer, gradients).items():
-        assert gradient is not None
         assert largest(found[name], gradient) <= 1e-5, name
 
 
@@ -124,22 +125,21 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
 RATE, STEPS = 0.001, 20
 
 
-def settings(name: str) -> dict[str, Any]:
+def settings(name: str) -> tuple[dict[str, Any], Config]:
     """A published model, small, as a configuration; where it has a window, that is shorter than the rows."""
     tree = published.shrunk(name) | {"vocab_size": tiny.VOCAB}
     tree |= {"local_attention": 8} if "local_attention" in tree else {}
     model = mapping.from_huggingface_config(tree, "config.json")
     changes = {f"model__{name}": value for name, value in model.model_dump().items()}
-    return {"tree": tree} | changes | {"optimizer__weight_decay": 0.1, "optimizer__lr": RATE}
+    return tree, tiny.config(**changes, optimizer__weight_decay=0.1, optimizer__lr=RATE)
 
 
-def our_updates(world: Any, name: str) -> dict[str, Any]:
-    fields = settings(name)
-    fields.pop("tree")
-    engine = tiny.engine(tiny.config(**fields), world)
-    found: dict[str, Any] = {"start": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
-    found["losses"] = [mlm for mlm, _ in tiny.train(engine, range(STEPS), RATE)]
-    return found | {"end": {name: p.detach().clone() for name, p in engine.module.named_parameters()}}
+def our_updates(world: Any, name: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Weights, losses of the updates, weights after them."""
+    engine = tiny.engine(settings(name)[1], world)
+    start = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    losses = [mlm for mlm, _ in tiny.train(engine, range(STEPS), RATE)]
+    return start, losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.slow
@@ -147,16 +147,15 @@ def our_updates(world: Any, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["modernbert-base", "nomic-embed-text"])
 def test_updates_equal_those_of_a_plain_loop(name: str) -> None:
     """Losses and weights of 20 updates with AdamW, against transformers' model on the same rows."""
-    (ours,) = run_ranks(1, our_updates, name)
-    fields = settings(name)
-    peer, cfg = find_peer(fields.pop("tree")), tiny.config(**fields)
-    start = mapping.to_huggingface(ours["start"], cfg.model)
-    peer = type(peer).from_pretrained(None, config=peer.config, state_dict=start).train()
+    ((start, losses, end),) = run_ranks(1, our_updates, name)
+    tree, cfg = settings(name)
+    peer, state = find_peer(tree), mapping.to_huggingface(start, cfg.model)
+    peer = type(peer).from_pretrained(None, config=peer.config, state_dict=state).train()
     matrices, vectors = ([p for p in peer.parameters() if (p.dim() > 1) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     betas = (cfg.optimizer.beta1, cfg.optimizer.beta2)
     optimizer = torch.optim.AdamW(groups, RATE, betas, cfg.optimizer.eps)
-    for step, loss in enumerate(ours["losses"]):
+    for step, loss in enumerate(losses):
         batch = tiny.batch(step, range(tiny.ROWS))
         inputs = {"input_ids": batch.input_ids.long()}
         inputs |= {"token_type_ids": batch.segment_ids.long()} if cfg.model.segmented else {}
@@ -169,6 +168,73 @@ def test_updates_equal_those_of_a_plain_loop(name: str) -> None:
         optimizer.step()
         assert abs(mean.item() - loss) <= 1e-4, step
     theirs = mapping.from_huggingface(revert_weight_conversion(peer, peer.state_dict()), cfg.model)
-    assert max(largest(ours["end"][name], theirs[name]) for name in theirs) <= 1e-4
-    assert ours["losses"][0] - ours["losses"][-1] > 0.5
-    assert max(largest(ours["start"][name], theirs[name]) for name in theirs) > 0.01
+    assert max(largest(end[name], theirs[name]) for name in theirs) <= 1e-4
+    assert losses[0] - losses[-1] > 0.5
+    assert max(largest(start[name], theirs[name]) for name in theirs) > 0.01
+
+
+# ---- NomicBERT's first files
+
+# nomic-ai/nomic-bert-2048's config.json, small, without the fields of GPT-2 that its code does not read
+FIRST: dict[str, Any] = {
+    "activation_function": "swiglu", "architectures": ["NomicBertForPreTraining"], "attn_pdrop": 0.0, "causal": False,
+    "embd_pdrop": 0.0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-12, "max_trained_positions": 66,
+    "mlp_fc1_bias": False, "mlp_fc2_bias": False, "model_type": "nomic_bert", "n_embd": 48, "n_head": 6, "n_inner": 80,
+    "n_layer": 4, "n_positions": 8192, "pad_vocab_size_multiple": 64, "parallel_block": False, "prenorm": False,
+    "qkv_proj_bias": False, "resid_pdrop": 0.0, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": 2, "type_vocab_size": 2,
+    "use_rms_norm": False,
+}  # fmt: skip
+
+
+def write_first_nomic(folder: Path, prefix: str, heads: bool) -> tuple[Any, int]:
+    """A folder as its own code saves one, of a padded vocabulary; transformers' model of the same weights, and tokens."""
+    folder.mkdir()
+    tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    rows = tokens // 64 * 64 + 64
+    peer = find_peer(published.shrunk("nomic-embed-text") | {"vocab_size": rows, "pad_token_id": 0})
+    torch.nn.init.zeros_(peer.cls.predictions.transform.dense.bias)
+    torch.nn.init.zeros_(peer.cls.predictions.bias)
+    peer.save_pretrained(folder)
+    weights = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith("nomic_bert."):
+            weights[prefix + name.removeprefix("nomic_bert.")] = tensor
+        elif heads and not name.endswith(("dense.bias", "predictions.bias")):
+            weights[name] = tensor
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(FIRST | {"vocab_size": rows}))
+    return peer, tokens
+
+
+@torch.no_grad()
+def test_nomics_first_form_is_the_present_one(tmp_path: Path, capsys) -> None:
+    peer, tokens = write_first_nomic(tmp_path / "hf", "bert.", heads=True)
+    found = read.read(tmp_path / "hf")
+    assert (found.config.model.vocab_size, found.config.model.max_positions) == (tokens, 66)
+    assert not found.initialised and "which have no tokens" in found.ignored[0]
+    ids = torch.randint(5, tokens, (1, 60))
+    model, batch = found.model(torch.device("cpu")), pack([ids[0].int().numpy()], [60])
+    hidden, wanted = model.encode(**batch.inputs()).flatten(0, 1), peer(ids).logits[0, :, :tokens]
+    torch.testing.assert_close(model.mlm_logits(hidden)[:60, :tokens], wanted, rtol=0, atol=1e-5)
+    assert wanted.std() > 0.05
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
+    assert f"the embeddings of ids {tokens:,} to " in capsys.readouterr().out
+    write_first_nomic(tmp_path / "encoder", "", heads=False)
+    assert read.read(tmp_path / "encoder").initialised == ("masked-LM head",)
+
+
+def test_what_nomics_first_form_cannot_be_is_named(tmp_path: Path) -> None:
+    write_first_nomic(tmp_path / "hf", "bert.", heads=True)
+    file = tmp_path / "hf/config.json"
+    tree = json.loads(file.read_text())
+    for change, message in (
+        ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction=0.5 is not supported, only 1.0"),
+        ({"qkv_proj_bias": True}, "qkv_proj_bias=True is not supported, only False"),
+        ({"prenorm": True}, "prenorm=True is not supported, only False"),
+        ({"n_positions": None}, "n_positions must be a number, is None"),
+        ({"n_inner": "80"}, "intermediate_size must be a number, is '80'"),
+    ):
+        file.write_text(json.dumps(tree | change))
+        with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
+            read.read(tmp_path / "hf")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from megabert import hf as pretrained
-from megabert.commands import convert, fill
-from megabert.hf import read
-from tests.commands.test_convert import make, one_line
-from tests.helpers import fast_tokenizers, runs
+from megabert.commands import convert, export, fill
+from megabert.data.packing import pack
+from megabert.hf import model_folder, read
+from tests.commands.test_convert import make, rewrite
+from tests.helpers import fast_tokenizers, hub, runs
+from tests.helpers.refusal import refusal
+
+CPU = torch.device("cpu")
 
 
 def files_of(folder: Path) -> dict[str, int]:
@@ -28,14 +37,12 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     peer = make(tmp_path / "hf", kind, binary)
     before = files_of(tmp_path)
     found = pretrained.load(tmp_path / "hf")
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, found.config.model.vocab_size, (2, 30), generator=draw)
+    ids = torch.randint(5, found.config.model.vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
     whole = torch.full((2, 30), 30, dtype=torch.int32)
     positions = torch.arange(30, dtype=torch.int32).expand(2, -1)
     segments = (positions > 12).int()
-    states = found.model(torch.device("cpu")).hidden_states(
-        ids.int(), segments, positions, torch.zeros_like(whole), whole, whole[:, :1]
-    )
+    inputs = ids.int(), segments, positions, torch.zeros_like(whole), whole, whole[:, :1]
+    states = found.model(CPU).hidden_states(*inputs)
     want = getattr(peer, "bert", peer)(ids, token_type_ids=segments.long(), output_hidden_states=True)
     assert len(states) == len(want.hidden_states) == 3
     for got, state in zip(states, want.hidden_states, strict=True):
@@ -93,33 +100,160 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path)
             read.read(tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    "part, stage",
-    [("normalizer", {"type": "Lowercase"}), ("normalizer", None), ("pre_tokenizer", {"type": "Whitespace"})],
-)
-def test_a_tokenizer_json_that_splits_otherwise_is_refused(part: str, stage: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_json_that_splits_otherwise_is_refused(tmp_path: Path) -> None:
     tokens = {token: i for i, token in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
     model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": tokens}
     tree = {"model": model | {"max_input_chars_per_word": 100}, "normalizer": {"type": "BertNormalizer"}}
     tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     assert read.read_tokenizer(tmp_path).vocab_size == 6
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {part: stage}))
-    kind = stage["type"] if stage else None
-    with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only 'Bert"):
-        read.read_tokenizer(tmp_path)
+    for part, kind in (("normalizer", "Lowercase"), ("normalizer", None), ("pre_tokenizer", "Whitespace")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {part: kind and {"type": kind}}))
+        with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only 'Bert"):
+            read.read_tokenizer(tmp_path)
 
 
-def test_a_missing_head_is_not_used(tmp_path: Path, capsys) -> None:
-    make(tmp_path / "encoder", "BertModel")
-    assert fill.main(["--model", str(tmp_path / "encoder"), "the [MASK]"]) == 2
-    assert "has no masked-LM head" in one_line(capsys)
+# ---- fine-tuned classes, and relatives of BERT
+
+SIZES: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 7, "eos_token_id": 8, "cls_token_id": 7, "sep_token_id": 8}
+DISTIL: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 40}
+ENDINGS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
-def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
+def made(folder: Path, kind: str) -> Any:
+    """A model of that class with every parameter random; DistilBERT's fields have names of their own."""
+    changes = DISTIL if kind.startswith("DistilBert") else {}
+    changes |= SIZES if kind.startswith("ModernBert") else {}
+    changes |= {"embedding_size": 32} if kind.startswith("Electra") else {}
+    return make(folder, kind, **changes)
+
+
+def compare(folder: Path, peer: Any) -> pretrained.Pretrained:
+    """The last hidden states of two sequences, packed by us, with the encoder of `peer`; the model read."""
+    found = pretrained.load(folder)
+    draw = np.random.default_rng(2)
+    texts = [draw.integers(10, found.config.model.vocab_size, length, np.int32) for length in (9, 23)]
+    batch, states = pack(texts, [9, 23], 40), []
+    for text in texts:
+        states.append(peer.base_model(torch.from_numpy(text).long()[None]).last_hidden_state[0])
+    hidden = found.model(CPU).encode(**batch.inputs()).flatten(0, 1)
+    for text, start, want in zip(texts, batch.starts, states, strict=True):
+        assert want.std() > 0.1 and (hidden[start : start + len(text)] - want).abs().max() <= 1e-5
+    return found
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "DistilBert", "Electra"])
+@pytest.mark.parametrize("ending", ENDINGS)
+@torch.no_grad()
+def test_encoder_of_a_fine_tuned_class_is_read(family: str, ending: str, tmp_path: Path, capsys) -> None:
+    peer = made(tmp_path / "hf", f"{family}For{ending}")
+    found = compare(tmp_path / "hf", peer)
+    added = "qa_outputs" if ending == "QuestionAnswering" and family != "ModernBert" else "classifier"
+    assert any(name.startswith(f"{added}.") for name in found.ignored)
+    if family == "ModernBert":  # its classes share the transform in front of their last layers
+        states = torch.randn(3, 32)
+        assert (found.model(CPU).mlm(states) - peer.head(states)).abs().max() <= 1e-6
+        assert found.initialised == ("masked-LM head (decoder.bias)",)
+    pooled = family == "Bert" and ending == "SequenceClassification"
+    assert ("pooler.weight" in found.weights) == found.config.model.nsp == pooled
+    assert "has no masked-LM head" in refusal(capsys, fill.main, "--model", tmp_path / "hf", "the [MASK]")
+
+
+@pytest.mark.parametrize("kind", ["DistilBertForMaskedLM", "ElectraForMaskedLM"])
+@torch.no_grad()
+def test_logits_of_a_relative_are_transformers_own(kind: str, tmp_path: Path) -> None:
+    """Of its folder, and of the BERT that it is exported as."""
+    peer = made(tmp_path / "hf", kind)
+    found = compare(tmp_path / "hf", peer)
+    assert found.initialised == found.ignored == () and not found.config.model.nsp
+    ids = torch.arange(10, 40)
+    model, batch = found.model(CPU), pack([ids.int().numpy()], [30])
+    logits = model.mlm_logits(model.encode(**batch.inputs())[0, :30])
+    want = peer(ids[None]).logits[0]
+    assert want.std() > 0.05 and (logits - want).abs().max() <= 1e-5
+    convert.convert(tmp_path / "hf", tmp_path / "run")
+    export.export(tmp_path / "run", tmp_path / "back")
+    back = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "back").eval()
+    assert type(back).__name__ == "BertForMaskedLM" and (back(ids[None]).logits[0] - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["DistilBertModel", "ElectraModel", "ElectraForPreTraining"])
+@torch.no_grad()
+def test_a_relative_without_masked_lm_head_is_read(kind: str, tmp_path: Path) -> None:
+    assert compare(tmp_path / "hf", made(tmp_path / "hf", kind)).initialised == ("masked-LM head",)
+
+
+def test_embeddings_narrower_than_the_layers_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "hf", "ElectraForMaskedLM", embedding_size=16)
+    message = r"embedding_size=16 differs from hidden_size=32, .* \(embeddings_project\) is not"
+    with pytest.raises(ValueError, match=message):
+        pretrained.load(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    tree = json.loads(file.read_text())
+    del tree["embedding_size"]  # 128 in transformers' class
+    file.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="embedding_size=128 differs from hidden_size=32"):
+        pretrained.load(tmp_path / "hf")
+
+
+def test_state_dict_of_a_compiled_module_is_read(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
-    missing = {"config.json": "config.json: not found", "model.safetensors": "so it is not a Hugging Face folder"}
-    for file, message in missing.items():
-        (tmp_path / "hf" / file).unlink()
-        with pytest.raises(ValueError, match=message):
-            pretrained.load(tmp_path / "hf")
+    whole = pretrained.load(tmp_path / "hf").weights
+    rewrite(tmp_path / "hf", lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()})
+    capsys.readouterr()
+    found = pretrained.load(tmp_path / "hf")
+    assert found.ignored == found.initialised == () and all(found.weights[n].equal(w) for n, w in whole.items())
+    assert "model.safetensors: names contain _orig_mod. (torch.compile); they are" in capsys.readouterr().err
+
+
+# ---- by its name on a hub, which runs on this machine; the library and its cache are the real ones
+
+CALLS = """
+import sys
+from megabert.commands import convert, evaluate, fill
+codes = [fill.main(["--model", "some/bert", "the [MASK] fox"]), fill.main(["--model", "some/bret", "the [MASK]"])]
+codes += [convert.main(["--model", "some/bert", "--run", sys.argv[1]])]
+print(codes)
+"""
+
+
+def call(address: str, folder: Path, out: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(folder / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-c", CALLS, str(folder / out)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True])
+def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
+    run = runs.make(tmp_path / "run", "uncased")
+    export.export(run, tmp_path / "hf")
+    if old:
+        torch.save(load_file(tmp_path / "hf/model.safetensors"), tmp_path / "hf/pytorch_model.bin")
+        (tmp_path / "hf/model.safetensors").unlink()
+    with hub.serving("some/bert", tmp_path / "hf") as address:
+        done = call(address, tmp_path, "start")
+    assert "[0, 2, 0]" in done.stdout and done.stdout.startswith("[MASK]  "), done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "error: some/bret: no such folder, and the hub has no model of that name, or none that is" in done.stderr
+    assert (tmp_path / "start/config.toml").is_file()
+    away = call(address, tmp_path, "start2")
+    assert "[0, 4, 0]" in away.stdout and away.stdout.splitlines()[0] == done.stdout.splitlines()[0]
+    assert "some/bret: no such folder, and the hub cannot be reached" in away.stderr
+
+
+def test_a_wrong_path_never_asks_the_hub(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "some"):
+        (tmp_path / name).mkdir()
+    for wrong in ("runs/mni", "nowhere", "/absent/run", "./a/b", "runs/mini/checkpoints", "a b/c"):
+        with pytest.raises(ValueError, match=r"no such folder; name a run folder, .* OWNER/NAME"):
+            model_folder(wrong)
+    with pytest.raises(ValueError, match=r"^runs: no checkpoint in it, .* no model.safetensors or pytorch_model.bin, "):
+        model_folder("runs")
+    files = "run/checkpoints/step-00000001/manifest.json", "tuned/best/model.safetensors", "old/pytorch_model.bin"
+    for path in map(Path, files):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        for folder in (path.parent, path.parents[-2]):
+            assert model_folder(folder) == folder
