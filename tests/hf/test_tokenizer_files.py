@@ -11,7 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
-from tests.helpers import runs, wordpiece
+from tests.helpers import runs, tokenizers, wordpiece
 
 MODELS: dict[str, dict[str, Any]] = {
     "unigram": {},
@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPACES = ["", " ", "  \t ", " a", "a  b", "\u3000the\u00a0\u00a0sea ", "\u200bthe", "\ufefffox", "a\r\nb", "\x01the"]
 MARKS = ["(\u00a0\u0334\u00a0)", "M\u0325r", "e\u0301 a\u0323", "q\u0302\u0323", "\uff21\u0301", "x\ufe0f", "\ufe0f"]
+TEXTS = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]
 SYMBOLS = ["the <sep> fox", "the<sep>fox", "<sep>", "foxfox <sep>the", "<other the", "<0x41>"]
 
 
@@ -34,17 +35,6 @@ def load_sentencepiece(folder: Path, **changes: Any) -> Tokenizer:
     path = folder / "tokenizer.model"
     path.write_bytes(runs.sentencepiece_model(**changes))
     return Tokenizer.load(path)
-
-
-def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
-    """What transformers reads from the files, beside a config.json of a BERT."""
-    from transformers import AutoTokenizer
-
-    folder.mkdir()
-    for name, data in tokenizer_files.files(tokenizer, 64).items():
-        (folder / name).write_bytes(data)
-    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def differing(tokenizer: Tokenizer, peer: Any, texts: list[str]) -> list[str]:
@@ -57,15 +47,11 @@ def differing(tokenizer: Tokenizer, peer: Any, texts: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_of_a_sentencepiece_model_are_ours(name: str, tmp_path: Path) -> None:
     tokenizer = load_sentencepiece(tmp_path, **MODELS[name])
-    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
-    texts = [*runs.TEXT[:3], *SPACES, *MARKS]
-    texts += SYMBOLS if name == "symbols" else []
-    texts += wordpiece.odd_texts(500)
-    assert not differing(tokenizer, peer, texts)
-    assert len(peer) == tokenizer.vocab_size
-    assert peer.convert_ids_to_tokens(list(range(tokenizer.vocab_size))) == [
-        tokenizer.processor.id_to_piece(i) for i in range(tokenizer.vocab_size)
-    ]
+    peer = tokenizers.peer(tokenizer, tmp_path / "hf")
+    assert not differing(tokenizer, peer, TEXTS + (SYMBOLS if name == "symbols" else []))
+    ids = list(range(tokenizer.vocab_size))
+    assert len(peer) == len(ids)
+    assert peer.convert_ids_to_tokens(ids) == [tokenizer.processor.id_to_piece(i) for i in ids]
 
 
 @pytest.mark.parametrize("kind", ["uncased", "cased", "published"])
@@ -74,11 +60,9 @@ def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
     if kind == "cased":
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     tokenizer = Tokenizer.load(path)
-    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    peer = tokenizers.peer(tokenizer, tmp_path / "hf")
     assert b"\r" not in (tmp_path / "hf" / "vocab.txt").read_bytes()
-    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]
-    assert not differing(tokenizer, peer, texts)
-    assert len(peer) == tokenizer.vocab_size
+    assert not differing(tokenizer, peer, TEXTS) and len(peer) == tokenizer.vocab_size
 
 
 THAI, KHMER = "เด็กนักเรียนกำลังอ่านหนังสือที่น่าสนใจมากในห้องสมุด", "ខ្ញុំកំពុងអានសៀវភៅដ៏គួរឱ្យចាប់អារម្មណ៍"
@@ -87,16 +71,14 @@ THAI, KHMER = "เด็กนักเรียนกำลังอ่าน�
 @pytest.mark.parametrize("kind", ["unigram", "uncased", "thai"])
 def test_long_words_have_our_ids(kind: str, tmp_path: Path) -> None:
     """Of more than the 100 characters that WordPiece takes, and of more than the 512 at which every text is cut."""
-    if kind == "unigram":
-        tokenizer = load_sentencepiece(tmp_path)
-    elif kind == "uncased":
-        tokenizer = Tokenizer.load(wordpiece.write(tmp_path / "vocab.txt"))
+    if kind != "thai":
+        tokenizer = tokenizers.make(tmp_path, kind)
     else:
         letters = sorted({*THAI, *KHMER})
         tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
         (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
         tokenizer = Tokenizer.load(tmp_path / "vocab.txt", lowercase=False)
-    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    peer = tokenizers.peer(tokenizer, tmp_path / "hf")
     thai, khmer, base64 = THAI * 30, KHMER * 30, "SGVsbG8gd29ybGQ" * 100
     sizes = (99, 100, 101, 199, 200, 201, 511, 512, 513, 600, 1100)
     texts = [f"the {word[:size]} fox" for word in (thai, khmer, base64) for size in sizes]
@@ -109,9 +91,7 @@ def test_long_words_have_our_ids(kind: str, tmp_path: Path) -> None:
 def test_long_words_of_a_tokenizer_json_are_cut(tmp_path: Path) -> None:
     """Of a WordPiece one, in its exported file too, also when that is read and exported again."""
     by_vocab = Tokenizer.load(wordpiece.write(tmp_path / "vocab.txt"))
-    built = tokenizer_files.build(by_vocab)
-    tree = json.loads(built.to_str())
-    tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
+    tree = json.loads(tokenizer_files.build(by_vocab).to_str()) | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     word = "fox" * 100
     want = by_vocab.encode_texts([word])
@@ -119,7 +99,7 @@ def test_long_words_of_a_tokenizer_json_are_cut(tmp_path: Path) -> None:
     for turn in range(3):
         tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
         assert tokenizer.kind == "tokenizers" and tokenizer.encode_texts([word]) == want
-        peer = auto_tokenizer(tokenizer, tmp_path / f"hf{turn}")
+        peer = tokenizers.peer(tokenizer, tmp_path / f"hf{turn}")
         assert not differing(tokenizer, peer, [word, "the fox"])
         (tmp_path / "tokenizer.json").write_bytes((tmp_path / f"hf{turn}" / "tokenizer.json").read_bytes())
 
@@ -127,7 +107,7 @@ def test_long_words_of_a_tokenizer_json_are_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", runs.KINDS)
 def test_special_tokens_stand_where_bert_has_them(kind: str, tmp_path: Path) -> None:
     tokenizer = runs.tokenizer(tmp_path / "run", kind)
-    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    peer = tokenizers.peer(tokenizer, tmp_path / "hf", 64)
     ours = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
     assert {name: getattr(peer, f"{name}_token_id") for name in ours} == ours
     assert peer.model_max_length == 64
@@ -140,36 +120,26 @@ def test_special_tokens_stand_where_bert_has_them(kind: str, tmp_path: Path) -> 
     # what stands around a mask keeps its ids: the space before belongs to it, punctuation after it starts no word
     for text, word in (("the fox, she sells", "fox"), ("sea shells", "sea"), ("the sea", "sea")):
         before, _, after = text.partition(word)
-        kept = tokenizer.encode_batch([before])[0]
-        whole = tokenizer.encode_batch([text])[0]
-        middle = tokenizer.encode_batch([word])[0]
+        kept, whole, middle = tokenizer.encode_batch([before, text, word])
         assert whole[: len(kept) + len(middle)] == kept + middle
         want = [*kept, tokenizer.mask_id, *whole[len(kept) + len(middle) :]]
         assert peer(f"{before}[MASK]{after}", add_special_tokens=False)["input_ids"] == want
-        assert peer(f"{before}[MASK] [MASK]", add_special_tokens=False)["input_ids"] == [
-            *kept,
-            *[peer.mask_token_id] * 2,
-        ]
+        masks = [*kept, peer.mask_token_id, peer.mask_token_id]
+        assert peer(f"{before}[MASK] [MASK]", add_special_tokens=False)["input_ids"] == masks
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
+    for changes, message in (
         ({"model_type": "char", "vocab_size": 40}, "model_type=char"),
         ({"normalization_rule_name": "nfkc"}, "normalization_rule_name=nfkc"),
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
         ({"user_defined_symbols": "<sep>", "model_type": "bpe"}, "user_defined_symbols of a BPE model"),
         ({"user_defined_symbols": "\ufb01"}, "user-defined symbol '\ufb01' is changed by its own normalization"),
-    ],
-)  # fmt: skip
-def test_what_the_format_cannot_express_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    tokenizer = load_sentencepiece(tmp_path, **changes)
-    with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
-        tokenizer_files.build(tokenizer)
-    assert message in str(caught.value) and str(tokenizer.path) in str(caught.value)
-
-
-def test_unused_tokens_are_refused(tmp_path: Path) -> None:
+    ):
+        tokenizer = load_sentencepiece(tmp_path, **changes)
+        with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
+            tokenizer_files.build(tokenizer)
+        assert message in str(caught.value) and str(tokenizer.path) in str(caught.value)
     messages: Any = sentencepiece_model_pb2
     proto = messages.ModelProto.FromString(runs.sentencepiece_model())
     proto.pieces[50].type = tokenizer_files.UNUSED

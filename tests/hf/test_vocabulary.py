@@ -1,4 +1,4 @@
-"""Transplanted vocabularies: which old vectors a new token has, by every kind of tokenizer, and the model that comes of it."""
+"""Transplanted vocabularies: which old vectors a new token has, by every kind of tokenizer, and the model of them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,15 @@ from megabert.commands import convert, export
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import Pretrained
-from megabert.hf.vocabulary import similar_tokens, find_sources
+from megabert.hf.vocabulary import find_sources, similar_tokens
 from megabert.model import unpacked_inputs
-from tests.helpers import fast_tokenizers, rows, runs, wordpiece
+from tests.helpers import fast_tokenizers, rows, runs, tokenizers, wordpiece
+from tests.helpers.refusal import refusal
 
 CPU = torch.device("cpu")
 TABLES = ("embeddings.word.weight", "embeddings.word.decoder", "embeddings.word.bias")
-KINDS = ("uncased", "cased", "unigram", "bpe", "bytes", "bytes-prefix", "json-unigram", "json-wordpiece")
+KINDS = (*runs.KINDS, *tokenizers.FAST)
 RUSSIAN = ["Съешь же ещё этих мягких французских булок, да выпей чаю.", "Широкая электрификация южных губерний"]
-
-
-def tokenizer(folder: Path, kind: str) -> Tokenizer:
-    if kind in runs.KINDS:
-        return runs.tokenizer(folder, kind)
-    folder.mkdir(parents=True)
-    return Tokenizer.load(fast_tokenizers.write(folder / "tokenizer.json", kind.removeprefix("json-")))
 
 
 def id_of(found: Tokenizer, text: str) -> int:
@@ -68,9 +62,10 @@ def test_shared_tokens_keep_others_get_means(tmp_path, capsys):
         torch.testing.assert_close(found, torch.stack(wanted).mean(0))
     ells = find_sources(old.tokenizer, new.tokenizer)[id_of(new.tokenizer, "ells")]
     assert ells == [id_of(old.tokenizer, letter) for letter in "ells"], "tokens inside a word"
-    roles = zip(old.tokenizer.special_ids.items(), new.tokenizer.special_ids.items(), strict=True)
-    for (role, i), (same, j) in roles:
-        assert role == same and i != j
+    assert list(old.tokenizer.special_ids) == list(new.tokenizer.special_ids)
+    for role, i in old.tokenizer.special_ids.items():
+        j = new.tokenizer.special_ids[role]
+        assert i != j
         assert all(a.equal(b) for a, b in zip(vectors(old, i), vectors(new, j), strict=True))
     assert all(not new.weights[name][372:].any() and len(new.weights[name]) == 384 for name in TABLES)
     others = [name for name in old.weights if name not in TABLES]
@@ -81,7 +76,7 @@ def test_shared_tokens_keep_others_get_means(tmp_path, capsys):
 @pytest.mark.parametrize("new", KINDS)
 def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
     """Between tokens with the space before them and those with a mark inside words."""
-    theirs, ours = tokenizer(tmp_path / "old", old), tokenizer(tmp_path / "new", new)
+    theirs, ours = tokenizers.make(tmp_path / "old", old), tokenizers.make(tmp_path / "new", new)
     lower = str.lower if old == "uncased" else str
     compared = 0
     for text, ids in zip(ours.tokens, find_sources(theirs, ours), strict=True):
@@ -97,7 +92,7 @@ def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
 
 def test_punctuation_cut_off_has_both_forms(tmp_path):
     """A mark of WordPiece stands for one with a space before it and one without."""
-    theirs, ours = tokenizer(tmp_path / "old", "bytes"), tokenizer(tmp_path / "new", "uncased")
+    theirs, ours = tokenizers.make(tmp_path / "old", "json-bytes"), tokenizers.make(tmp_path / "new", "uncased")
     found = find_sources(theirs, ours)
     assert found[id_of(ours, " (")] == [id_of(theirs, " ("), id_of(theirs, "(")]
     assert found[id_of(ours, " ;")] == [id_of(theirs, ";")]
@@ -132,8 +127,7 @@ def test_new_tokens_are_means_of_similar_shared_ones(tmp_path, capsys):
     assert set(found.nearest[place].tolist()) == set(shared[:10])
     torch.testing.assert_close(found.shares.sum(1), torch.ones(2))
     assert (found.shares[:, 0] > found.shares[:, -1]).all()
-    arguments = ["--model", str(tmp_path / "old"), "--vocab", str(data), "--run", str(tmp_path / "new")]
-    assert convert.main(arguments) == 0
+    assert convert.main(["--model", str(tmp_path / "old"), "--vocab", str(data), "--run", str(tmp_path / "new")]) == 0
     assert "of 372 tokens 2 have the mean of similar ones in" in capsys.readouterr().out
     model = hf.load(tmp_path / "new")
     theirs = [vectors(old, sources[i][0]) for i in found.nearest[place].tolist()]
@@ -158,11 +152,10 @@ def test_unknown_scripts_are_drawn_around_the_mean(tmp_path):
 
 
 def test_parts_of_characters_are_means_of_bytes(tmp_path):
-    tokenizers = [
-        Tokenizer.load(fast_tokenizers.write(tmp_path / f"{name}.json", texts=texts, size=300))
-        for name, texts in (("old", runs.TEXT), ("new", RUSSIAN * 20))
-    ]
-    old, new = tokenizers
+    old, new = (
+        Tokenizer.load(fast_tokenizers.write(tmp_path / f"{len(texts)}.json", texts=texts, size=300))
+        for texts in (runs.TEXT, RUSSIAN * 20)
+    )
     single = {token: i for i, token in enumerate(old.token_bytes()) if len(token) == 1}
     found = dict(zip(new.token_bytes(), find_sources(old, new), strict=True))
     assert found["е".encode()] == [single[b"\xd0"], single[b"\xb5"]]
@@ -194,26 +187,21 @@ def test_transformers_loads_the_transplanted_model(tmp_path):
     assert cfg.model.vocab_size == peer.config.vocab_size == 372 and cfg.init_from == str(tmp_path / "new")
 
 
-def refused(folder: Path, vocab: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    capsys.readouterr()
-    assert convert.main(["--model", str(folder), "--vocab", str(vocab), "--run", f"{folder}-new", *more]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and not Path(f"{folder}-new").exists()
-    return captured.err
-
-
 def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
-    old = runs.make(tmp_path / "old", "uncased")
-    path = fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<s>", "</s>", "<unk>", "<extra>"])
-    assert "tokenizer.json: has no mask token (none of [MASK], <mask>)" in refused(old, path, capsys)
+    old, new = runs.make(tmp_path / "old", "uncased"), tmp_path / "new"
+    fast_tokenizers.write(tmp_path / "tokenizer.json", special=["<pad>", "<s>", "</s>", "<unk>", "<extra>"])
     lines = wordpiece.write(tmp_path / "vocab.txt").read_text().replace("[SEP]\n", "[END]\n")
     (tmp_path / "vocab.txt").write_text(lines)
-    assert "vocab.txt: not a SentencePiece model and no vocab.txt of BERT's: no line is [SEP]" in refused(
-        old, tmp_path / "vocab.txt", capsys
-    )
-    (tmp_path / "empty").mkdir()
-    assert "empty: holds no tokenizer" in refused(old, tmp_path / "empty", capsys)
-    assert "missing: no such file" in refused(old, tmp_path / "missing", capsys)
-    (tmp_path / "empty" / "manifest.json").write_text(json.dumps({}))
-    assert "manifest.json" in refused(old, tmp_path / "empty", capsys)
-    assert "is a run, whose heads stay" in refused(old, tmp_path / "old", capsys, "--no-nsp")
+    for name in ("empty", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({}))
+    for vocab, message, *more in (
+        ("tokenizer.json", "tokenizer.json: has no mask token (none of [MASK], <mask>)"),
+        ("vocab.txt", "vocab.txt: not a SentencePiece model and no vocab.txt of BERT's: no line is [SEP]"),
+        ("empty", "empty: holds no tokenizer"),
+        ("missing", "missing: no such file"),
+        ("data", "manifest.json"),
+        ("old", "is a run, whose heads stay", "--no-nsp"),
+    ):
+        command = ("--model", old, "--vocab", tmp_path / vocab, "--run", new, *more)
+        assert message in refusal(capsys, convert.main, *command) and not new.exists()
