@@ -68,18 +68,15 @@ def test_backends_are_this_devices(folder: Path, tmp_path: Path) -> None:
     assert configure(named, Settings(max_length=32), 50, 1).ops == OpsConfig()
 
 
-@pytest.mark.parametrize(
-    "file, content, word",
-    [
-        ("task.json", b"", "not a fine-tuned model"),
-        ("task.json", b"{}", "does not describe a fine-tuned model"),
-        ("task.json", b"\xff", "does not describe a fine-tuned model"),
-        ("model.safetensors", b"", "cannot be read|does not hold"),
-        ("model.safetensors", b"\x80\x04N.", "does not hold"),
-        ("vocab.txt", b"", "tokenizer is missing"),
-        ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nw\n", "is not the tokenizer of this model"),
-    ],
-)
+@pytest.mark.parametrize("file, content, word", [
+    ("task.json", b"", "not a fine-tuned model"),
+    ("task.json", b"{}", "does not describe a fine-tuned model"),
+    ("task.json", b"\xff", "does not describe a fine-tuned model"),
+    ("model.safetensors", b"", "cannot be read|does not hold"),
+    ("model.safetensors", b"\x80\x04N.", "does not hold"),
+    ("vocab.txt", b"", "tokenizer is missing"),
+    ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nw\n", "is not the tokenizer of this model"),
+])  # fmt: skip
 def test_damaged_folder_is_named(file: str, content: bytes, word: str, folder: Path, tmp_path: Path) -> None:
     for path in (folder / "best").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

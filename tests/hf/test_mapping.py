@@ -115,33 +115,30 @@ def test_configs_of_the_first_releases_are_read() -> None:
         mapping.is_causal({"is_decoder": "true"}, "config.json")
 
 
-@pytest.mark.parametrize(
-    ("shape", "change", "message"),
-    [
-        (SHAPE, {"model_type": "deberta-v2"}, "model_type='deberta-v2' is not supported, only bert, "),
-        (SHAPE, {"model_type": "deberta-v2"}, "; the nearest is roberta"),
-        (SHAPE, {"model_type": "distilbert"}, "; the nearest is bert"),
-        (SHAPE, {"model_type": "longformer"}, "; the nearest is modernbert"),
-        (SHAPE, {"model_type": "neobert"}, "; the nearest is eurobert"),
-        (SHAPE, {"model_type": None}, "model_type=None"),
-        (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
-        (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
-        (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
-        (SHAPE, {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
-        (SHAPE, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        (SHAPE, {"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
-        (SHAPE, {"num_attention_heads": 3}, "heads=3 does not divide"),
-        (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported beside attention_bias=True"),
-        (MODERN, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only layers 0, n, 2n"),
-        (MODERN, {"rope_scaling": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
-        (MODERN, {"rope_parameters": None, "global_rope_theta": "1"}, "rope_theta must be a number, is '1'"),
-        (NOMIC, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
-        (NOMIC, {"type_vocab_size": 1}, "type_vocab_size=1 is not supported, only 2"),
-        (NOMIC, {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads"),
-        (NOMIC, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
-        (NOMIC, {"hidden_size": None}, "hidden_size must be a number, is None"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "change", "message"), [
+    (SHAPE, {"model_type": "deberta-v2"}, "model_type='deberta-v2' is not supported, only bert, "),
+    (SHAPE, {"model_type": "deberta-v2"}, "; the nearest is roberta"),
+    (SHAPE, {"model_type": "distilbert"}, "; the nearest is bert"),
+    (SHAPE, {"model_type": "longformer"}, "; the nearest is modernbert"),
+    (SHAPE, {"model_type": "neobert"}, "; the nearest is eurobert"),
+    (SHAPE, {"model_type": None}, "model_type=None"),
+    (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
+    (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
+    (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
+    (SHAPE, {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
+    (SHAPE, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+    (SHAPE, {"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
+    (SHAPE, {"num_attention_heads": 3}, "heads=3 does not divide"),
+    (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported beside attention_bias=True"),
+    (MODERN, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only layers 0, n, 2n"),
+    (MODERN, {"rope_scaling": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
+    (MODERN, {"rope_parameters": None, "global_rope_theta": "1"}, "rope_theta must be a number, is '1'"),
+    (NOMIC, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    (NOMIC, {"type_vocab_size": 1}, "type_vocab_size=1 is not supported, only 2"),
+    (NOMIC, {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads"),
+    (NOMIC, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
+    (NOMIC, {"hidden_size": None}, "hidden_size must be a number, is None"),
+])  # fmt: skip
 def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change: dict[str, Any], message: str) -> None:
     tree = to_huggingface_config(ModelConfig(**shape)) | change
     with pytest.raises(ValueError, match=r"config\.json: ") as caught:

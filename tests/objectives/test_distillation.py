@@ -40,27 +40,28 @@ def student(cfg: Config) -> distillation.Student:
     return distillation.build(cfg, pretrained.load(cfg.distill.teacher).tokenizer.sha256, CPU)
 
 
+def labelled(positions: Tensor, labels: Tensor) -> list[tuple[int, int]]:
+    return [
+        (at, label) for at, label in torch.stack([positions.long(), labels], -1).flatten(0, -2).tolist() if label >= 0
+    ]
+
+
 def oracle(cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch) -> list[Tensor]:
     """The loss sums (mlm, nsp, soft, cosine), position by position as the paper writes them."""
     inputs = {name: batch.inputs()[name] for name in distillation.ENCODED}
     hidden, wanted = ours.encode(**inputs).flatten(0, 1), theirs.encode(**inputs).flatten(0, 1).detach()
     mlm, soft, cosine, nsp = (hidden.new_zeros(()) for _ in range(4))
     t = cfg.distill.temperature
-    for at, label in zip(batch.mlm_positions.flatten().tolist(), batch.mlm_labels.flatten().tolist(), strict=True):
-        if label < 0:
-            continue
+    for at, label in labelled(batch.mlm_positions, batch.mlm_labels):
         z, w = ours.mlm_logits(hidden[at : at + 1])[0], theirs.mlm_logits(wanted[at : at + 1])[0].detach()
         mlm = mlm - z.softmax(-1)[label].log()
         p, q = (w / t).softmax(-1), (z / t).softmax(-1)
         soft = soft + t**2 * (p * (p / q).log()).sum()
-    for at, end in enumerate(batch.key_end.flatten().tolist()):
-        if end:
-            a, b = hidden[at], wanted[at]
-            cosine = cosine + 1 - (a * b).sum() / (a.norm() * b.norm())
-    firsts = batch.cls_positions.flatten().tolist()
-    for at, label in zip(firsts, batch.nsp_labels.flatten().tolist(), strict=True):
-        if label >= 0:
-            nsp = nsp - ours.nsp_logits(hidden[at : at + 1])[0].softmax(-1)[label].log()
+    for at in batch.key_end.flatten().nonzero().flatten().tolist():
+        a, b = hidden[at], wanted[at]
+        cosine = cosine + 1 - (a * b).sum() / (a.norm() * b.norm())
+    for at, label in labelled(batch.cls_positions, batch.nsp_labels):
+        nsp = nsp - ours.nsp_logits(hidden[at : at + 1])[0].softmax(-1)[label].log()
     return [mlm, nsp, soft, cosine]
 
 
@@ -74,12 +75,11 @@ def test_losses_and_gradients_are_the_oracles(norm: str, tmp_path: Path) -> None
     theirs.load_state_dict(found.weights)
     ours = BertForPreTraining(cfg.model, cfg.ops, "cpu", torch.float32)
     ours.load_state_dict(built.state_dict())
-    output, want = built(**batch.inputs()), oracle(cfg, ours, theirs, batch)
-    for loss, expected in zip(output[:4], want, strict=True):
-        assert loss.dtype == torch.float32
-        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=2e-5)
-    sum(output[:4]).backward()
-    torch.stack(want).sum().backward()
+    output, want = built(**batch.inputs()), torch.stack(oracle(cfg, ours, theirs, batch))
+    losses = torch.stack(output[:4])
+    torch.testing.assert_close(losses, want, rtol=2e-5, atol=0)
+    losses.sum().backward()
+    want.sum().backward()
     exact = dict(ours.named_parameters())
     for name, parameter in built.named_parameters():
         assert parameter.grad is not None and exact[name].grad is not None, name
@@ -97,8 +97,7 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
     assert built.state_dict().keys() == plain.state_dict().keys()
     assert len(list(built.parameters())) == len(list(plain.parameters()))
     for name, tensor in built.state_dict().items():
-        origin = name.replace("layers.1.", "layers.3.")
-        assert tensor.equal(found.weights[origin]), name
+        assert tensor.equal(found.weights[name.replace("layers.1.", "layers.3.")]), name
     assert built.terms == ("mlm", "nsp", "soft", "cosine") and built.weights == (2.0, 1.0, 5.0, 1.0)
     assert built.provenance == {"teacher": pretrained.fingerprint(found.weights)}
     found.weights["nsp.bias"][0] += 1
@@ -124,26 +123,19 @@ def test_a_filler_row_counts_for_nothing(tmp_path: Path) -> None:
     assert built.counts(both)[3] == built.counts(alone)[3] == tiny.LENGTH
 
 
-@pytest.mark.parametrize("taken", [(12, [0, 2, 4, 7, 9, 11]), (4, [0, 3]), (4, [0, 1, 2, 3]), (3, [0])])
-def test_layers_are_the_published_choice(taken: tuple[int, list[int]]) -> None:
-    assert distillation.layers_taken(taken[0], len(taken[1])) == taken[1]
+def test_layers_are_the_published_choice() -> None:
+    for layers, taken in ((12, [0, 2, 4, 7, 9, 11]), (4, [0, 3]), (4, [0, 1, 2, 3]), (3, [0])):
+        assert distillation.layers_taken(layers, len(taken)) == taken
 
 
-@pytest.mark.parametrize(
-    ("fields", "overrides", "message"),
-    [
-        ({"hidden": 64}, {}, "model.hidden=32 but the teacher's is 64"),
-        ({"intermediate": 64}, {}, "model.intermediate=128 but the teacher's is 64"),
-        ({"max_positions": 40}, {}, "model.max_positions=16 but the teacher's is 40"),
-        ({}, {"model__layers": 5}, "model.layers=5 but distill.teacher has 4"),
-        ({"nsp": False}, {}, "distill.teacher has no next-sentence head; set model.nsp=false"),
-        (
-            {"causal": True},
-            {"model__nsp": False},
-            "data.masking.strategy=token but distill.teacher was trained with causal",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "overrides", "message"), [
+    ({"hidden": 64}, {}, "model.hidden=32 but the teacher's is 64"),
+    ({"intermediate": 64}, {}, "model.intermediate=128 but the teacher's is 64"),
+    ({"max_positions": 40}, {}, "model.max_positions=16 but the teacher's is 40"),
+    ({}, {"model__layers": 5}, "model.layers=5 but distill.teacher has 4"),
+    ({"nsp": False}, {}, "distill.teacher has no next-sentence head; set model.nsp=false"),
+    ({"causal": True}, {"model__nsp": False}, "strategy=token but distill.teacher was trained with causal"),
+])  # fmt: skip
 def test_what_cannot_be_a_pair_is_named(fields: Any, overrides: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")) as caught:
         student(config(teacher_run(tmp_path, **fields), **overrides))
@@ -159,15 +151,9 @@ def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
 
 
 def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
-    teacher = tiny.config(
-        model__layers=4,
-        optimizer__lr=0.002,
-        data__path="old",
-        init_from="older",
-        model__nsp=False,
-        objective__causal_share=0.3,
-        data__masking__causal_every=4,
-    )
+    dropped = {"objective__causal_share": 0.3, "data__masking__causal_every": 4, "data__path": "old"}
+    shape = {"model__layers": 4, "model__nsp": False}
+    teacher = tiny.config(**shape, **dropped, optimizer__lr=0.002, init_from="older")
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
     assert found.model == teacher.model.model_copy(update={"layers": 2})
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
@@ -208,13 +194,18 @@ def test_a_weight_scales_a_loss_in_the_update_and_not_in_the_figures(tmp_path: P
     assert all_three["host"] == pytest.approx(want, rel=1e-6)
 
 
+def fingerprint(engine: Engine) -> str:
+    """Of the teacher."""
+    return pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
+
+
 def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
     """Losses of 4 updates at every ZeRO stage, what they leave, and at stage 2 a stop, a resume and the tail."""
     found: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         cfg = config(Path(teacher), zero__stage=stage, model__dropout=0.1 if stage == 2 else 0.0)
         engine = Engine(cfg, lambda cfg=cfg: student(cfg), world)
-        before = pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
+        teacher_before = fingerprint(engine)
         results = [engine.train_update(tiny.update(s, cfg, world), 0.003) for s in range(2)]
         if stage == 2:
             saving = Checkpoints(Path(folder), world, CheckpointConfig(asynchronous=False))
@@ -228,10 +219,8 @@ def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
         found[f"{stage}"] = [r.losses.tolist() for r in results + tail]
         found[f"{stage} counts"] = [r.counts.tolist() for r in results + tail]
         found[f"{stage} eval"] = engine.eval_sums(tiny.update(9, cfg, world).batches).tolist()
-        weights = engine.consolidated_weights()
-        found[f"{stage} names"] = sorted(weights)
-        after = pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
-        found[f"{stage} teacher"] = before == after
+        found[f"{stage} names"] = sorted(engine.consolidated_weights())
+        found[f"{stage} teacher"] = fingerprint(engine) == teacher_before
     return found
 
 

@@ -21,24 +21,19 @@ from megabert.objectives import minimal_pairs
 from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusal import refusal
 
-SENTENCES = [
-    "the quick brown fox jumps",
-    "she sells sea shells",
-    "the",
-    "fox the she over the lazy dog by the sea shore",
-]
+LONG = "fox the she over the lazy dog by the sea shore"
+SENTENCES = ["the quick brown fox jumps", "she sells sea shells", "the", LONG]
 
 
 def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float]:
     """By transformers alone, one masked copy after another."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    kind_of_model = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
-    peer = kind_of_model.from_pretrained(folder, is_decoder=causal).eval()
-    found = []
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
+    peer, found = auto.from_pretrained(folder, is_decoder=causal).eval(), []
     for sentence in sentences:
-        ids = tokenizer(sentence, return_tensors="pt")["input_ids"]
-        total = 0.0
+        ids, total = tokenizer(sentence, return_tensors="pt")["input_ids"], 0.0
         for i in range(1, ids.shape[1] - 1):
             seen = ids.clone()
             seen[0, i] = tokenizer.mask_token_id
@@ -51,8 +46,7 @@ def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float
 
 def test_the_model_is_told_that_scores_are_causal(tmp_path: Path) -> None:
     """Attention over whole sequences knows it from that alone."""
-    pretrained, told = hf.load(runs.make(tmp_path, "uncased")), []
-    cpu = torch.device("cpu")
+    pretrained, told, cpu = hf.load(runs.make(tmp_path, "uncased")), [], torch.device("cpu")
     model = pretrained.language_model(cpu, torch.float32)
 
     def recorded(**inputs: Any) -> torch.Tensor:
@@ -97,20 +91,20 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
 
 
+SCORES = {"right": -1.0, "wrong": -2.0, "same": -2.0}
+
+
 def test_fields_are_means_and_ties_count_half() -> None:
-    scores = {"right": -1.0, "wrong": -2.0, "same": -2.0}
     of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
-    table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], scores)
+    table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], SCORES)
     assert table["fields"] == {"f": 0.75, "g": 0.5}
     assert table["paradigms"]["a"] == {"field": "f", "pairs": 2, "accuracy": 0.5}
     assert (table["accuracy"], table["pairs"], table["ties"]) == (pytest.approx(2 / 3), 4, 1)
 
 
 def test_equal_names_of_fields_and_folders_stay_apart(tmp_path: Path) -> None:
-    scores = {"right": -1.0, "wrong": -2.0}
-    table = build_table(
-        [Pair("right", "wrong", "a", "f"), Pair("wrong", "right", "a", "g"), Pair("right", "wrong", "b", "g")], scores
-    )
+    right, wrong = ("right", "wrong"), ("wrong", "right")
+    table = build_table([Pair(*right, "a", "f"), Pair(*wrong, "a", "g"), Pair(*right, "b", "g")], SCORES)
     assert {name: values["pairs"] for name, values in table["paradigms"].items()} == {"f/a": 1, "g/a": 1, "b": 1}
     assert table["accuracy"] == pytest.approx(2 / 3) and table["pairs"] == 3
     for folder in ("one", "two"):
@@ -122,10 +116,9 @@ def test_equal_names_of_fields_and_folders_stay_apart(tmp_path: Path) -> None:
 
 
 def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
-    lines = [
-        {"sentence_good": f"good {i}", "sentence_bad": f"bad {i}", "field": "syntax", "UID": "x_1"} for i in range(3)
-    ]
-    (tmp_path / "x_1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = {"field": "syntax", "UID": "x_1"}
+    lines = [json.dumps({"sentence_good": f"good {i}", "sentence_bad": f"bad {i}"} | more) + "\n" for i in range(3)]
+    (tmp_path / "x_1.jsonl").write_text("".join(lines))
     (tmp_path / "npi-matrix_question.txt").write_text("wrong a\nright a\nwrong b\nright b\n")
     assert read_pairs(tmp_path, each=1) == [
         Pair("right a", "wrong a", "npi-matrix_question", "npi"),
@@ -133,31 +126,30 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     ]
     assert len(read_pairs(tmp_path)) == 5
     (tmp_path / "odd.txt").write_text("one\ntwo\nthree\n")
-    with pytest.raises(ValueError, match=r"odd\.txt: has 3 lines, which are not pairs"):
-        read_pairs(tmp_path)
-    (tmp_path / "x_2.jsonl").write_text(json.dumps(lines[0]) + '\n{"sentence_good": "alone"}\n')
-    with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
-        read_pairs(tmp_path / "x_2.jsonl")
-    with pytest.raises(ValueError, match=r"neither a \.jsonl or \.txt file nor a folder"):
-        read_pairs(tmp_path / "nowhere")
+    (tmp_path / "x_2.jsonl").write_text(lines[0] + '{"sentence_good": "alone"}\n')
+    for name, message in (
+        ("odd.txt", r"odd\.txt: has 3 lines, which are not pairs"),
+        ("x_2.jsonl", r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"),
+        ("nowhere", r"neither a \.jsonl or \.txt file nor a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_pairs(tmp_path / name)
 
 
 def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run", "uncased")
-    (tmp_path / "npi-question.txt").write_text("the fox the\nthe quick fox\n" * 3)
-    command = ["--model", str(run), "--pairs", str(tmp_path / "npi-question.txt"), "--json", str(tmp_path / "out.json")]
-    assert pairs.main([*command, "--score", "causal"]) == 0
-    assert json.loads((tmp_path / "out.json").read_text())["score"] == "causal" and capsys.readouterr().out
-    assert pairs.main(command) == 0
-    written = json.loads((tmp_path / "out.json").read_text())
+    run, file, out = runs.make(tmp_path / "run", "uncased"), tmp_path / "npi-question.txt", tmp_path / "out.json"
+    file.write_text("the fox the\nthe quick fox\n" * 3)
+    command = ["--model", str(run), "--pairs", str(file)]
+    assert pairs.main([*command, "--json", str(out), "--score", "causal"]) == 0
+    assert json.loads(out.read_text())["score"] == "causal" and capsys.readouterr().out
+    assert pairs.main([*command, "--json", str(out)]) == 0
+    written = json.loads(out.read_text())
     assert written["score"] == "masked" and written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
     shown = capsys.readouterr().out
     assert "2 sentences in " in shown and " a minute" in shown
-    assert (
-        f"{100 * written['accuracy']:.2f}  mean of 1 paradigms (3 pairs" in shown and "npi-question (3 pairs)" in shown
-    )
-    assert pairs.main([*command[:4], "--each", "-1"]) == 2
-    assert "--each -1: must be 0 or more" in capsys.readouterr().err
+    mean = f"{100 * written['accuracy']:.2f}  mean of 1 paradigms (3 pairs"
+    assert mean in shown and "npi-question (3 pairs)" in shown
+    assert "--each -1: must be 0 or more" in refusal(capsys, pairs.main, *command, "--each", -1)
 
 
 class Numbers:
@@ -174,11 +166,12 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     engine = tiny.engine(config, world)
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
     pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
-    calls: list[None] = []
-    whole = mock.patch.object(tokenizer_files, "exported", lambda _: None)  # numbers have no tokenizer to export
+    called, whole = (
+        mock.Mock(),
+        mock.patch.object(tokenizer_files, "exported", lambda _: None),
+    )  # of numbers there is none
     with whole, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
-        found = PairsWhileTraining(pairs, scorer, world).evaluate(lambda: calls.append(None))
-    return found, len(calls)
+        return PairsWhileTraining(pairs, scorer, world).evaluate(called), called.call_count
 
 
 @pytest.mark.slow
