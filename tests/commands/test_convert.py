@@ -1,7 +1,5 @@
 """Any Hugging Face BERT folder becomes a run to continue from; what is none is one line, nothing run, nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -207,7 +205,6 @@ def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
 BIAS, QUERY = "cls.predictions.bias", "bert.encoder.layer.1.attention.self.query.weight"
 DECODER, WORDS = "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"
 WRONG: dict[str, tuple[Any, str]] = {
-    "no folder": (shutil.rmtree, "no such folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: not found"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or pytorch_model.bin, so it is not a Hugging Face folder"),

@@ -1,7 +1,5 @@
 """The doctor reports this machine, packages that only look right, and about what is missing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

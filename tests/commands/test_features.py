@@ -1,7 +1,5 @@
 """Vectors are transformers' own, in the order of the input and whatever the batches; a mistake is one line and no file."""
 
-from __future__ import annotations
-
 import gzip
 import resource
 from pathlib import Path
@@ -166,17 +164,11 @@ def test_encode_keeps_the_number_of_threads(run: Path, two_threads: None) -> Non
 MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.txt", b"one\n\ntwo\n", [], "a.txt, line 2: empty text"),
     ("a.txt", b"", [], "has no text in it"),
-    ("a.txt", b"one\n", ["--text", "a"], "a.txt: --text names the column of a .tsv"),
     ("a.tsv", b"x\ty\none\ttwo\n", [], "a.tsv: --text names the column of a .tsv"),
     ("a.tsv", b"x\ty\none\ttwo\n", ["--text", "z"], "no column 'z'; its columns are x, y"),
     ("a.csv", b"x,y\none, \n", ["--text", "y"], "line 2, column 'y': empty text"),
     ("a.txt", b"one\n", ["--layers", "5"], "the model has 0 (embeddings) to 4"),
-    ("a.txt", b"one\n", ["--layers", "first"], "--layers first: is neither last nor N"),
     ("a.txt", b"one\n", ["--max-length", "101"], "the model takes 5 to 100 tokens"),
-    ("a.txt", b"one\n", ["--batch-tokens", "0"], "must be 1 or more"),
-    ("a.txt", b"one\n", ["--output", "OUT.txt"], "OUT.txt: must end in .parquet, .npy"),
-    ("a.txt", b"one\n", ["--output", "out.npy", "--pool", "none"], "out.npy: .npy holds one vector a text"),
-    ("a.txt", b"one\n", ["--output", "none/out.parquet"], "none: no such folder"),
     ("a.txt", b"one\n", ["--output", "there.parquet"], "there.parquet: already exists"),
 ]  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Words and probabilities are those of transformers' pipeline on the exported model, and newer checkpoints are followed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -100,11 +98,7 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
 def test_mistakes_are_one_line(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     for words, message in (
-        (["the fox"], "the text has no [MASK]"),
-        (["[MASK] " * 50], "the text has 52 tokens, the model takes at most 40"),
-        (["caf\udce9 [MASK]"], "the text is not valid UTF-8"),
-        (["[MASK]", "--top", "0"], "--top 0"),
-        (["[MASK]", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such file"),
-        (["[MASK]", "--model", tmp_path / "none"], "no such folder"),
+        ("[MASK] " * 50, "the text has 52 tokens, the model takes at most 40"),
+        ("caf\udce9 [MASK]", "the text is not valid UTF-8"),
     ):
-        assert message in refusal(capsys, fill.main, "--model", run, *words)
+        assert message in refusal(capsys, fill.main, "--model", run, words)

@@ -1,7 +1,5 @@
 """Preflight of simulated nodes, whose differences and slow ranks are named, and of real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

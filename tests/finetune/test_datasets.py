@@ -1,7 +1,5 @@
 """Published layouts are read as they are; a mistake in a file or a task is one line that names the place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace
@@ -319,8 +317,6 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
-    ({"text": ()}, "one or two text columns and a label column; name them"),
     ({"text": ("0",)}, "all columns by name or all by number"),
     ({"labels": ("x", "y", "x")}, "not distinct"),
     ({"kind": "score", "labels": ("1", "2")}, "has no labels"),

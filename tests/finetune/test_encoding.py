@@ -1,7 +1,5 @@
 """Items: tokens and windows, every word once, every answer where its characters are, and transformers' ids and spans."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

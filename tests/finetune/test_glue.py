@@ -1,7 +1,5 @@
 """`megabert glue` on made-up files of all nine tasks: what decides, what is reported, the table, resuming."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Items in batches, and heads on them: losses by their definitions, packing, learning under the engine."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

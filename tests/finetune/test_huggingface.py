@@ -1,7 +1,5 @@
 """Exported fine-tuned models in transformers: the same logits on full, padded and windowed input, the same predictions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved models, the logits of items, and predictions of files."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

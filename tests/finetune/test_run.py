@@ -1,7 +1,5 @@
 """Runs: resumed bit for bit, ranks, from scratch; several runs in one folder and their summary."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import weakref

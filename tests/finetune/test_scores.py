@@ -1,7 +1,5 @@
 """Scores equal their published rules, worked by hand or counted by an oracle."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """A mistake that a command answers with one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers of every kind, and transformers' own of the files that we export of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of published `config.json` files, from the pages of these models on huggingface.co."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # answerdotai/ModernBERT-base and -large (Warner et al. 2024)

@@ -1,7 +1,5 @@
 """Tokens added to a vocabulary in each layout of a Hugging Face folder: the ids of AutoTokenizer, after convert and export too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

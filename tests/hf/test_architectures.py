@@ -1,7 +1,5 @@
 """Published architectures: transformers' own logits and gradients, the same tensors back; NomicBERT's first files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

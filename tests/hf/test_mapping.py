@@ -1,7 +1,5 @@
 """Names there and back are bit-equal, logits are transformers' own, and what does not fit is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

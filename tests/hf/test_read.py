@@ -1,7 +1,5 @@
 """A Hugging Face folder loads as a run does, with transformers' own numbers; nothing of it is run, nothing is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

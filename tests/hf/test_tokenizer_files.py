@@ -1,7 +1,5 @@
 """What AutoTokenizer makes of the files has the ids of ours, for every kind of tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

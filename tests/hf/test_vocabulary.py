@@ -1,7 +1,5 @@
 """Transplanted vocabularies: which old vectors a new token has, by every kind of tokenizer, and the model of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -199,7 +197,6 @@ def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
         ("tokenizer.json", "tokenizer.json: has no mask token (none of [MASK], <mask>)"),
         ("vocab.txt", "vocab.txt: not a SentencePiece model and no vocab.txt of BERT's: no line is [SEP]"),
         ("empty", "empty: holds no tokenizer"),
-        ("missing", "missing: no such file"),
         ("data", "manifest.json"),
         ("old", "is a run, whose heads stay", "--no-nsp"),
     ):

@@ -1,7 +1,5 @@
 """A student's losses are the published ones, its teacher never changes, and it trains as any other model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

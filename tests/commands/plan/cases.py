@@ -1,7 +1,5 @@
 """What the tests of the plan share."""
 
-from __future__ import annotations
-
 from megabert import config as configuration
 from megabert.commands.plan.step_time import DEVICES, Fabric, Software
 from megabert.config import Config

@@ -1,7 +1,5 @@
 """Times of collectives and of one update, by hand, by limits and by what two ranks send."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and work that a plan names are those of real runs and of numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
