@@ -19,6 +19,7 @@ SCORE = custom("score", text=["a", "b"], label="y")
 BY_NUMBER = custom("classify", text=["3"], label="1")
 TAG = custom("tag")
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
+ZIPPED = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -85,8 +86,8 @@ def test_hub_columns_and_classes_are_read(tmp_path, name) -> None:
     lines = write(tmp_path, "h.jsonl", "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
     cells = [",".join(map(str, row.values())) for row in rows]
     table = write(tmp_path, "h.csv", "\n".join([",".join([*columns, "label", "idx"]), *cells]))
-    own = list(PRESETS[name].labels)
-    want = {"mnli": ["entailment", "neutral", "contradiction"], "stsb": labels}.get(name, own)
+    numbered = {"mnli": ["entailment", "neutral", "contradiction"], "stsb": labels}
+    want = numbered.get(name, list(PRESETS[name].labels))
     for path in (tmp_path / "h.parquet", lines, table):
         examples = read(PRESETS[name], path)
         assert [e.label for e in examples] == want and examples[0].a == "A text." == (examples[0].b or "A text.")
@@ -101,25 +102,20 @@ def test_sts_benchmark_has_no_header(tmp_path) -> None:
     rows = [f'{start}5.000\tA plane, "big.\tAn air plane.\n', f"{start}3.8\tA man.\tA woman.\tsource\tlicence\n"]
     for content in ("".join(rows), "".join(rows[::-1])):
         examples = read(PRESETS["stsb"], write(tmp_path, "sts-train.csv", content))
-        assert sorted((e.label, e.a, e.b) for e in examples) == [
-            (3.8, "A man.", "A woman."), (5.0, 'A plane, "big.', "An air plane.")
-        ]  # fmt: skip
+        found = {e.label: (e.a, e.b) for e in examples}
+        assert found == {3.8: ("A man.", "A woman."), 5.0: ('A plane, "big.', "An air plane.")}
     with pytest.raises(ValueError, match=r"line 2: no column 'sentence2\|6'; its columns are 0, 1, 2, 3, 4, 5"):
         read(PRESETS["stsb"], write(tmp_path, "cut.csv", f"{rows[0]}{start}3.8\tA man.\n"))
 
 
-LAYOUTS = {
-    "t.csv": 'label,text\nx,"say ""hi"\ny,"b, c"\n',
-    "t.data": 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty',
-    "u.data": '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}',
-    "v.data": '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n',
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_same_rows_in_any_layout(tmp_path, name) -> None:
-    plain, zipped = LAYOUTS[name], gzip.compress(LAYOUTS[name].encode())
-    for path in (write(tmp_path, name, plain), write(tmp_path, f"{name}.gz", zipped)):
+@pytest.mark.parametrize(("name", "content"), [
+    ("t.csv", 'label,text\nx,"say ""hi"\ny,"b, c"\n'),
+    ("t.data", 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty'),
+    ("u.data", '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}'),
+    ("v.data", '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n'),
+])  # fmt: skip
+def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
+    for path in (write(tmp_path, name, content), write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))):
         examples = read(PLAIN, path)
         assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
         assert examples[0].where.startswith(f"{path}, line ")
@@ -137,16 +133,13 @@ def test_unicode_line_ends_are_text(tmp_path) -> None:
 def test_unlabelled_files_need_no_labels(tmp_path) -> None:
     only = write(tmp_path, "test.tsv", "index\tsentence1\tsentence2\n0\tA.\tB.\n")
     assert read(PRESETS["rte"], only, labelled=False) == [TextExample("0", f"{only}, line 2", "A.", "B.", None)]
-    both = write(tmp_path, "dev.tsv", "text\tlabel\na\t\n")
-    assert read(PLAIN, both, labelled=False)[0].label is None
+    assert read(PLAIN, write(tmp_path, "dev.tsv", "text\tlabel\na\t\n"), labelled=False)[0].label is None
     words = write(tmp_path, "t.conll", "one\ntwo\n\nthree\n")
-    assert read(TAG, words, labelled=False) == [
-        SentenceExample("0", f"{words}, line 1", ("one", "two"), None),
-        SentenceExample("1", f"{words}, line 4", ("three",), None),
-    ]
+    want = [(f"{words}, line 1", ("one", "two")), (f"{words}, line 4", ("three",))]
+    sentences = [SentenceExample(str(i), *given, None) for i, given in enumerate(want)]
+    assert read(TAG, words, labelled=False) == sentences
     asked = write(tmp_path, "t.json", json.dumps(squad({"id": "q", "question": "Who?"})))
-    (question,) = read(SQUAD2, asked, labelled=False)
-    assert question.answers is None
+    assert read(SQUAD2, asked, labelled=False)[0].answers is None
 
 
 def test_conll_2003_file(tmp_path) -> None:
@@ -203,8 +196,8 @@ def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:
         (("\xa0", "c"), ("B-x", "E-x")),
         (("d",), ("O",)),
     ]
-    any_tag = custom("tag", metrics=["accuracy"])
-    assert read(any_tag, write(tmp_path, "p.conll", "dogs  NOUN\nbark  VERB\n"))[0].tags == ("NOUN", "VERB")
+    spaces = write(tmp_path, "p.conll", "dogs  NOUN\nbark  VERB\n")
+    assert read(custom("tag", metrics=["accuracy"]), spaces)[0].tags == ("NOUN", "VERB")
 
 
 def test_squad_file(tmp_path) -> None:
@@ -218,7 +211,7 @@ def test_squad_file(tmp_path) -> None:
         read(SQUAD, path)
 
 
-BAD_TABLES = {
+BAD = {
     "empty file": ("", PLAIN, "bad: holds no example"),
     "missing column": ("sentence\tclass\na\tb\n", PLAIN, "line 2: no column 'text'; its columns are sentence, class"),
     "missing number": ("a\t1\tx\n", BY_NUMBER, "line 1: no column '3'; its columns are 0, 1, 2"),
@@ -243,52 +236,39 @@ BAD_TABLES = {
     "no entity tag": ("a NOUN\n", TAG, "line 1: tag 'NOUN' is neither O nor B-, I-, E- or S- and a name"),
     "unknown tag": ("a O\nb B-y\n", replace(TAG, labels=("O", "B-x")), "line 2: label 'B-y' is none of O, B-x"),
     "no sentence": ("-DOCSTART- O\n\n", TAG, "bad: holds no example"),
+    "outside": (squad(qa("q1", ("Rome.", 17))), SQUAD2, "answer 'Rome.' is not at 17 of its context, which has 'me.'"),
+    "before": (squad(qa("q1", ("Ada", -20))), SQUAD2, "question q1: answer 'Ada' is not at -20 of its context"),
+    "empty answer": (squad(qa("q1", ("", 3))), SQUAD2, "question q1: an answer is empty"),
+    "no answer": (squad(qa("q1")), SQUAD2, "question q1: has 0 answers, is_impossible=False"),
+    "impossible": (squad(qa("q1", ("Ada", 0), is_impossible=True)), SQUAD2, "q1: has 1 answers, is_impossible=True"),
+    "twice": (squad(qa("q1", ("Ada", 0)), qa("q1", ("Bob", 8))), SQUAD2, "question q1: id 'q1' was used before"),
+    "empty context": (squad(qa("q1", ("Ada", 0)), context="\n"), SQUAD2, "q1: the question or its context is empty"),
+    "text for start": (squad(qa("q1", ("Ada", "0"))), SQUAD2, "question q1: has no 'answer_start' that is a number"),
+    "no data": ({"version": "1"}, SQUAD2, "bad: has no 'data' that is a list, as SQuAD's JSON has"),
+    "no questions": (squad(), SQUAD2, "bad: holds no example"),
+    ".csv": ('text,label\na,x\n"b"c,y\n', PLAIN, "line 3: is not CSV"),
+    ".tsv.gz": ("text\tlabel\na\tx\n", PLAIN, ": is not a whole gzip file"),
+    "damaged.gz": (ZIPPED[:20] + b"\xff" * 8 + ZIPPED[28:], PLAIN, ": is not a whole gzip file"),
 }  # fmt: skip
 
-BAD_SQUAD = {
-    "outside": (squad(qa("q1", ("Rome.", 17))), "question q1: answer 'Rome.' is not at 17 of its context, which has 'me.'"),
-    "before": (squad(qa("q1", ("Ada", -20))), "question q1: answer 'Ada' is not at -20 of its context"),
-    "empty answer": (squad(qa("q1", ("", 3))), "question q1: an answer is empty"),
-    "no answer": (squad(qa("q1")), "question q1: has 0 answers, is_impossible=False"),
-    "impossible": (squad(qa("q1", ("Ada", 0), is_impossible=True)), "question q1: has 1 answers, is_impossible=True"),
-    "twice": (squad(qa("q1", ("Ada", 0)), qa("q1", ("Bob", 8))), "question q1: id 'q1' was used before"),
-    "empty context": (squad(qa("q1", ("Ada", 0)), context="\n"), "question q1: the question or its context is empty"),
-    "text for start": (squad(qa("q1", ("Ada", "0"))), "question q1: has no 'answer_start' that is a number"),
-    "no data": ({"version": "1"}, "bad.json: has no 'data' that is a list, as SQuAD's JSON has"),
-    "no questions": (squad(), "bad.json: holds no example"),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("case", [*BAD_TABLES, *BAD_SQUAD])
+@pytest.mark.parametrize("case", BAD)
 def test_mistake_in_a_file_is_one_line(tmp_path, case) -> None:
-    if case in BAD_SQUAD:
-        tree, message = BAD_SQUAD[case]
-        task, path = SQUAD2, write(tmp_path, "bad.json", json.dumps(tree))
-    else:
-        content, task, message = BAD_TABLES[case]
-        path = write(tmp_path, "bad", content)
+    content, task, message = BAD[case]
+    ending = case[case.index(".") :] if "." in case else ""
+    path = write(tmp_path, f"bad{ending}", json.dumps(content) if task is SQUAD2 else content)
     with pytest.raises(ValueError) as caught:
         read(task, path)
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
-    path = write(tmp_path, "t.csv", 'text,label\na,x\n"b"c,y\n')
-    with pytest.raises(ValueError, match=r"t\.csv, line 3: is not CSV"):
-        read(PLAIN, path)
-    whole = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
-    for data in (b"text\tlabel\na\tx\n", whole[:20] + b"\xff" * 8 + whole[28:]):
-        with pytest.raises(ValueError, match=r"t\.tsv\.gz: is not a whole gzip file"):
-            read(PLAIN, write(tmp_path, "t.tsv.gz", data))
-
-
 def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
     """A text that is the query, or one of the positives, is not a negative."""
-    lines = [
+    two = (
         {"query": "q", "positives": ["p"], "negatives": ["n", "q", "p"]},
         {"query": "r", "texts": ["a", "b"], "scores": [2, 0.5]},
-    ]
-    path = write(tmp_path, "r.jsonl", "\n".join(map(json.dumps, lines)))
+    )
+    path = write(tmp_path, "r.jsonl", "\n".join(map(json.dumps, two)))
     want = [("0", "q", "p", 1.0), ("1", "q", "n", 0.0), ("2", "r", "a", 2.0), ("3", "r", "b", 0.5)]
     assert [(e.id, e.a, e.b, e.label) for e in read(PRESETS["ranking"], path)] == want
     assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
