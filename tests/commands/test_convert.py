@@ -27,6 +27,7 @@ from tests.test_held_out_by_dataset import DATA, SMALL
 
 # it writes to stderr
 transformers.logging.disable_progress_bar()
+HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForPreTraining")
 
 
 def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, **changes: Any) -> Any:
@@ -111,9 +112,6 @@ def test_data_of_another_tokenizer_is_named(size: tuple[str, ...], world, tmp_pa
     if not size:
         shown = refusal(capsys, plan, "--config", start / "config.toml", "--data", DATA)
         assert all(part in shown for part in says)
-
-
-HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForPreTraining")
 
 
 @pytest.mark.parametrize("kind", [*HEADS, "BertForPreTraining --no-nsp"])

@@ -21,6 +21,13 @@ from tests.helpers import runs
 from tests.helpers.refusal import refusal
 
 HEADS = ("cls.", "bert.pooler.", "pooler.")
+NO_NSP = [
+    ({}, "BertForMaskedLM"),
+    ({"tied": False, "norm": "pre"}, "MegatronBertForMaskedLM"),
+    ({"kind": "modern", "norm": "pre"}, "ModernBertForMaskedLM"),
+]
+SENTENCES = ["She sells sea shells by the sea shore.", "dog", "The quick brown fox, " * 12]
+POOLS = [("mean", {}), ("cls", {"norm": "pre"}), ("mean", {"nsp": False, "norm": "pre"}), ("cls", {"causal": True})]
 
 
 def export_of(run: Path) -> Path:
@@ -74,13 +81,6 @@ def test_files_of_an_export(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
         assert not any("decoder" in name for name in file.keys())  # noqa: SIM118
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
-
-
-NO_NSP = [
-    ({}, "BertForMaskedLM"),
-    ({"tied": False, "norm": "pre"}, "MegatronBertForMaskedLM"),
-    ({"kind": "modern", "norm": "pre"}, "ModernBertForMaskedLM"),
-]
 
 
 @pytest.mark.parametrize(("fields", "kind"), NO_NSP)
@@ -192,10 +192,6 @@ def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> No
     assert "is not empty" in refusal(capsys, export.main, *command) and (tmp_path / "hf/extra").is_file()
     assert export.main([*command, "--overwrite"]) == 0
     assert not (tmp_path / "hf/extra").exists() and (tmp_path / "hf/config.json").is_file()
-
-
-SENTENCES = ["She sells sea shells by the sea shore.", "dog", "The quick brown fox, " * 12]
-POOLS = [("mean", {}), ("cls", {"norm": "pre"}), ("mean", {"nsp": False, "norm": "pre"}), ("cls", {"causal": True})]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ TEXTS = [
     "She sells sea shells by the sea shore; the shells she sells are surely sea shells.",
     "dog",
 ]
+POOLED = [("cls", ".npy", "fp32"), ("mean", ".parquet", "fp32"), ("max", ".npy", "fp32"), ("mean", ".npy", "bf16")]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +82,6 @@ def test_layers_are_transformers_own(layers: str, run: Path, peer: Any, lines: P
     assert found["lengths"].tolist() == [len(states) for states in want]
     assert found["vectors"].shape == np.concatenate(want).shape
     assert np.abs(found["vectors"] - np.concatenate(want)).max() <= 1e-5
-
-
-POOLED = [("cls", ".npy", "fp32"), ("mean", ".parquet", "fp32"), ("max", ".npy", "fp32"), ("mean", ".npy", "bf16")]
 
 
 @pytest.mark.parametrize(("pool", "ending", "precision"), POOLED)

@@ -20,6 +20,7 @@ BY_NUMBER = custom("classify", text=["3"], label="1")
 TAG = custom("tag")
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
 ZIPPED = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
+HUB_COLUMNS = {"mnli": ("premise", "hypothesis"), "qnli": ("question", "sentence"), "qqp": ("question1", "question2")}
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -68,9 +69,6 @@ def test_glue_files_are_read_as_published(tmp_path, name, caplog) -> None:
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
     assert ("2 rows are cut at a tab or a line end and left out" in caplog.text) == (name == "qqp")
-
-
-HUB_COLUMNS = {"mnli": ("premise", "hypothesis"), "qnli": ("question", "sentence"), "qqp": ("question1", "question2")}
 
 
 @pytest.mark.parametrize("name", [name for name, task in PRESETS.items() if name in (*HUB_CLASSES, "stsb")])

@@ -183,9 +183,6 @@ def test_unknown_label_is_one_line(tokenizer) -> None:
         encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
 
 
-# ---- as by transformers on the export
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_items_have_the_exports_ids(kind: str, tmp_path: Path) -> None:
     found = tokenizers.make(tmp_path, kind)

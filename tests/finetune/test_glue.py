@@ -31,9 +31,6 @@ def arguments(base: Path, output: Path, *more: str) -> list[str]:
     return ["--model", str(base / "run"), "--data", str(base / "glue"), "--output", str(output), *small, *more]
 
 
-# ---- tasks and splits
-
-
 def test_glue_layout_is_found_whole(base) -> None:
     found = {glue.GLUE[task.name]: (task, files) for task, files in glue.find_tasks(base / "glue")}
     assert list(found) == list(glue.GLUE.values())

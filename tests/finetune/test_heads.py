@@ -45,9 +45,6 @@ def items_of(kind: str, count: int = 5) -> list[TaskItem]:
     return [replace(item, targets=draw.integers(0, 2, 3).astype(np.float32)) for item in items]
 
 
-# ---- batches
-
-
 @pytest.mark.parametrize("kind", ["classify", "score", "tag", "span"])
 def test_read_positions_and_targets_are_the_items(kind: str) -> None:
     items = finetune_items.items(kind, 20)
@@ -90,9 +87,6 @@ def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int
         assert sum(b.items for b in found) == len(want) == (5 if step % 3 == 2 else 12)
         assert sorted(t for b in found for t in b.targets.tolist()) == sorted(int(i.targets[0]) for i in want)
         assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
-
-
-# ---- heads
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)

@@ -38,6 +38,8 @@ WRITERS = {
 }
 LABELS = {"classify": ("even", "odd"), "multilabel": ("even", "high"), "tag": ("B-A", "B-B", "O"), "span": ()}
 SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
+MODERN = {"kind": "modern", "norm": "pre", "nsp": False}
+STARTS = [("classify", {}), ("tag", {}), ("tag", MODERN), ("classify", {"nsp": False})]
 
 
 @pytest.fixture(scope="module")
@@ -277,13 +279,6 @@ def test_ranks_and_micro_steps_train_the_same_model(frozen: dict[str, Any], base
     assert worst < 2e-4, worst
 
 
-# ---- from a fine-tuned model
-
-
-MODERN = {"kind": "modern", "norm": "pre", "nsp": False}
-STARTS = [("classify", {}), ("tag", {}), ("tag", MODERN), ("classify", {"nsp": False})]
-
-
 @pytest.mark.parametrize("layers", ["last", "1,2"])
 @pytest.mark.parametrize(("kind", "fields"), STARTS)
 def test_fine_tuned_model_is_a_base(kind: str, fields: dict[str, Any], layers: str, tmp_path, capsys) -> None:
@@ -321,9 +316,6 @@ def test_other_task_starts_from_a_fine_tuned_model(base, tmp_path, world, capsys
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     text = "hf: its encoder is used, and these of its tensors are not: classifier.bias, classifier.weight\n"
     assert text in capsys.readouterr().out
-
-
-# ---- the folder of several runs
 
 
 def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10.0) -> dict[str, Any]:

@@ -16,6 +16,8 @@ CLASSES = custom("classify", ["text"], "label", ["accuracy", "f1", "macro_f1", "
 SCORE = custom("score", ["text"], "label", ["pearson", "spearman"])
 TAG = custom("tag", metrics=METRICS["tag"])
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
+CONTEXT = "Ada  met Bob in Rome."
+SPANS = [(0, 3), (5, 8), (9, 12), (13, 15), (16, 20), (20, 21)]
 
 
 def texts(labels) -> list[TextExample]:
@@ -32,9 +34,6 @@ def questions(answers) -> list[QuestionExample]:
 
 def predicted(text: str, probability: float = 0.0) -> dict:
     return {"text": text, "no_answer_probability": probability}
-
-
-# ---- classes, numbers and tags
 
 
 def test_metrics_of_labels_by_hand() -> None:
@@ -137,9 +136,6 @@ def test_report_by_label_by_hand() -> None:
     assert words == [pytest.approx(("N", 1 / 2, 1.0, 2 / 3, 1)), ("V", 0.0, 0.0, 0.0, 1)]
 
 
-# ---- SQuAD's rules
-
-
 def test_answers_are_normalized_as_squad_does() -> None:
     for text, want in {
         "The  Café, an\tOld-Time bar!": "café oldtime bar",
@@ -169,9 +165,6 @@ def test_squad_takes_the_best_answer() -> None:
     assert score(SQUAD2, asked, given) == {"em": 2 / 5, "f1": 2 / 5}
 
 
-# ---- logits to predictions
-
-
 def item(example: int, tokens: int = 1, spans: list[tuple[int, int]] | None = None) -> TaskItem:
     char_spans = np.array([(0, 0), *(spans or [])], np.int64)
     positions = np.arange(len(char_spans) if spans else tokens)
@@ -193,10 +186,6 @@ def test_tags_of_windows_are_joined() -> None:
     logits = [np.eye(3)[[1, 0]], np.eye(3)[[2]], np.eye(3)[[0, 1]]]
     found = decode(TAG, sentences([["O"] * 3, ["O"] * 2]), items, logits, ("O", "B-A", "I-A"))
     assert found == [["B-A", "O", "I-A"], ["O", "B-A"]]
-
-
-CONTEXT = "Ada  met Bob in Rome."
-SPANS = [(0, 3), (5, 8), (9, 12), (13, 15), (16, 20), (20, 21)]
 
 
 def span_logits(null: float = 0.0, **values: tuple[float, float]) -> np.ndarray:
@@ -243,9 +232,6 @@ def test_answer_is_neither_long_nor_blank() -> None:
     assert none == {"text": "", "no_answer_probability": 1.0}
     blank = np.array([[0, 0], [0, 0], [9, 9], [0, 1]])
     assert answer(SQUAD, blank, context="a  b", spans=[(0, 1), (3, 3), (3, 4)])["text"] == "b"
-
-
-# ---- files
 
 
 def test_predictions_file_of_each_kind(tmp_path) -> None:

@@ -31,6 +31,7 @@ backends = pytest.mark.parametrize(
 SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m", "nomic-embed-text")
 # Lengths of sequences by row width; the windows of the small models are 16 tokens.
 ROWS = {"full": ([64, 64], 64), "padded": ([40, 17], 64), "packed": ([5, 33, 1, 12, 50, 2, 25], 64)}
+RATE, STEPS = 0.001, 20
 
 
 def find_peer(tree: dict[str, Any], seed: int = 0) -> Any:
@@ -120,9 +121,6 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     assert back.config.to_dict().get("layer_types") == peer.config.to_dict().get("layer_types")
 
 
-RATE, STEPS = 0.001, 20
-
-
 def settings(name: str) -> tuple[dict[str, Any], Config]:
     """A published model, small, as a configuration; where it has a window, that is shorter than the rows."""
     tree = published.shrunk(name) | {"vocab_size": tiny.VOCAB}
@@ -170,8 +168,6 @@ def test_updates_equal_those_of_a_plain_loop(name: str) -> None:
     assert losses[0] - losses[-1] > 0.5
     assert max(largest(start[name], theirs[name]) for name in theirs) > 0.01
 
-
-# ---- NomicBERT's first files
 
 # nomic-ai/nomic-bert-2048's config.json, small, without the fields of GPT-2 that its code does not read
 FIRST: dict[str, Any] = {

@@ -22,6 +22,9 @@ from tests.helpers import fast_tokenizers, hub, runs
 from tests.helpers.refusal import refusal
 
 CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 7, "eos_token_id": 8, "cls_token_id": 7, "sep_token_id": 8}
+DISTIL: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 40}
+ENDINGS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
 def files_of(folder: Path) -> dict[str, int]:
@@ -111,13 +114,6 @@ def test_a_tokenizer_json_that_splits_otherwise_is_refused(tmp_path: Path) -> No
             read.read_tokenizer(tmp_path)
 
 
-# ---- fine-tuned classes, and relatives of BERT
-
-SIZES: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 7, "eos_token_id": 8, "cls_token_id": 7, "sep_token_id": 8}
-DISTIL: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 40}
-ENDINGS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
-
-
 def made(folder: Path, kind: str) -> Any:
     """A model of that class with every parameter random; DistilBERT's fields have names of their own."""
     changes = DISTIL if kind.startswith("DistilBert") else {}
@@ -203,8 +199,6 @@ def test_state_dict_of_a_compiled_module_is_read(tmp_path: Path, capsys) -> None
     assert found.ignored == found.initialised == () and all(found.weights[n].equal(w) for n, w in whole.items())
     assert "model.safetensors: names contain _orig_mod. (torch.compile); they are" in capsys.readouterr().err
 
-
-# ---- by its name on a hub, which runs on this machine; the library and its cache are the real ones
 
 CALLS = """
 import sys

@@ -27,6 +27,7 @@ SPACES = ["", " ", "  \t ", " a", "a  b", "\u3000the\u00a0\u00a0sea ", "\u200bth
 MARKS = ["(\u00a0\u0334\u00a0)", "M\u0325r", "e\u0301 a\u0323", "q\u0302\u0323", "\uff21\u0301", "x\ufe0f", "\ufe0f"]
 TEXTS = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]
 SYMBOLS = ["the <sep> fox", "the<sep>fox", "<sep>", "foxfox <sep>the", "<other the", "<0x41>"]
+THAI, KHMER = "เด็กนักเรียนกำลังอ่านหนังสือที่น่าสนใจมากในห้องสมุด", "ខ្ញុំកំពុងអានសៀវភៅដ៏គួរឱ្យចាប់អារម្មណ៍"
 
 
 def load_sentencepiece(folder: Path, **changes: Any) -> Tokenizer:
@@ -61,9 +62,6 @@ def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
     peer = tokenizers.peer(tokenizer, tmp_path / "hf")
     assert b"\r" not in (tmp_path / "hf" / "vocab.txt").read_bytes()
     assert not differing(tokenizer, peer, TEXTS) and len(peer) == tokenizer.vocab_size
-
-
-THAI, KHMER = "เด็กนักเรียนกำลังอ่านหนังสือที่น่าสนใจมากในห้องสมุด", "ខ្ញុំកំពុងអានសៀវភៅដ៏គួរឱ្យចាប់អារម្មណ៍"
 
 
 @pytest.mark.parametrize("kind", ["unigram", "uncased", "thai"])

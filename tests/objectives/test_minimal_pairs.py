@@ -22,6 +22,7 @@ from tests.helpers.ranks import run_ranks
 
 LONG = "fox the she over the lazy dog by the sea shore"
 SENTENCES = ["the quick brown fox jumps", "she sells sea shells", "the", LONG]
+SCORES = {"right": -1.0, "wrong": -2.0, "same": -2.0}
 
 
 def plain_scores(folder: Path, sentences: list[str], causal: bool) -> list[float]:
@@ -86,9 +87,6 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
     assert found["pairs"] > 200 and found["ties"] < 4
     for name, values in want["paradigms"].items():
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
-
-
-SCORES = {"right": -1.0, "wrong": -2.0, "same": -2.0}
 
 
 def test_fields_are_means_and_ties_count_half() -> None:

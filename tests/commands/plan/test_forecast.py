@@ -17,6 +17,7 @@ from tests.helpers.refusal import refusal
 
 LARGE = ["model.vocab_size=30000", "model.max_positions=128"]
 COMMAND = ["--config", "large_phase1", "--gpus", "h100", "--network", "8x400", *LARGE]
+TARGET = ["--config", "large_phase2", "--gpus", "h100", "model.vocab_size=30000", "model.max_positions=512"]
 
 
 def job(*overrides: str) -> planner.ForecastJob:
@@ -101,9 +102,6 @@ def test_presets_fill_gpus_and_fit(preset: str, length: int, gib: float) -> None
         assert planner.host_bound(whole, forecast(whole, [1], DEVICES[name], FABRIC)) == ""
 
 
-# ---- the command
-
-
 def test_the_command(capsys) -> None:
     assert plan.main([*COMMAND, "--over", "8", "64"]) == 0
     text = capsys.readouterr().out
@@ -129,9 +127,6 @@ def test_presets_plan_rows_of_their_recipe(preset: str, rows: int, length: int, 
     assert f"full rows of {length} tokens assumed (data.seq_len)" in text
     seconds, _, tokens = re.findall(r"^ +8 .*? x \d+ +(\S+) +(\S+) +(\S+)", text, re.M)[0]
     assert float(seconds) * float(tokens.replace(",", "")) == pytest.approx(rows * length, rel=1e-3)
-
-
-TARGET = ["--config", "large_phase2", "--gpus", "h100", "model.vocab_size=30000", "model.max_positions=512"]
 
 
 def test_the_target_of_mlperfs_task(capsys) -> None:

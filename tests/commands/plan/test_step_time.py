@@ -21,10 +21,11 @@ from tests.commands.plan.cases import FABRIC, H100, PLAIN, base
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
-# ---- collectives
-
 GB, US = 1e9, 1e-6
 BARE = Constants(link=1.0, network=1.0, base_latency=0.0, link_latency=0.0, network_latency=0.0)
+MODEL = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
+BATCH = MicroBatch(tokens=16_384, pairs=32 * 512**2, predictions=2_464, sequences=32)
+FREE = Constants(memory=1, link=1, network=1, kernel=0, base_latency=0, link_latency=0, network_latency=0)
 
 
 def ranks_of(size: int, node: int) -> Ranks:
@@ -66,13 +67,6 @@ def test_ranks_share_links_and_adapters() -> None:
     # PCIe 3.0 instead of 5.0
     assert times.groups(DEVICES["h100-pcie"].linked(16), FABRIC, 8, BARE)[0].bandwidth == 16 * GB
     assert DEVICES["h100-pcie"].linked(0) == DEVICES["h100-pcie"]
-
-
-# ---- one update
-
-MODEL = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
-BATCH = MicroBatch(tokens=16_384, pairs=32 * 512**2, predictions=2_464, sequences=32)
-FREE = Constants(memory=1, link=1, network=1, kernel=0, base_latency=0, link_latency=0, network_latency=0)
 
 
 def system(software: Software = PLAIN, constants: Constants | None = None, gpu: str = "h100") -> System:
