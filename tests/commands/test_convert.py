@@ -81,9 +81,8 @@ def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
     convert.convert(tmp_path / "hf", run)
     cfg = config.load(str(run / "config.toml"), ["optimizer.lr=1e-5"])
     assert cfg.init_from == str(run.resolve()) and cfg.model == hf.load(run).config.model
-    assert tomllib.loads((run / "config.toml").read_text()).keys() == {
-        *("init_from", "model", "optimizer", "schedule", "batch", "checkpoint")
-    }
+    sections = {"init_from", "model", "optimizer", "schedule", "batch", "checkpoint"}
+    assert tomllib.loads((run / "config.toml").read_text()).keys() == sections
     plain = config.load(str(run / "config.toml"))
     assert plain.schedule.warmup_steps / plain.schedule.total_steps == 0.06
     first, peak = (learning_rate(plain.schedule, plain.optimizer.lr, step, 0.0, 0) for step in (9, 750))
@@ -131,11 +130,10 @@ def test_next_sentence_head_is_kept_if_any(kind: str, tmp_path: Path, capsys) ->
 
 def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -> None:
     """LayerNorm.gamma and .beta, saved position ids, half precision, a classifier on top."""
-    peer = make(tmp_path / "hf", binary=True)
-    state = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t.half()
-        for name, t in peer.state_dict().items()
-    }
+    peer, state = make(tmp_path / "hf", binary=True), {}
+    for name, tensor in peer.state_dict().items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        state[name] = tensor.half()
     state |= {"bert.embeddings.position_ids": torch.arange(40)[None], "classifier.weight": torch.zeros(2, 32)}
     torch.save(state, tmp_path / "hf" / "pytorch_model.bin")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0

@@ -71,7 +71,7 @@ def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path
     assert segments.sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
-def test_files_of_an_export(tmp_path: Path) -> None:
+def test_files_of_an_export_are_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run")
     folder = export_of(run)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
@@ -81,6 +81,11 @@ def test_files_of_an_export(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
         assert not any("decoder" in name for name in file.keys())  # noqa: SIM118
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    (folder / "extra").write_text("1")
+    command = ["--model", str(run), "--output", str(folder)]
+    assert "is not empty" in refusal(capsys, export.main, *command) and (folder / "extra").is_file()
+    assert export.main([*command, "--overwrite"]) == 0
+    assert {path.name for path in folder.iterdir()} == names | {"README.md", "tokenizer.model"}
 
 
 @pytest.mark.parametrize(("fields", "kind"), NO_NSP)
@@ -183,15 +188,6 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
         file.write(b"\x7f")
     assert "no checkpoint is whole" in refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["large", "other", "run"]
-
-
-def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
-    command = ["--model", str(runs.make(tmp_path / "run")), "--output", str(tmp_path / "hf")]
-    assert export.main(command) == 0
-    (tmp_path / "hf/extra").write_text("1")
-    assert "is not empty" in refusal(capsys, export.main, *command) and (tmp_path / "hf/extra").is_file()
-    assert export.main([*command, "--overwrite"]) == 0
-    assert not (tmp_path / "hf/extra").exists() and (tmp_path / "hf/config.json").is_file()
 
 
 @pytest.mark.slow

@@ -21,22 +21,14 @@ from megabert.finetune.scores import suffix
 from megabert.finetune.settings import Settings
 from megabert.hf import Pretrained
 from tests.helpers import finetune_problem, finetuned
+from tests.helpers.finetune_problem import write_label_sets, write_questions, write_tags, write_texts
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
-TASKS = {
-    "classify": tasks.custom("classify", text=["text"], label="label"),
-    "multilabel": tasks.custom("multilabel", text=["text"], label="label"),
-    "tag": tasks.custom("tag", metrics=["f1", "accuracy"]),
-    "span": tasks.preset("squad1.1"),
-}
-WRITERS = {
-    "classify": finetune_problem.write_texts,
-    "multilabel": finetune_problem.write_label_sets,
-    "tag": finetune_problem.write_tags,
-    "span": finetune_problem.write_questions,
-}
+TASKS = {kind: tasks.custom(kind, text=["text"], label="label") for kind in ("classify", "multilabel")}
+TASKS |= {"tag": tasks.custom("tag", metrics=["f1", "accuracy"]), "span": tasks.preset("squad1.1")}
 LABELS = {"classify": ("even", "odd"), "multilabel": ("even", "high"), "tag": ("B-A", "B-B", "O"), "span": ()}
+WRITERS = dict(zip(TASKS, (write_texts, write_label_sets, write_tags, write_questions), strict=True))
 SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
 MODERN = {"kind": "modern", "norm": "pre", "nsp": False}
 STARTS = [("classify", {}), ("tag", {}), ("tag", MODERN), ("classify", {"nsp": False})]
@@ -143,16 +135,6 @@ def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, moder
     assert (tmp_path / "again.conll").read_text() == "\n".join(" ".join(line.split()[::2]) for line in predicted)
 
 
-def test_optimizer_of_a_frozen_run_has_the_added_layer_alone(base, tmp_path, world, start) -> None:
-    data = data_of(base, "classify", start)
-    run_ = FineTuning(tmp_path / "a", "a", data, start, change(freeze=True), world, 5)
-    optimized = [parameter for group in run_.engine.optimizer.param_groups for parameter in group["params"]]
-    output = run_.module.head.output
-    assert {id(parameter) for parameter in optimized} == {id(output.weight), id(output.bias)}
-    pooler = run_.frozen["head.pooler.weight"]
-    assert torch.equal(pooler, start.weights["pooler.weight"]) and run_.module.head.pooler.weight.equal(pooler)
-
-
 @pytest.mark.parametrize("modern", [False, True])
 def test_head_that_a_folder_lacks_is_new_in_each_seed(modern: bool, base, tmp_path, world) -> None:
     """A folder of a masked LM has no pooler, one of a modern encoder no transform: drawn by the seed, and trained with --freeze."""
@@ -249,16 +231,19 @@ def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tm
     assert len(figures[0]) > 7 and figures[0] == figures[1]
 
 
-def test_seed_and_from_scratch_decide_first_weights(base, tmp_path, world, start) -> None:
+def test_settings_decide_first_weights_and_what_is_trained(base, tmp_path, world, start) -> None:
     data = data_of(base, "classify", start)
-    kept, other, new = (
-        FineTuning(tmp_path / "a", "a", data, start, settings, world, 5).module.state_dict()
-        for settings in (SETTINGS, change(seed=2), change(from_scratch=True))
-    )
-    name, head = "embeddings.position", "head.output.weight"
+    changed = ({}, {"seed": 2}, {"from_scratch": True}, {"freeze": True})
+    made = [FineTuning(tmp_path / "a", "a", data, start, change(**values), world, 5) for values in changed]
+    kept, other, new, _ = (run_.module.state_dict() for run_ in made)
+    name, head, frozen = "embeddings.position", "head.output.weight", made[3]
     assert torch.equal(kept[f"encoder.{name}"], start.weights[name])
     assert not torch.equal(new[f"encoder.{name}"], start.weights[name])
     assert not torch.equal(kept[head], other[head])
+    optimized = [parameter for group in frozen.engine.optimizer.param_groups for parameter in group["params"]]
+    output, pooler = frozen.module.head.output, frozen.frozen["head.pooler.weight"]
+    assert {id(parameter) for parameter in optimized} == {id(output.weight), id(output.bias)}
+    assert torch.equal(pooler, start.weights["pooler.weight"]) and frozen.module.head.pooler.weight.equal(pooler)
 
 
 def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def add(folder: Path, layout: str) -> int:
 def folder_with(tmp_path: Path, layout: str, rows: int = 0) -> tuple[Path, Any]:
     """A model of random weights with the tokens in `layout`, of `rows` embeddings (0: as many as tokens); its AutoTokenizer."""
     kind, folder = "RobertaForMaskedLM" if layout == "merges" else "BertForPreTraining", tmp_path / "hf"
+    tmp_path.mkdir(exist_ok=True)
     make(folder, kind)
     tokens = add(folder, layout)
     texts = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".txt", ".json")}
@@ -160,14 +161,11 @@ def test_tokens_added_to_an_exported_sentencepiece_run_are_read(tmp_path: Path) 
     assert found.encode_batch(TEXTS) == ids(peer) and found.vocab_size == len(peer)
 
 
-def test_added_tokens_without_embeddings_are_named(tmp_path: Path, capsys) -> None:
-    folder, _ = folder_with(tmp_path, "added_tokens.json", rows=130)
-    said = refusal(capsys, convert.main, "--model", folder, "--run", tmp_path / "run")
+def test_missing_embeddings_are_named_and_many_surplus_dropped(tmp_path: Path, capsys) -> None:
+    few, _ = folder_with(tmp_path / "few", "added_tokens.json", rows=130)
+    said = refusal(capsys, convert.main, "--model", few, "--run", tmp_path / "run")
     assert "vocab_size=130; it has no embeddings of '[E1]'" in said
-
-
-def test_many_surplus_embeddings_are_left_out_on_request(tmp_path: Path, capsys) -> None:
-    folder, peer = folder_with(tmp_path, "added_tokens.json", rows=400)
+    folder, peer = folder_with(tmp_path / "many", "added_tokens.json", rows=400)
     run, command = tmp_path / "run", ["--model", str(folder), "--run", str(tmp_path / "run")]
     said = refusal(capsys, convert.main, *command)
     assert f"vocab_size=400; megabert convert --drop-embeddings leaves the last {400 - len(peer)} out" in said

@@ -171,9 +171,6 @@ def test_shapes_that_no_class_has_are_refused_by_field() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             to_huggingface_config(ModelConfig(**(SHAPE | changed)))
-
-
-def test_settings_a_modern_model_cannot_have_are_named() -> None:
     for changed, message in (
         ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=2"),
         ({"window": 7}, "model.window=7 is odd"),

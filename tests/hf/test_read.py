@@ -54,9 +54,14 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     assert files_of(tmp_path) == before
 
 
-def test_weights_in_several_files_are_those_of_one(tmp_path: Path) -> None:
+def test_weights_compiled_and_in_several_files_are_the_same(tmp_path: Path, capsys) -> None:
     peer = make(tmp_path / "hf")
     whole = pretrained.load(tmp_path / "hf").weights
+    rewrite(tmp_path / "hf", lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()})
+    capsys.readouterr()
+    found = pretrained.load(tmp_path / "hf")
+    assert found.ignored == found.initialised == () and all(found.weights[n].equal(w) for n, w in whole.items())
+    assert "model.safetensors: names contain _orig_mod. (torch.compile); they are" in capsys.readouterr().err
     (tmp_path / "hf" / "model.safetensors").unlink()
     peer.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
@@ -188,16 +193,6 @@ def test_embeddings_narrower_than_the_layers_are_refused(tmp_path: Path) -> None
     file.write_text(json.dumps(tree))
     with pytest.raises(ValueError, match="embedding_size=128 differs from hidden_size=32"):
         pretrained.load(tmp_path / "hf")
-
-
-def test_state_dict_of_a_compiled_module_is_read(tmp_path: Path, capsys) -> None:
-    make(tmp_path / "hf")
-    whole = pretrained.load(tmp_path / "hf").weights
-    rewrite(tmp_path / "hf", lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()})
-    capsys.readouterr()
-    found = pretrained.load(tmp_path / "hf")
-    assert found.ignored == found.initialised == () and all(found.weights[n].equal(w) for n, w in whole.items())
-    assert "model.safetensors: names contain _orig_mod. (torch.compile); they are" in capsys.readouterr().err
 
 
 CALLS = """

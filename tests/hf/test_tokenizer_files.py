@@ -12,17 +12,14 @@ from megabert.hf import tokenizer_files
 from tests.helpers import runs, tokenizers, wordpiece
 
 MODELS: dict[str, dict[str, Any]] = {
-    "unigram": {},
-    "bpe": {"model_type": "bpe"},
-    "lowercase": {"normalization_rule_name": "nmt_nfkc_cf"},
+    "unigram": {}, "bpe": {"model_type": "bpe"}, "lowercase": {"normalization_rule_name": "nmt_nfkc_cf"},
     "bytes": {"byte_fallback": True, "vocab_size": 400},
     "bpe-bytes": {"byte_fallback": True, "vocab_size": 400, "model_type": "bpe"},
     "symbols": {"user_defined_symbols": "<sep>,fox", "control_symbols": "[MASK],<other>"},
-    "no-prefix": {"add_dummy_prefix": False},
-    "spaces-kept": {"remove_extra_whitespaces": False},
+    "no-prefix": {"add_dummy_prefix": False}, "spaces-kept": {"remove_extra_whitespaces": False},
     "identity": {"normalization_rule_name": "identity"},
     "across-words": {"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 200},
-}
+}  # fmt: skip
 SPACES = ["", " ", "  \t ", " a", "a  b", "\u3000the\u00a0\u00a0sea ", "\u200bthe", "\ufefffox", "a\r\nb", "\x01the"]
 MARKS = ["(\u00a0\u0334\u00a0)", "M\u0325r", "e\u0301 a\u0323", "q\u0302\u0323", "\uff21\u0301", "x\ufe0f", "\ufe0f"]
 TEXTS = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500)]

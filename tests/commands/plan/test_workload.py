@@ -154,12 +154,8 @@ def test_the_work_of_an_update_by_hand() -> None:
 
 
 def test_a_plan_goes_through_the_phases(capsys) -> None:
-    overrides = [
-        "model.nsp=false",
-        "objective.causal_share=0.25",
-        "schedule.total_steps=1000",
-        "schedule.warmup_steps=9",
-    ]
+    overrides = ["model.nsp=false", "objective.causal_share=0.25"]
+    overrides += ["schedule.total_steps=1000", "schedule.warmup_steps=9"]
     text = workload.report(base(*overrides), 8)
     first, second = text.partition("\n\n")[0].split("phase ")[1:]
     assert first.startswith("1 of 2: data.masking.strategy=causal\n") and second.startswith("2 of 2: the run's own")
