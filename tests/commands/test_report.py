@@ -52,6 +52,10 @@ def make(folder: Path, *overrides: str, **provenance: Any) -> Path:
     for step in range(10, 101, 10):
         lines.append(logged(step))
         lines += [evaluation(step)] if step % 50 == 0 else []
+    write_lines(folder / "metrics.jsonl", lines)
+    start = {"ranks": 2, "device": "AMD EPYC", "cores": 2, "memory_gib": 23.5}
+    at = [(0, "2026-01-02T03:04:05Z"), (50, "2026-01-02T04:04:05Z")]
+    write_lines(folder / "starts.jsonl", [{"step": step, "time": time} | start for step, time in at])
     lines = [samples(-1, " x", tokens=[]), samples(0, " fish"), samples(50, " dog"), samples(100, " cat")]
     write_lines(folder / "samples.jsonl", lines)
     return folder
