@@ -17,6 +17,7 @@ from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
 from megabert.commands.extraction import Extractor
 from megabert.hf import model_card
+from megabert.model import unpacked_inputs
 from tests.helpers import runs
 from tests.helpers.refusal import refusal
 
@@ -62,10 +63,8 @@ def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path
     ours = pretrained.model(torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     made = tokenizer("the quick fox [MASK]", "she sells shells", return_tensors="pt")
-    want = peer(**made)
-    ids, segments = made["input_ids"].int(), made["token_type_ids"].int()
-    place, length = torch.arange(ids.shape[1], dtype=torch.int32)[None], torch.full_like(ids, ids.shape[1])
-    hidden = ours.encode(ids, segments, place, torch.zeros_like(ids), length, length[:, :1])[0]
+    want, segments = peer(**made), made["token_type_ids"]
+    hidden = ours.encode(**unpacked_inputs(made["input_ids"], segments))[0]
     assert (ours.mlm_logits(hidden) - want.prediction_logits[0]).abs().max() <= 1e-5
     assert (ours.nsp_logits(hidden[:1]) - want.seq_relationship_logits).abs().max() <= 1e-5
     assert segments.sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
@@ -117,9 +116,7 @@ def test_a_causal_run_computes_the_same_as_decoder(norm: str, tmp_path: Path, ca
     pretrained = hf.load(run)
     ours, tokenizer = pretrained.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
     made = tokenizer("the quick fox", "she sells shells", return_tensors="pt")
-    place = torch.arange(made["input_ids"].shape[1], dtype=torch.int32)[None]
-    ids, segments = made["input_ids"].int(), made["token_type_ids"].int()
-    hidden = ours.encode(ids, segments, place, torch.zeros_like(place), place + 1, place[:, -1:] + 1)[0]
+    hidden = ours.encode(**unpacked_inputs(made["input_ids"], made["token_type_ids"], causal=True))[0]
     assert (ours.mlm_logits(hidden) - peer(**made).logits[0]).abs().max() <= 1e-5
     assert convert.main(["--model", str(folder), "--run", str(tmp_path / "back")]) == 0
     assert "pre-training continues causally" in capsys.readouterr().out

@@ -18,16 +18,14 @@ from megabert.commands import convert, export
 from megabert.config import Config, OpsConfig
 from megabert.data.packing import pack
 from megabert.hf import mapping, read
-from megabert.model import BertForPreTraining
+from megabert.model import BertForPreTraining, unpacked_inputs
 from tests.helpers import runs, tiny, wordpiece
 from tests.helpers.ranks import run_ranks
 from tests.hf import published
 
 NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
 needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-backends = pytest.mark.parametrize(
-    "choice", [pytest.param(runs.PLAIN, id="torch"), pytest.param(NATIVE, id="native", marks=needs_native)]
-)
+BACKENDS = [pytest.param(runs.PLAIN, id="torch"), pytest.param(NATIVE, id="native", marks=needs_native)]
 SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m", "nomic-embed-text")
 # Lengths of sequences by row width; the windows of the small models are 16 tokens.
 ROWS = {"full": ([64, 64], 64), "padded": ([40, 17], 64), "packed": ([5, 33, 1, 12, 50, 2, 25], 64)}
@@ -45,21 +43,16 @@ def find_peer(tree: dict[str, Any], seed: int = 0) -> Any:
     return peer
 
 
-def ours_of(tree: dict[str, Any], peer: Any, choice: OpsConfig) -> BertForPreTraining:
-    model = mapping.from_huggingface_config(tree, "config.json").model_copy(update={"nsp": False})
-    built = BertForPreTraining(model, choice, "cpu", torch.float32).eval()
-    built.load_state_dict(mapping.from_huggingface(revert_weight_conversion(peer, peer.state_dict()), model))
-    return built
-
-
 def largest(left: Tensor, right: Tensor) -> float:
     return (left - right).abs().max().item()
 
 
 def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsConfig) -> None:
     """Logits of every token and the gradients of their mean loss, packed by us, each sequence alone in transformers."""
-    peer = find_peer(tree)
-    ours, draw = ours_of(tree, peer, choice), np.random.default_rng(3)
+    peer, draw = find_peer(tree), np.random.default_rng(3)
+    model = mapping.from_huggingface_config(tree, "config.json").model_copy(update={"nsp": False})
+    ours = BertForPreTraining(model, choice, "cpu", torch.float32).eval()
+    ours.load_state_dict(mapping.from_huggingface(revert_weight_conversion(peer, peer.state_dict()), model))
     texts = [draw.integers(5, 140, length, np.int32) for length in lengths]
     batch = pack(texts, [length // 2 for length in lengths], width)
     logits, wanted, labels = [], [], [torch.from_numpy(draw.integers(5, 140, len(text))) for text in texts]
@@ -70,25 +63,22 @@ def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsCon
         if ours.cfg.segmented:
             inputs["token_type_ids"] = (torch.arange(len(text)) >= len(text) // 2).long()[None]
         wanted.append(peer(**inputs).logits[0])
-    assert largest(torch.cat(logits), torch.cat(wanted)) <= 1e-5
-    assert torch.cat(wanted).std() > 0.05  # so that a difference would show
-    for outputs in (logits, wanted):
-        F.cross_entropy(torch.cat(outputs), torch.cat(labels)).backward()
-    found, gradients = (
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (ours, peer)
-    )
+    found, want = torch.cat(logits), torch.cat(wanted)
+    assert largest(found, want) <= 1e-5 and want.std() > 0.05  # so that a difference would show
+    for outputs in (found, want):
+        F.cross_entropy(outputs, torch.cat(labels)).backward()
+    own, gradients = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (ours, peer))
     assert len(gradients) == len(list(peer.parameters()))
-    found = mapping.to_huggingface(found, ours.cfg)
+    found = mapping.to_huggingface(own, ours.cfg)
     for name, gradient in revert_weight_conversion(peer, gradients).items():
         assert largest(found[name], gradient) <= 1e-5, name
 
 
-@backends
+@pytest.mark.parametrize("choice", BACKENDS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_and_gradients_are_transformers_own(name: str, rows: str, choice: OpsConfig) -> None:
-    lengths, width = ROWS[rows]
-    compare(published.shrunk(name), lengths, width, choice)
+    compare(published.shrunk(name), *ROWS[rows], choice)
 
 
 @pytest.mark.slow
@@ -113,8 +103,7 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     export.export(tmp_path / "run", tmp_path / "back")
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("hf", "back"))
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert tree.items() <= written.items()
+    assert tree.items() <= json.loads((tmp_path / "back" / "config.json").read_text()).items()
     back = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "back").eval()
     text = torch.randint(10, tokens, (2, 60))
     assert type(back) is type(peer) and back(text).logits.equal(peer(text).logits)
@@ -207,10 +196,9 @@ def test_nomics_first_form_is_the_present_one(tmp_path: Path, capsys) -> None:
     found = read.read(tmp_path / "hf")
     assert (found.config.model.vocab_size, found.config.model.max_positions) == (tokens, 66)
     assert not found.initialised and "which have no tokens" in found.ignored[0]
-    ids = torch.randint(5, tokens, (1, 60))
-    model, batch = found.model(torch.device("cpu")), pack([ids[0].int().numpy()], [60])
-    hidden, wanted = model.encode(**batch.inputs()).flatten(0, 1), peer(ids).logits[0, :, :tokens]
-    torch.testing.assert_close(model.mlm_logits(hidden)[:60, :tokens], wanted, rtol=0, atol=1e-5)
+    ids, model = torch.randint(5, tokens, (1, 60)), found.model(torch.device("cpu"))
+    hidden, wanted = model.encode(**unpacked_inputs(ids))[0], peer(ids).logits[0, :, :tokens]
+    torch.testing.assert_close(model.mlm_logits(hidden)[:, :tokens], wanted, rtol=0, atol=1e-5)
     assert wanted.std() > 0.05
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
     assert f"the embeddings of ids {tokens:,} to " in capsys.readouterr().out

@@ -17,6 +17,7 @@ from megabert import hf as pretrained
 from megabert.commands import convert, export, fill
 from megabert.data.packing import pack
 from megabert.hf import model_folder, read
+from megabert.model import unpacked_inputs
 from tests.commands.test_convert import make, rewrite
 from tests.helpers import fast_tokenizers, hub, runs
 from tests.helpers.refusal import refusal
@@ -39,12 +40,9 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     before = files_of(tmp_path)
     found = pretrained.load(tmp_path / "hf")
     ids = torch.randint(5, found.config.model.vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
-    whole = torch.full((2, 30), 30, dtype=torch.int32)
-    positions = torch.arange(30, dtype=torch.int32).expand(2, -1)
-    segments = (positions > 12).int()
-    inputs = ids.int(), segments, positions, torch.zeros_like(whole), whole, whole[:, :1]
-    states = found.model(CPU).hidden_states(*inputs)
-    want = getattr(peer, "bert", peer)(ids, token_type_ids=segments.long(), output_hidden_states=True)
+    segments = (torch.arange(30) > 12).long().expand(2, -1)
+    states = found.model(CPU).hidden_states(**unpacked_inputs(ids, segments))
+    want = getattr(peer, "bert", peer)(ids, token_type_ids=segments, output_hidden_states=True)
     assert len(states) == len(want.hidden_states) == 3
     for got, state in zip(states, want.hidden_states, strict=True):
         assert (got - state).abs().max() <= 1e-5
@@ -132,11 +130,10 @@ def compare(folder: Path, peer: Any) -> pretrained.Pretrained:
     found = pretrained.load(folder)
     draw = np.random.default_rng(2)
     texts = [draw.integers(10, found.config.model.vocab_size, length, np.int32) for length in (9, 23)]
-    batch, states = pack(texts, [9, 23], 40), []
-    for text in texts:
-        states.append(peer.base_model(torch.from_numpy(text).long()[None]).last_hidden_state[0])
+    batch = pack(texts, [9, 23], 40)
     hidden = found.model(CPU).encode(**batch.inputs()).flatten(0, 1)
-    for text, start, want in zip(texts, batch.starts, states, strict=True):
+    for text, start in zip(texts, batch.starts, strict=True):
+        want = peer.base_model(torch.from_numpy(text).long()[None]).last_hidden_state[0]
         assert want.std() > 0.1 and (hidden[start : start + len(text)] - want).abs().max() <= 1e-5
     return found
 
@@ -165,15 +162,13 @@ def test_logits_of_a_relative_are_transformers_own(kind: str, tmp_path: Path) ->
     peer = made(tmp_path / "hf", kind)
     found = compare(tmp_path / "hf", peer)
     assert found.initialised == found.ignored == () and not found.config.model.nsp
-    ids = torch.arange(10, 40)
-    model, batch = found.model(CPU), pack([ids.int().numpy()], [30])
-    logits = model.mlm_logits(model.encode(**batch.inputs())[0, :30])
-    want = peer(ids[None]).logits[0]
+    ids, model = torch.arange(10, 40)[None], found.model(CPU)
+    logits, want = model.mlm_logits(model.encode(**unpacked_inputs(ids))[0]), peer(ids).logits[0]
     assert want.std() > 0.05 and (logits - want).abs().max() <= 1e-5
     convert.convert(tmp_path / "hf", tmp_path / "run")
     export.export(tmp_path / "run", tmp_path / "back")
     back = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "back").eval()
-    assert type(back).__name__ == "BertForMaskedLM" and (back(ids[None]).logits[0] - want).abs().max() <= 1e-5
+    assert type(back).__name__ == "BertForMaskedLM" and (back(ids).logits[0] - want).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["DistilBertModel", "ElectraModel", "ElectraForPreTraining"])
