@@ -88,10 +88,10 @@ def test_losses_and_gradients_are_the_oracles(norm: str, tmp_path: Path) -> None
     assert 0 <= agreed <= batch.predictions and similar == pytest.approx(58 - float(want[3].detach()), rel=1e-4)
 
 
-def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -> None:
+def test_it_begins_as_part_of_its_teacher_and_evaluates_alone(tmp_path: Path) -> None:
     found, cfg = pretrained.load(teacher_run(tmp_path)), config(tmp_path)
-    built = student(cfg)
-    plain = BertForPreTraining(cfg.model, cfg.ops)
+    built, batch = student(cfg).eval(), tiny.batch(2, range(4))
+    plain = BertForPreTraining(cfg.model, cfg.ops, "cpu", torch.float32).eval()
     assert built.state_dict().keys() == plain.state_dict().keys()
     assert len(list(built.parameters())) == len(list(plain.parameters()))
     for name, tensor in built.state_dict().items():
@@ -100,16 +100,10 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
     assert built.provenance == {"teacher": pretrained.fingerprint(found.weights)}
     found.weights["nsp.bias"][0] += 1
     assert built.provenance != {"teacher": pretrained.fingerprint(found.weights)}
-
-
-def test_evaluation_is_plain_bert(tmp_path: Path) -> None:
-    cfg = config(teacher_run(tmp_path))
-    built, batch = student(cfg).eval(), tiny.batch(2, range(4))
-    plain = BertForPreTraining(cfg.model, cfg.ops, "cpu", torch.float32).eval()
     plain.load_state_dict(built.state_dict())
-    found, want = built(**batch.inputs()), plain(**batch.inputs())
-    assert found[:2] == want[:2] and found[4:6] == want[2:]
-    assert [float(found[i]) for i in (2, 3, 6, 7)] == [0, 0, 0, 0]
+    output, want = built(**batch.inputs()), plain(**batch.inputs())
+    assert output[:2] == want[:2] and output[4:6] == want[2:]
+    assert [float(output[i]) for i in (2, 3, 6, 7)] == [0, 0, 0, 0]
 
 
 def test_a_filler_row_counts_for_nothing(tmp_path: Path) -> None:
@@ -164,22 +158,16 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
         distillation.student_overrides(teacher, "/runs/teacher", 5)
 
 
-def weighed(world: World, teacher: str) -> dict[str, Any]:
+def test_a_weight_scales_the_update_and_not_the_figures(world: World, tmp_path: Path) -> None:
     """One update under several weights of the losses, from the same weights of the model."""
-    found = {}
+    teacher, found = teacher_run(tmp_path), []
     for mlm, soft, cosine in ((1.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0), (2.0, 5.0, 1.0)):
         weights = {"distill__mlm": mlm, "distill__soft": soft, "distill__cosine": cosine}
-        cfg = config(Path(teacher), model__nsp=False, optimizer__clip=1e9, **weights)
+        cfg = config(teacher, model__nsp=False, optimizer__clip=1e9, **weights)
         result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(tiny.update(0, cfg, world), 0.003)
         values = update_metrics(result, ("mlm", "", "soft", "cosine"))
-        found[f"{mlm:g} {soft:g} {cosine:g}"] = values | {"host": float(result.host_loss)}
-    return found
-
-
-@pytest.mark.dist
-def test_a_weight_scales_a_loss_in_the_update_and_not_in_the_figures(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, weighed, str(teacher_run(tmp_path)))
-    one, two, none, all_three = found.values()
+        found.append(values | {"host": float(result.host_loss)})
+    one, two, none, all_three = found
     for values in (two, none, all_three):
         for name in ("mlm", "soft", "cosine"):
             assert values[f"train/{name}_loss"] == pytest.approx(one[f"train/{name}_loss"], rel=1e-6)
