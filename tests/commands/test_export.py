@@ -100,9 +100,7 @@ def test_without_next_sentences_it_is_a_masked_lm(fields: Any, kind: str, tmp_pa
     assert set(inputs) == {"input_ids", "attention_mask"} | (set() if modern else {"token_type_ids"})
     assert torch.isfinite(peer(**inputs).logits).all()
     again, weights = hf.load(folder), load_weights(run)[0]
-    assert again.initialised == ()
-    assert again.config.model.tied is fields.get("tied", True) and again.config.model.modern is modern
-    assert again.weights.keys() == weights.keys()
+    assert again.initialised == () and again.weights.keys() == weights.keys()
     assert all(again.weights[name].equal(weights[name]) for name in weights)
 
 

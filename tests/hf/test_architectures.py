@@ -27,6 +27,11 @@ NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
 needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 BACKENDS = [pytest.param(runs.PLAIN, id="torch"), pytest.param(NATIVE, id="native", marks=needs_native)]
 SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m", "nomic-embed-text")
+# not from a published file: segments, and Megatron's order of norms
+BERTS = {
+    kind: published.shrunk("roberta-base") | {"architectures": [name], "model_type": kind, "type_vocab_size": 2}
+    for kind, name in (("bert", "BertForMaskedLM"), ("megatron-bert", "MegatronBertForMaskedLM"))
+}
 # Lengths of sequences by row width; the windows of the small models are 16 tokens.
 ROWS = {"full": ([64, 64], 64), "padded": ([40, 17], 64), "packed": ([5, 33, 1, 12, 50, 2, 25], 64)}
 RATE, STEPS = 0.001, 20
@@ -76,9 +81,9 @@ def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsCon
 
 @pytest.mark.parametrize("choice", BACKENDS)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *BERTS])
 def test_logits_and_gradients_are_transformers_own(name: str, rows: str, choice: OpsConfig) -> None:
-    compare(published.shrunk(name), *ROWS[rows], choice)
+    compare(BERTS.get(name) or published.shrunk(name), *ROWS[rows], choice)
 
 
 @pytest.mark.slow

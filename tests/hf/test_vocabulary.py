@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-from megabert import config as configuration
 from megabert import hf
-from megabert.commands import convert, export
+from megabert.commands import convert
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import Pretrained
@@ -168,21 +166,6 @@ def test_roberta_positions_follow_the_new_padding(tmp_path):
     assert again.config.model.first_position == 1
     text = "the sea over the river"
     torch.testing.assert_close(*(states(model, model.tokenizer(text)) for model in (old, again)))
-
-
-def test_transformers_loads_the_transplanted_model(tmp_path):
-    """With the same states for the same tokens."""
-    old, _ = transplanted(tmp_path)
-    export.export(tmp_path / "new", tmp_path / "hf")
-    peer = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
-    encoded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(" sea over river the", return_tensors="pt")
-    ids = old.tokenizer("sea over river the")
-    assert encoded["input_ids"].shape == ids.shape
-    with torch.no_grad():
-        found = peer.base_model(**encoded).last_hidden_state
-    torch.testing.assert_close(found, states(old, ids), atol=1e-5, rtol=1e-5)
-    cfg = configuration.load(str(tmp_path / "new" / "config.toml"))
-    assert cfg.model.vocab_size == peer.config.vocab_size == 372 and cfg.init_from == str(tmp_path / "new")
 
 
 def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
