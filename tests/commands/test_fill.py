@@ -51,7 +51,7 @@ def test_a_causal_run_fills_from_the_left(tmp_path: Path, capsys) -> None:
     assert "the run is causal and fills in one [MASK], not 2" in said
 
 
-def test_the_likeliest_words_are_printed(tmp_path: Path, capsys) -> None:
+def test_the_likeliest_words_or_a_mistake_are_printed(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     for model in (run, run / "checkpoints/step-00000000"):
         assert fill.main(["--model", str(model), "--top", "3", "the [MASK]"]) == 0
@@ -61,6 +61,11 @@ def test_the_likeliest_words_are_printed(tmp_path: Path, capsys) -> None:
     (words,) = fill.Filler(found).fill("[MASK]", top=10**6)
     assert len(words) == found.tokenizer.vocab_size and sum(p for _, p in words) == pytest.approx(1, abs=1e-4)
     assert {"[PAD]", "##es", "the"} <= {word for word, _ in words}
+    for text, message in (
+        ("[MASK] " * 50, "the text has 52 tokens, the model takes at most 40"),
+        ("caf\udce9 [MASK]", "the text is not valid UTF-8"),
+    ):
+        assert message in refusal(capsys, fill.main, "--model", run, text)
 
 
 def test_it_reads_beside_a_locked_run(tmp_path: Path, monkeypatch) -> None:
@@ -93,12 +98,3 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(checkpoint, "load_weights", racing)
     assert hf.load(run).weights and len(calls) == 2
-
-
-def test_mistakes_are_one_line(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run", "uncased")
-    for words, message in (
-        ("[MASK] " * 50, "the text has 52 tokens, the model takes at most 40"),
-        ("caf\udce9 [MASK]", "the text is not valid UTF-8"),
-    ):
-        assert message in refusal(capsys, fill.main, "--model", run, words)

@@ -136,14 +136,11 @@ def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) ->
     assert "[CLS] <mark>[MASK]</mark> sat on the <mark>sky</mark>." in source
 
 
-def test_a_continuation_is_not_the_word_it_spells(tmp_path: Path) -> None:
+def test_continuations_are_marked_and_texts_no_markup(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     write_lines(run / "samples.jsonl", [samples(0, "cat"), samples(100, " cat")])
     _, rows = render_page(run, tmp_path / "report.html")
     assert ["cat", "✗ ##cat 75%, dog 0%", "✓ cat 75%, dog 0%"] in rows
-
-
-def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>&amp;'
     run = make(tmp_path / evil.replace("/", "∕"), command=evil, backends={evil: evil})
     write_lines(run / "samples.jsonl", [samples(0, evil, tokens=[evil, " cat", "<b>", "&lt;", '"', "'>", "."])])

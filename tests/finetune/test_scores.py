@@ -136,7 +136,7 @@ def test_report_by_label_by_hand() -> None:
     assert words == [pytest.approx(("N", 1 / 2, 1.0, 2 / 3, 1)), ("V", 0.0, 0.0, 0.0, 1)]
 
 
-def test_answers_are_normalized_as_squad_does() -> None:
+def test_squads_rules_by_hand() -> None:
     for text, want in {
         "The  Café, an\tOld-Time bar!": "café oldtime bar",
         "a.b the-end": "ab theend",  # punctuation goes before articles are looked for
@@ -145,16 +145,11 @@ def test_answers_are_normalized_as_squad_does() -> None:
         "theatre another A": "theatre another",
     }.items():
         assert normalized(text) == want, text
-
-
-def test_overlap_counts_words() -> None:
     assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(2 * (2 / 2) * (2 / 3) / (1 + 2 / 3))
     assert overlap("no no no", "no no", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
     for one, other, by_1, by_2 in (("cat", "dog", 0, 0), ("", "", 0, 1), ("the", "!", 0, 1), ("", "cat", 0, 0)):
         assert (overlap(one, other, False), overlap(one, other, True)) == (by_1, by_2), (one, other)
-
-
-def test_squad_takes_the_best_answer() -> None:
+    # the best of several answers
     asked = questions([["Denver Broncos", "The Broncos"], ["1999"], ["a cat", "the"]])
     figures = score(SQUAD, asked, [predicted("broncos"), predicted("in 1999"), predicted("")])
     # 1 and 1; 0 and 2/3; the third equals "the" once normalised, but shares no word with it
@@ -171,7 +166,7 @@ def item(example: int, tokens: int = 1, spans: list[tuple[int, int]] | None = No
     return TaskItem(example, np.zeros(9, np.int32), 9, positions, np.zeros(0, np.int64), char_spans)
 
 
-def test_texts_are_decided_by_their_logits() -> None:
+def test_texts_and_tags_are_decided_by_their_logits() -> None:
     items, logits = [item(0), item(1)], [np.array(v, np.float32) for v in ([0, 1, 0], [5, 0, 2])]
     assert decode(CLASSES, texts("ab"), items, logits, "xyz") == ["y", "x"]
     several = custom("multilabel", ["t"], "y")
@@ -179,9 +174,7 @@ def test_texts_are_decided_by_their_logits() -> None:
     assert decode(SCORE, texts([0.0] * 2), items, [v[:1] for v in logits], ()) == [0.0, 5.0]
     with pytest.raises(BadTraining, match=r"t\.tsv, line 3: the model's output is not finite"):
         decode(CLASSES, texts("ab"), items, [logits[0], logits[1] * np.nan], "xyz")
-
-
-def test_tags_of_windows_are_joined() -> None:
+    # tags of windows are joined
     items = [item(0, 2), item(0, 1), item(1, 2)]
     logits = [np.eye(3)[[1, 0]], np.eye(3)[[2]], np.eye(3)[[0, 1]]]
     found = decode(TAG, sentences([["O"] * 3, ["O"] * 2]), items, logits, ("O", "B-A", "I-A"))
@@ -203,11 +196,20 @@ def answer(task, *logits: np.ndarray, context: str = CONTEXT, spans: list[tuple[
     return found
 
 
-def test_answer_is_a_slice_of_its_context() -> None:
+def test_answer_is_a_slice_neither_long_nor_blank() -> None:
     assert answer(SQUAD, span_logits(t1=(3, 0), t2=(0, 3)))["text"] == "Ada  met"
     # an end before its start is not an answer
     assert answer(SQUAD, span_logits(t5=(3, -5), t1=(-4, 9)))["text"] == "Ada"
     assert answer(SQUAD, span_logits(t1=(3, 3), t5=(2, 2)))["text"] == "Ada"
+    context, logits = " ".join("w" * 60), np.zeros((61, 2))
+    logits[1, 0] = logits[31, 1] = 9  # 31 tokens
+    logits[30, 1] = 8  # 30 tokens
+    spans = [(2 * i, 2 * i + 1) for i in range(60)]
+    assert answer(SQUAD, logits, context=context, spans=spans)["text"] == context[:59]
+    none = answer(SQUAD, np.zeros((1, 2)), context=" \u200b ", spans=None)
+    assert none == {"text": "", "no_answer_probability": 1.0}
+    blank = np.array([[0, 0], [0, 0], [9, 9], [0, 1]])
+    assert answer(SQUAD, blank, context="a  b", spans=[(0, 1), (3, 3), (3, 4)])["text"] == "b"
 
 
 def test_no_answer_wins_where_allowed() -> None:
@@ -220,18 +222,6 @@ def test_no_answer_wins_where_allowed() -> None:
     for windows in ((sure, unsure), (unsure, sure)):
         want = {"text": "Rome", "no_answer_probability": pytest.approx(1 / (1 + math.exp(7)))}
         assert answer(SQUAD2, *windows) == want
-
-
-def test_answer_is_neither_long_nor_blank() -> None:
-    context, logits = " ".join("w" * 60), np.zeros((61, 2))
-    logits[1, 0] = logits[31, 1] = 9  # 31 tokens
-    logits[30, 1] = 8  # 30 tokens
-    spans = [(2 * i, 2 * i + 1) for i in range(60)]
-    assert answer(SQUAD, logits, context=context, spans=spans)["text"] == context[:59]
-    none = answer(SQUAD, np.zeros((1, 2)), context=" \u200b ", spans=None)
-    assert none == {"text": "", "no_answer_probability": 1.0}
-    blank = np.array([[0, 0], [0, 0], [9, 9], [0, 1]])
-    assert answer(SQUAD, blank, context="a  b", spans=[(0, 1), (3, 3), (3, 4)])["text"] == "b"
 
 
 def test_predictions_file_of_each_kind(tmp_path) -> None:

@@ -86,13 +86,21 @@ def test_sources_spell_the_token_with_its_space(old, new, tmp_path):
     assert compared > 40
 
 
-def test_punctuation_cut_off_has_both_forms(tmp_path):
-    """A mark of WordPiece stands for one with a space before it and one without."""
+def test_sources_of_punctuation_and_parts_of_characters(tmp_path):
+    """A mark of WordPiece stands for one with a space before it and one without; parts have the mean of their bytes."""
     theirs, ours = tokenizers.make(tmp_path / "old", "json-bytes"), tokenizers.make(tmp_path / "new", "uncased")
     found = find_sources(theirs, ours)
     assert found[id_of(ours, " (")] == [id_of(theirs, " ("), id_of(theirs, "(")]
     assert found[id_of(ours, " ;")] == [id_of(theirs, ";")]
     assert find_sources(ours, theirs)[id_of(theirs, "(")] == [id_of(ours, " (")]
+    old, new = (
+        Tokenizer.load(fast_tokenizers.write(tmp_path / f"{len(texts)}.json", texts=texts, size=300))
+        for texts in (runs.TEXT, RUSSIAN * 20)
+    )
+    single = {token: i for i, token in enumerate(old.token_bytes()) if len(token) == 1}
+    parts = dict(zip(new.token_bytes(), find_sources(old, new), strict=True))
+    assert parts["е".encode()] == [single[b"\xd0"], single[b"\xb5"]]
+    assert parts[b" \xd1"] == [single[b" "], single[b"\xd1"]]
 
 
 def test_new_tokens_are_means_of_similar_shared_ones(tmp_path, capsys):
@@ -145,17 +153,6 @@ def test_unknown_scripts_are_drawn_around_the_mean(tmp_path):
     assert 0.05 < drawn.std() < 0.2  # that of the old vectors is 0.1
     mean = before["embeddings.word.bias"][: hf.load(old).config.model.vocab_size].mean()
     torch.testing.assert_close(model.weights["embeddings.word.bias"][shown], mean.expand(len(shown)))
-
-
-def test_parts_of_characters_are_means_of_bytes(tmp_path):
-    old, new = (
-        Tokenizer.load(fast_tokenizers.write(tmp_path / f"{len(texts)}.json", texts=texts, size=300))
-        for texts in (runs.TEXT, RUSSIAN * 20)
-    )
-    single = {token: i for i, token in enumerate(old.token_bytes()) if len(token) == 1}
-    found = dict(zip(new.token_bytes(), find_sources(old, new), strict=True))
-    assert found["е".encode()] == [single[b"\xd0"], single[b"\xb5"]]
-    assert found[b" \xd1"] == [single[b" "], single[b"\xd1"]]
 
 
 def test_roberta_positions_follow_the_new_padding(tmp_path):

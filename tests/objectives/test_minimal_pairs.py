@@ -89,15 +89,12 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
 
 
-def test_fields_are_means_and_ties_count_half() -> None:
+def test_fields_are_means_ties_half_and_equal_names_apart(tmp_path: Path) -> None:
     of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
     table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], SCORES)
     assert table["fields"] == {"f": 0.75, "g": 0.5}
     assert table["paradigms"]["a"] == {"field": "f", "pairs": 2, "accuracy": 0.5}
     assert (table["accuracy"], table["pairs"], table["ties"]) == (pytest.approx(2 / 3), 4, 1)
-
-
-def test_equal_names_of_fields_and_folders_stay_apart(tmp_path: Path) -> None:
     right, wrong = ("right", "wrong"), ("wrong", "right")
     table = build_table([Pair(*right, "a", "f"), Pair(*wrong, "a", "g"), Pair(*right, "b", "g")], SCORES)
     assert {name: values["pairs"] for name, values in table["paradigms"].items()} == {"f/a": 1, "g/a": 1, "b": 1}

@@ -69,7 +69,7 @@ def test_phases_share_tokens_and_the_limit_of_updates(capsys) -> None:
         assert [line.split()[-3] for line in lines if re.match(" +8 +[0-9]+ x ", line)] == steps
 
 
-def test_the_table_of_a_forecast() -> None:
+def test_the_table_of_a_forecast_names_what_binds() -> None:
     whole = job()
     points = forecast(whole, [8, 64], H100, FABRIC)
     head, _, line = (re.split("  +", line.strip()) for line in planner.table(whole, points, H100).splitlines()[:3])
@@ -79,9 +79,7 @@ def test_the_table_of_a_forecast() -> None:
     assert cells["updates"] == "7,038"
     assert cells["GPU-hours"] == f"{64 * points[1].seconds / 3_600:,.0f}"
     assert cells["efficiency"] == f"{points[0].step.seconds / (8 * points[1].step.seconds):.1%}"
-
-
-def test_micro_steps_that_the_host_binds_are_named() -> None:
+    # micro-steps that the host binds
     small = job("batch.micro_size=64")
     text = planner.table(small, forecast(small, [8, 64], H100, FABRIC), H100).splitlines()
     # 24 layers of 60 kernels and 12 sums of gradients, 19 us each
