@@ -70,7 +70,7 @@ def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path
     assert segments.sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
-def test_files_of_an_export_are_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
+def test_files_of_an_export_are_replaced_when_asked(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run")
     folder = export_of(run)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}

@@ -78,7 +78,7 @@ def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tm
 
 
 @pytest.mark.parametrize("at", ["branch", "large", "commit"])
-def test_a_killed_push_is_completed_by_the_same_command(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
     command += ["--output", tmp_path / "hf"]
     process = subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -107,7 +107,7 @@ def test_a_killed_push_is_completed_by_the_same_command(at: str, run: Path, mode
     assert files_of(tmp_path / "hf") == model_hub.files(MODEL)
 
 
-def test_a_fine_tuned_model_is_pushed_in_one_commit(model_hub: Hub, tmp_path: Path) -> None:
+def test_fine_tuned_models_are_pushed_in_one_commit(model_hub: Hub, tmp_path: Path) -> None:
     task, path = problem("classify", tmp_path)
     best = finetuned.make(tmp_path, task, path)
     assert push(best, "--private", "--output", tmp_path / "hf") == 0
@@ -144,7 +144,7 @@ def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monke
     assert refused("--push", "some/bert") == "error: some/bert: refused (of the test)\n"
 
 
-def test_a_failing_hub_is_class_4_without_the_token(model_hub: Hub, tmp_path: Path, capsys) -> None:
+def test_failing_hubs_are_class_4_without_the_token(model_hub: Hub, tmp_path: Path, capsys) -> None:
     run, asked = runs.make(tmp_path / "run"), []
 
     def fail(method: str, path: str) -> int | None:
@@ -165,7 +165,7 @@ def test_a_failing_hub_is_class_4_without_the_token(model_hub: Hub, tmp_path: Pa
     assert sum("/large/" in path for path in asked) >= 3  # two more tries of a file at least
 
 
-def test_a_hub_that_fails_now_and_then_gets_the_whole_model(model_hub: Hub, tmp_path: Path) -> None:
+def test_hubs_that_fail_once_get_the_whole_model(model_hub: Hub, tmp_path: Path) -> None:
     run, failed = runs.make(tmp_path / "run"), set()
 
     def fail(method: str, path: str) -> int | None:

@@ -278,7 +278,7 @@ def test_odd_texts_are_read_in_their_windows(kind: str, tmp_path: Path) -> None:
         assert sum(map(len, read)) == sum(len(example.words) for example in examples)
 
 
-def test_a_saved_model_knows_if_it_tags_every_token(tmp_path: Path) -> None:
+def test_saved_models_know_if_they_tag_every_token(tmp_path: Path) -> None:
     assert tags_every_token(TAG, ("B-x", "I-x", "O"))
     for labels in (("B-x", "O"), ("B-x", "I-x", "E-x", "O"), ("NOUN", "O")):
         assert not tags_every_token(TAG, labels)

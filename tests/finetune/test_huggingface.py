@@ -157,13 +157,13 @@ OTHER_HEAD = "EuroBertForSequenceClassification has other layers behind its enco
     ("classify", {"vocabulary": "unigram", "fields": EUROBERT, "settings": {"dropout": 0.0}}, OTHER_HEAD),
     ("classify", {"vocabulary": "unigram", "fields": EUROBERT, "settings": {"dropout": 0.1}}, OTHER_HEAD),
 ])  # fmt: skip
-def test_what_hugging_face_has_no_class_for_is_refused(kind: str, made: Any, message: str, tmp_path, capsys) -> None:
+def test_what_has_no_hugging_face_class_is_refused(kind: str, made: Any, message: str, tmp_path, capsys) -> None:
     source = finetuned.make(tmp_path, *problem(kind, tmp_path), **made)
     assert message in refusal(capsys, export.main, "--model", source, "--output", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
-def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) -> None:
+def test_options_of_other_models_are_refused(tmp_path: Path, capsys) -> None:
     task, path = problem("tag", tmp_path)
     source, run = finetuned.make(tmp_path, task, path), tmp_path / "run"
     for words, option in (((source, "--tokenizer", path), "--tokenizer: is for runs"),
@@ -172,7 +172,7 @@ def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) 
         assert not (tmp_path / "hf").exists()
 
 
-def test_a_frozen_model_is_exported_unless_it_reads_other_layers(tmp_path: Path, capsys) -> None:
+def test_frozen_models_that_read_other_layers_stay(tmp_path: Path, capsys) -> None:
     task, path = problem("classify", tmp_path)
     for layers in ("1+2", "1,2"):
         source = finetuned.make(tmp_path / layers, task, path, {"freeze": True, "layers": layers})

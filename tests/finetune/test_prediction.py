@@ -126,7 +126,7 @@ def test_file_to_predict_may_have_its_own_columns(folder: Path, tmp_path: Path) 
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_ids_of_training_are_kept_where_the_file_has_them(folder: Path, tmp_path: Path) -> None:
+def test_ids_of_training_are_kept_where_there_are(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "train.tsv"
     file.write_text("pid\ttext\tlabel\nA7\tw1 w2\teven\nB9\tw2 w1\todd\n")
     save_untrained(tmp_path, tasks.custom("classify", ["text"], "label", id="pid"), file)
@@ -138,7 +138,7 @@ def test_ids_of_training_are_kept_where_the_file_has_them(folder: Path, tmp_path
     assert found == {"ids": ["C1", "C2"], "none": ["0", "1"], "lines": ["0", "1"]}
 
 
-def test_model_is_found_by_its_name_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+def test_model_is_found_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
     """Laid out as the hub's library does, which is told to stay offline; a name that is not there is one line."""
     cache = tmp_path / "hub/models--some--tuned"
     for part in ("blobs", "refs", "snapshots/c0ffee"):

@@ -136,7 +136,7 @@ def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, moder
 
 
 @pytest.mark.parametrize("modern", [False, True])
-def test_head_that_a_folder_lacks_is_new_in_each_seed(modern: bool, base, tmp_path, world) -> None:
+def test_head_that_is_missing_is_drawn_by_seed(modern: bool, base, tmp_path, world) -> None:
     """A folder of a masked LM has no pooler, one of a modern encoder no transform: drawn by the seed, and trained with --freeze."""
     made = {"model__kind": "modern", "model__norm": "pre"} if modern else {}
     export.export(finetune_problem.write_run(tmp_path / "run", model__nsp=False, **made), tmp_path / "hf")

@@ -151,7 +151,7 @@ def test_added_tokens_that_cannot_be_had_are_named(tmp_path: Path) -> None:
         WordEncoder(read_tokenizer(tmp_path / "words"), np.dtype(np.uint16))
 
 
-def test_tokens_added_to_an_exported_sentencepiece_run_are_read(tmp_path: Path) -> None:
+def test_tokens_added_to_an_exported_run_are_read(tmp_path: Path) -> None:
     export.export(runs.make(tmp_path / "run", "unigram"), tmp_path / "hf")
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     peer.add_tokens(["covid"])

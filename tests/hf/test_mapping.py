@@ -129,7 +129,7 @@ def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_pa
         read.complete({}, model, "w")
 
 
-def test_shapes_that_no_class_has_are_refused_by_field() -> None:
+def test_shapes_without_a_class_are_refused_by_field() -> None:
     none = "no model of Hugging Face has this shape; the nearest is"
     for changed, message in (
         ({"window": 8}, f"model.window=8: {none} bert"),

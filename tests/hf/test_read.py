@@ -53,7 +53,7 @@ def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: P
     assert files_of(tmp_path) == before
 
 
-def test_weights_compiled_and_in_several_files_are_the_same(tmp_path: Path, capsys) -> None:
+def test_weights_compiled_or_in_parts_are_the_same(tmp_path: Path, capsys) -> None:
     peer = make(tmp_path / "hf")
     whole = pretrained.load(tmp_path / "hf").weights
     rewrite(tmp_path / "hf", lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()})

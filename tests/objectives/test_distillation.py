@@ -88,7 +88,7 @@ def test_losses_and_gradients_are_the_oracles(norm: str, tmp_path: Path) -> None
     assert 0 <= agreed <= batch.predictions and similar == pytest.approx(58 - float(want[3].detach()), rel=1e-4)
 
 
-def test_it_begins_as_part_of_its_teacher_and_evaluates_alone(tmp_path: Path) -> None:
+def test_it_begins_in_its_teacher_and_evaluates_alone(tmp_path: Path) -> None:
     found, cfg = pretrained.load(teacher_run(tmp_path)), config(tmp_path)
     built, batch = student(cfg).eval(), tiny.batch(2, range(4))
     plain = BertForPreTraining(cfg.model, cfg.ops, "cpu", torch.float32).eval()
@@ -158,7 +158,7 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
         distillation.student_overrides(teacher, "/runs/teacher", 5)
 
 
-def test_a_weight_scales_the_update_and_not_the_figures(world: World, tmp_path: Path) -> None:
+def test_weights_scale_the_update_not_the_figures(world: World, tmp_path: Path) -> None:
     """One update under several weights of the losses, from the same weights of the model."""
     teacher, found = teacher_run(tmp_path), []
     for mlm, soft, cosine in ((1.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0), (2.0, 5.0, 1.0)):
@@ -212,7 +212,7 @@ def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_updates_are_the_same_on_any_ranks_and_stages_and_resume_bit_equal(tmp_path: Path) -> None:
+def test_updates_are_equal_on_any_ranks_and_resume(tmp_path: Path) -> None:
     teacher = teacher_run(tmp_path / "teacher")
     (alone,) = run_ranks(1, trained, str(teacher), str(tmp_path / "one"))
     two = run_ranks(2, trained, str(teacher), str(tmp_path / "two"))

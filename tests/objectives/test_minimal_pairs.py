@@ -89,7 +89,7 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
 
 
-def test_fields_are_means_ties_half_and_equal_names_apart(tmp_path: Path) -> None:
+def test_fields_ties_and_equal_names_of_tables(tmp_path: Path) -> None:
     of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
     table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], SCORES)
     assert table["fields"] == {"f": 0.75, "g": 0.5}

@@ -257,7 +257,7 @@ def test_presets_take_the_largest_micro_batch_that_fits(phase, length, name, gib
         assert found == preset.batch.micro_size, (found, ranks)
 
 
-def test_parameters_are_those_of_the_model_without_a_decoder_bias() -> None:
+def test_parameters_are_counted_without_a_decoder_bias() -> None:
     shape = {"kind": "modern", "norm": "pre", "nsp": False, "decoder_bias": False}
     model = ModelConfig(**shape, layers=1, hidden=64, heads=2, vocab_size=1000)
     real = BertForPreTraining(model, base().ops, "cpu", torch.float32)
