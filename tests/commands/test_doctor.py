@@ -1,16 +1,26 @@
-"""The doctor reports this machine, packages that only look right, and about what is missing."""
+"""The doctor reports this machine and what is missing; preflight names differences and slow ranks of all machines."""
 
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from megabert import config
 from megabert.commands import doctor
+from megabert.commands.preflight import PreflightLine, RankSurvey, check_shared_files, report, survey
+from megabert.distributed.ranks import World
+from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+FACTS = {"torch": "2.13.0", "numpy": "2.4.6", "megabert": "abc", "kernel": "6.1", "device": "H100, 80 GiB"}
+WORLD = World(0, 0, 8, torch.device("cpu"), "nccl", "srun")
 
 
 def test_this_machine_is_reported_as_it_is() -> None:
@@ -59,3 +69,70 @@ def test_a_probe_survives_what_it_probes() -> None:
     refused = (False, "ModuleNotFoundError: No module named 'no_such_module'")
     assert doctor.probe("import no_such_module") == refused
     assert doctor.probe("import os; os.abort()") == (False, "killed by signal 6")
+
+
+def surveys(**changes: dict[int, Any]) -> list[RankSurvey]:
+    """Eight ranks on four nodes, all alike; `changes`: by field, the value of some ranks."""
+    usual = RankSurvey(0, "", FACTS, tflops=700.0, link=2e10, files=2e8)
+    found = []
+    for rank in range(8):
+        own = {name: of_rank[rank] for name, of_rank in changes.items() if rank in of_rank}
+        found.append(replace(usual, rank=rank, host=f"n{rank // 2}", **own))
+    return found
+
+
+def lines(found: list[RankSurvey]) -> dict[str, PreflightLine]:
+    return {line.name: line for line in report(WORLD, found, 0.002)}
+
+
+def test_what_differs_between_nodes_is_named() -> None:
+    found = lines(surveys())
+    assert {line.state for line in found.values()} == {"ok"}
+    assert found["ranks"].value == "8 on 4 node(s) by srun, nccl: n0 x2, n1 x2, n2 x2, n3 x2"
+    assert "device H100, 80 GiB" in found["the same on all"].value and "torch 2.13.0" in found["the same on all"].value
+    assert found["all-reduce of 4 MiB"].value == "2.00 ms, 3.670 GB/s a rank"  # 2 x 7/8 x 2^22 bytes in 2 ms
+    other = FACTS | {"torch": "2.12.1"}
+    found = lines(surveys(facts={4: other, 5: other, 7: FACTS | {"kernel": "6.2"}, 0: FACTS | {"device": "A100"}}))
+    fix = "make torch the same on all nodes"
+    line = PreflightLine("torch differs", "missing", "2.12.1 on n2; 2.13.0 elsewhere", fix)
+    assert found["torch differs"] == line
+    for name, value in (("kernel", "6.2 on n3"), ("device", "A100 on n0")):
+        assert found[f"{name} differs"].state == "note" and value in found[f"{name} differs"].value
+
+
+def test_a_slow_rank_is_named() -> None:
+    for field, of_rank, name, slowest in (
+        ("tflops", {5: 600.0}, "product rate", "rank 5 (n2): 600 TFLOP/s"),
+        ("link", {4: 1e9}, "links between nodes", "rank 3 (n1) to rank 4 (n2): 1,000 MB/s"),
+        ("link", {3: 1e9}, "links in nodes", "rank 2 (n1) to rank 3 (n1): 1,000 MB/s"),
+        ("files", {6: 4e7}, "files", "rank 6 (n3): 40 MB/s"),
+    ):
+        found = lines(surveys(**{field: of_rank}))
+        assert found[name].state == "note" and found[name].value.endswith(slowest), found[name]
+        assert [line.name for line in found.values() if line.state != "ok"] == [name]
+    missing = lines(surveys(problem={3: "/runs is not shared: what n2 wrote is not seen"}, files={3: 0.0}))["files"]
+    assert missing.state == "missing" and missing.value.startswith("rank 3 (n1): /runs is not")
+
+
+def test_a_lone_rank_writes_and_removes_its_file(tmp_path) -> None:
+    world = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
+    place = replace(surveys()[0], files=0.0)
+    check_shared_files(world, tmp_path, place)
+    assert place.files > 0 and not place.problem and not list(tmp_path.iterdir())
+    check_shared_files(world, Path("/proc/nowhere"), place)
+    assert "/proc/nowhere" in place.problem
+
+
+def surveyed(world: World, folder: str) -> list[tuple[str, str]]:
+    found, summed = survey(world, Path(folder), lambda: 1.0 + world.rank)
+    assert len(found) == world.size and all(one.link > 1e5 for one in found)
+    return [(line.name, line.state) for line in report(world, found, summed)]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_real_ranks_measure_and_leave_nothing(tmp_path) -> None:
+    found = run_ranks(3, surveyed, str(tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert {"links in nodes", "files", "all-reduce of 4 MiB"} <= {name for name, _ in found[0]}
+    assert ("product rate", "note") in found[0] and not list(tmp_path.iterdir())

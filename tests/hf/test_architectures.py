@@ -21,7 +21,74 @@ from megabert.hf import mapping, read
 from megabert.model import BertForPreTraining, unpacked_inputs
 from tests.helpers import runs, tiny, wordpiece
 from tests.helpers.ranks import run_ranks
-from tests.hf import published
+
+# fields of published config.json files, from the pages of these models on huggingface.co
+# answerdotai/ModernBERT-base and -large (Warner et al. 2024)
+MODERN: dict[str, Any] = {
+    "architectures": ["ModernBertForMaskedLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 50281, "classifier_activation": "gelu", "classifier_bias": False, "cls_token_id": 50281,
+    "decoder_bias": True, "embedding_dropout": 0.0, "eos_token_id": 50282, "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0, "hidden_activation": "gelu", "hidden_size": 768, "initializer_range": 0.02,
+    "intermediate_size": 1152, "local_attention": 128, "local_rope_theta": 10000.0, "max_position_embeddings": 8192,
+    "mlp_bias": False, "mlp_dropout": 0.0, "model_type": "modernbert", "norm_bias": False, "norm_eps": 1e-05,
+    "num_attention_heads": 12, "num_hidden_layers": 22, "pad_token_id": 50283, "sep_token_id": 50282,
+    "vocab_size": 50368,
+}  # fmt: skip
+# FacebookAI/roberta-base (Liu et al. 2019)
+ROBERTA: dict[str, Any] = {
+    "architectures": ["RobertaForMaskedLM"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0, "eos_token_id": 2,
+    "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
+    "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 514, "model_type": "roberta",
+    "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1, "type_vocab_size": 1, "vocab_size": 50265,
+}  # fmt: skip
+# EuroBERT/EuroBERT-610m (Boizard et al. 2025)
+EURO: dict[str, Any] = {
+    "architectures": ["EuroBertForMaskedLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 4096, "mask_token_id": 128002, "max_position_embeddings": 8192,
+    "mlp_bias": False, "model_type": "eurobert", "num_attention_heads": 18, "num_hidden_layers": 26,
+    "num_key_value_heads": 6, "pad_token_id": 128001, "rms_norm_eps": 1e-05, "rope_theta": 250000,
+    "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
+# nomic-ai/nomic-embed-text-v1.5 (Nussbaum et al. 2024), as in the defaults of transformers' NomicBertConfig
+NOMIC: dict[str, Any] = {
+    "architectures": ["NomicBertForMaskedLM"], "attention_probs_dropout_prob": 0.0, "hidden_act": "silu",
+    "hidden_dropout_prob": 0.0, "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 2048, "model_type": "nomic_bert", "num_attention_heads": 12,
+    "num_hidden_layers": 12, "pad_token_id": 0, "rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"},
+    "type_vocab_size": 2, "vocab_size": 30528,
+}  # fmt: skip
+CONFIGS = {
+    "modernbert-base": MODERN,
+    "modernbert-large": MODERN
+    | {"hidden_size": 1024, "intermediate_size": 2624, "num_attention_heads": 16, "num_hidden_layers": 28},
+    "roberta-base": ROBERTA,
+    # FacebookAI/xlm-roberta-base (Conneau et al. 2020), almanach/camembert-base (Martin et al. 2020)
+    "xlm-roberta-base": ROBERTA
+    | {"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta", "vocab_size": 250002},
+    "camembert-base": ROBERTA
+    | {"architectures": ["CamembertForMaskedLM"], "bos_token_id": 5, "eos_token_id": 6}
+    | {"model_type": "camembert", "vocab_size": 32005},
+    "eurobert-210m": EURO
+    | {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12}
+    | {"num_key_value_heads": 12},
+    "eurobert-610m": EURO,
+    "nomic-embed-text": NOMIC,
+}
+# The same architectures, small: 4 layers, where there is a window both kinds of layers and rows longer than it.
+SIZES: dict[str, Any] = {
+    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_hidden_layers": 4,
+    "max_position_embeddings": 66, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def shrunk(name: str) -> dict[str, Any]:
+    """A published config with the sizes of SIZES; what has none of a field gets none."""
+    changes = SIZES | {"local_attention": 16, "num_key_value_heads": 2, "vocab_size": 150}
+    changes |= {"bos_token_id": 7, "eos_token_id": 8, "cls_token_id": 7, "sep_token_id": 8, "mask_token_id": 9}
+    changes |= {"pad_token_id": min(CONFIGS[name]["pad_token_id"], 2)}
+    return CONFIGS[name] | {field: value for field, value in changes.items() if field in CONFIGS[name]}
+
 
 NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
 needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
@@ -29,7 +96,7 @@ BACKENDS = [pytest.param(runs.PLAIN, id="torch"), pytest.param(NATIVE, id="nativ
 SMALL = ("modernbert-base", "roberta-base", "xlm-roberta-base", "camembert-base", "eurobert-610m", "nomic-embed-text")
 # not from a published file: segments, and Megatron's order of norms
 BERTS = {
-    kind: published.shrunk("roberta-base") | {"architectures": [name], "model_type": kind, "type_vocab_size": 2}
+    kind: shrunk("roberta-base") | {"architectures": [name], "model_type": kind, "type_vocab_size": 2}
     for kind, name in (("bert", "BertForMaskedLM"), ("megatron-bert", "MegatronBertForMaskedLM"))
 }
 # Lengths of sequences by row width; the windows of the small models are 16 tokens.
@@ -83,14 +150,14 @@ def compare(tree: dict[str, Any], lengths: list[int], width: int, choice: OpsCon
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", [*SMALL, *BERTS])
 def test_logits_and_gradients_are_transformers_own(name: str, rows: str, choice: OpsConfig) -> None:
-    compare(BERTS.get(name) or published.shrunk(name), *ROWS[rows], choice)
+    compare(BERTS.get(name) or shrunk(name), *ROWS[rows], choice)
 
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("name", [name for name in published.CONFIGS if name != "eurobert-610m"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "eurobert-610m"])
 def test_published_shapes_are_transformers_own(name: str) -> None:
-    compare(published.CONFIGS[name], [7, 300, 150, 2], 320, NATIVE)
+    compare(CONFIGS[name], [7, 300, 150, 2], 320, NATIVE)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -100,7 +167,7 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     folder = tmp_path / "hf"
     folder.mkdir()
     tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
-    tree = published.shrunk(name) | {"vocab_size": tokens, "pad_token_id": 0}
+    tree = shrunk(name) | {"vocab_size": tokens, "pad_token_id": 0}
     peer = find_peer(tree)
     peer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(tree))  # as it was published
@@ -117,7 +184,7 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
 
 def settings(name: str) -> tuple[dict[str, Any], Config]:
     """A published model, small, as a configuration; where it has a window, that is shorter than the rows."""
-    tree = published.shrunk(name) | {"vocab_size": tiny.VOCAB}
+    tree = shrunk(name) | {"vocab_size": tiny.VOCAB}
     tree |= {"local_attention": 8} if "local_attention" in tree else {}
     model = mapping.from_huggingface_config(tree, "config.json")
     changes = {f"model__{name}": value for name, value in model.model_dump().items()}
@@ -180,7 +247,7 @@ def write_first_nomic(folder: Path, prefix: str, heads: bool) -> tuple[Any, int]
     folder.mkdir()
     tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
     rows = tokens // 64 * 64 + 64
-    peer = find_peer(published.shrunk("nomic-embed-text") | {"vocab_size": rows, "pad_token_id": 0})
+    peer = find_peer(shrunk("nomic-embed-text") | {"vocab_size": rows, "pad_token_id": 0})
     torch.nn.init.zeros_(peer.cls.predictions.transform.dense.bias)
     torch.nn.init.zeros_(peer.cls.predictions.bias)
     peer.save_pretrained(folder)
