@@ -88,6 +88,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "nomic": {"kind": "nomic", "norm": "post", "nsp": False, "activation": "silu"},
 }  # fmt: skip
 CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert", "nomic": "NomicBert"}
+EUROBERT = FIELDS["modern"] | {"activation": "silu", "rms_norm": True, "embedding_norm": False, "transform": False}
+EUROBERT |= {"decoder_bias": False, "bias": False, "dropout": 0.0}
+OTHER_HEAD = "EuroBertForSequenceClassification has other layers behind its encoder"
 
 
 @pytest.mark.parametrize("kind, vocabulary, norm", some(SHORT, [case for case in ALL if case not in SHORT]))
@@ -144,11 +147,6 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| labels | `bad`, `fine`, `good` |" in card
     assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
-
-
-EUROBERT = FIELDS["modern"] | {"activation": "silu", "rms_norm": True, "embedding_norm": False, "transform": False}
-EUROBERT |= {"decoder_bias": False, "bias": False, "dropout": 0.0}
-OTHER_HEAD = "EuroBertForSequenceClassification has other layers behind its encoder"
 
 
 @pytest.mark.parametrize(("kind", "made", "message"), [
