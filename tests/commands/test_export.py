@@ -32,7 +32,6 @@ POOLS = [("mean", {}), ("cls", {"norm": "pre"}), ("mean", {"nsp": False, "norm":
 
 
 def export_of(run: Path) -> Path:
-    """The folder of a run's export, by the command."""
     folder = run.with_name("hf")
     assert export.main(["--model", str(run), "--output", str(folder)]) == 0
     return folder
@@ -189,7 +188,6 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(("pool", "fields"), POOLS, ids=["post mean", "pre cls", "no pooler", "causal"])
 @pytest.mark.parametrize("kind", ["uncased", "unigram"])
 def test_sentence_transformers_gives_our_vectors(kind: str, pool: str, fields: Any, tmp_path, capsys) -> None:
-    """And what it saves is read again."""
     from sentence_transformers import SentenceTransformer
 
     run, folder = runs.make(tmp_path / "run", kind, **fields), tmp_path / "out"

@@ -75,7 +75,6 @@ def parsed(source: str) -> ElementTree.Element:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
-    """The report of a run that has everything."""
     folder = tmp_path_factory.mktemp("runs")
     run = make(folder / "mini")
     spike = {"step": 20, "cursor": 19, "kind": "spike", "action": "skip", "train/loss": 99.0}

@@ -41,7 +41,6 @@ print("equal")
 
 @pytest.fixture(scope="module")
 def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints of its three updates."""
     folder = tmp_path_factory.mktemp("push") / "run"
     trained(world, folder, *THREE)
     return folder
@@ -110,7 +109,6 @@ def assert_checkpoints_are_branches(run: Path, hub: Hub, folder: Path) -> None:
 
 
 def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tmp_path: Path, capsys) -> None:
-    """Which transformers reads."""
     assert push(run, "--revisions") == 0
     assert_checkpoints_are_branches(run, model_hub, tmp_path / "local")
     read = [sys.executable, "-c", READ, tmp_path / "local"]

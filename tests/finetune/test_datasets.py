@@ -120,7 +120,6 @@ def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
 
 
 def test_unicode_line_ends_are_text(tmp_path) -> None:
-    """In CSV a quoted field may hold a line end."""
     odd = "one\u2028two\x85three\x0bfour"
     for name, content in {"t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n", "t.csv": f"text,label\n{odd},x\nb,y\n"}.items():
         assert read(PLAIN, write(tmp_path, name, content))[0].a == odd

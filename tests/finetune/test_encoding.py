@@ -53,7 +53,6 @@ def question(context: str, *answers: str, asked: str = "Who?") -> QuestionExampl
 
 
 def plain_sentences(folder: Path, texts: list[str]) -> list[SentenceExample]:
-    """As read from JSON lines."""
     (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return datasets.read(TAG, folder / "plain.jsonl", labelled=False)
 

@@ -101,7 +101,6 @@ def test_packed_items_have_the_logits_of_single_ones(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["classify", "multilabel", "score"])
 def test_loss_is_its_definition(kind: str) -> None:
-    """One item after the other."""
     module, items = build(kind).eval(), items_of(kind)
     nn.init.normal_(module.head.output.weight, 0.0, 1.0)
     batch = batch_of(items, kind)

@@ -215,7 +215,6 @@ def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["classify", "span"])
 def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
-    """50 examples, 8 at a time."""
     if kind == "classify":
         model, file = folder, folder / "texts.tsv"
     else:

@@ -163,7 +163,6 @@ def test_published_shapes_are_transformers_own(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 @torch.no_grad()
 def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> None:
-    """Config, class, every tensor bit for bit and the logits."""
     folder = tmp_path / "hf"
     folder.mkdir()
     tokens = len(wordpiece.write(folder / "vocab.txt").read_text(encoding="utf-8").splitlines())

@@ -181,7 +181,6 @@ def test_weights_scale_the_update_not_the_figures(world: World, tmp_path: Path) 
 
 
 def fingerprint(engine: Engine) -> str:
-    """Of the teacher."""
     return pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
 
 

@@ -162,7 +162,6 @@ def figures_of(world) -> tuple[dict[str, float], int]:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_share_the_sentences(world) -> None:
-    """Three ranks whose weights are partitioned find what one finds."""
     alone, batches = figures_of(world)
     together = run_ranks(3, figures_of, timeout=120)
     assert [found for found, _ in together] == [alone] * 3 and list(alone) == ["eval/pairs_accuracy", "eval/pairs_a_b"]
