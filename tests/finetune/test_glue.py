@@ -47,9 +47,6 @@ def test_glue_layout_is_found_whole(base) -> None:
 
 def test_folders_by_task_name_and_missing_ones(tmp_path, caplog) -> None:
     (tmp_path / "RTE").mkdir()
-    for names, message in ((["sst2", "rte"], "has no sst2"), (None, r"has no task of GLUE; .*train\.tsv and dev\.tsv")):
-        with pytest.raises(ValueError, match=message):
-            glue.find_tasks(tmp_path, names)
     (tmp_path / "sst2").mkdir()
     for name in ("train", "dev"):
         (tmp_path / f"sst2/{name}.tsv.gz").write_bytes(gzip.compress(b"sentence\tlabel\ngood\t1\nbad\t0\n"))

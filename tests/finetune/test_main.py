@@ -50,10 +50,8 @@ OF_TAGS = {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev"
 
 @pytest.mark.parametrize("changes, word", [
     ({"dev": "unseen.tsv"}, "unseen.tsv"),
-    ({"label": "stars"}, "stars"),
     (OF_TAGS | {"threshold": "f1"}, "--threshold f1"),
     ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
-    ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
     ({"batch": "0"}, "--batch 0"),
     ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
     ({"layers": "3,4"}, "--layers 3,4: is for --freeze"),
