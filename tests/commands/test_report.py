@@ -183,7 +183,7 @@ def test_a_mistake_writes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
         ("damaged", "damaged/config.json: holds no configuration"),
         ("list", "list/config.json: holds no configuration"),
         ("run --output list", "list: Is a directory"),
-        ("run --output no/x.html", "--output no/x.html: there is not a folder no"),
+        ("run --output no/x.html", "--output no/x.html: there is no folder no"),
         ("run --output run/config.json", "run/config.json: exists and is not a report"),
     ):
         assert message in refusal(capsys, report.main, *words.split())
