@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from benchmarks.common.hardware import free_port
 from megabert.finetune import tasks
 from tests.helpers import finetune_problem, finetuned
 from tests.helpers.job import Job
-from tests.integration.conftest import ROOT, command
+from tests.integration.conftest import BIN, ROOT, output_of
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--max-length", "32", "--batch", "8", "--log-interval", "1")
 
 
@@ -35,14 +33,10 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def texts(base: Path, output: Path, *more: object) -> list[str]:
+def texts(base: Path, output: Path, *more: object) -> list[object]:
     files = ("--train", base / "train.tsv", "--dev", base / "dev.tsv", "--output", output)
     columns = ("--kind", "classify", "--text", "text", "--label", "label")
-    return [str(a) for a in ("-m", "megabert.finetune", "--model", base / "run", *files, *columns, *SMALL, *more)]
-
-
-def best(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "best" / "model.safetensors")
+    return ["finetune", "--model", base / "run", *files, *columns, *SMALL, *more]
 
 
 @pytest.mark.slow
@@ -50,8 +44,7 @@ def test_rates_and_seeds_then_predictions(base, tmp_path) -> None:
     output = tmp_path / "out"
     metrics = ("--metric", "accuracy", "--metric", "macro_f1", "--test", base / "test.tsv", "--epochs", 1)
     given = texts(base, output, *metrics, "--lr", 1e-3, 1e-4)
-    done = command(*given, "--seeds", 2, **ONE_THREAD)
-    assert done.returncode == 0, done.stderr
+    shown = output_of(*given, "--seeds", 2)
     names = [f"lr{lr}-seed{seed}" for lr in ("0.0001", "0.001") for seed in (1, 2)]
     assert sorted(path.name for path in output.iterdir() if path.is_dir() and path.name != "lock") == names
     summary = json.loads((output / "summary.json").read_text())
@@ -61,124 +54,102 @@ def test_rates_and_seeds_then_predictions(base, tmp_path) -> None:
     assert first >= second
     assert list(summary["points"][0]["scores"]["test"]) == ["accuracy", "macro_f1"]
     assert "--lr" in summary["command"] and "lr" not in summary["settings"]
-    head, *rows, best_model, predicting, exporting = done.stdout.splitlines()[-6:]
-    assert head.split()[:4] == ["lr", "runs", "dev", "accuracy"] and len(rows) == 2
     figures = {run["name"]: run["scores"]["dev"]["accuracy"] for run in summary["runs"]}
     of_rate = names[2:] if first == sum(figures[name] for name in names[2:]) / 2 else names[:2]
     winner = output / max(of_rate, key=figures.__getitem__) / "best"
     assert summary["best"]["model"] == str(winner) and winner.is_dir()
-    assert (
-        best_model == f"best model: {winner} (epoch 1 of 1, dev accuracy {max(map(figures.get, of_rate)):.4f}). Next:"
-    )
+    head, *rows, best_model, predicting, exporting = shown.splitlines()[-6:]
+    assert head.split()[:4] == ["lr", "runs", "dev", "accuracy"] and len(rows) == 2
+    accuracy = max(map(figures.get, of_rate))
+    assert best_model == f"best model: {winner} (epoch 1 of 1, dev accuracy {accuracy:.4f}). Next:"
     assert predicting == f"  megabert finetune --model {winner} --predict FILE --output PREDICTIONS"
     assert exporting == f"  megabert export   --model {winner} --output HF_DIR"
-    assert re.search(r"step +3/5 +60%  loss", done.stdout) and "epoch 1 of 1  dev  accuracy" in done.stdout
-    assert "run 4 of 4, 1 epochs at rate 0.0001" in done.stdout
+    assert re.search(r"step +3/5 +60%  loss", shown) and "epoch 1 of 1  dev  accuracy" in shown
+    assert "run 4 of 4, 1 epochs at rate 0.0001" in shown
     for kind in ("metrics.jsonl", "tensorboard", "best/task.json", "predictions-dev.tsv", "result.json"):
         assert (output / names[0] / kind).exists(), kind
 
-    again = command(*given, "--seeds", 1, **ONE_THREAD)  # the results are there: nothing is run again
-    assert again.returncode == 0 and "step" not in again.stdout and "±" not in again.stdout, again.stderr
+    again = output_of(*given, "--seeds", 1)  # the results are there: nothing is run again
+    assert "step" not in again and "±" not in again
     assert len(json.loads((output / "summary.json").read_text())["runs"]) == 2
 
-    predict = ("-m", "megabert.finetune", "--model", output / names[0], "--predict")
-    done = command(*predict, base / "test.tsv", "--output", tmp_path / "test.tsv", **ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "test.tsv").read_bytes() == (output / names[0] / "predictions-test.tsv").read_bytes()
+    predicted = tmp_path / "test.tsv"
+    output_of("finetune", "--model", output / names[0], "--predict", base / "test.tsv", "--output", predicted)
+    assert predicted.read_bytes() == (output / names[0] / "predictions-test.tsv").read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_terminated_run_resumes(number, base, tmp_path) -> None:
-    whole = command(*texts(base, tmp_path / "whole", "--epochs", 30), **ONE_THREAD)
-    assert whole.returncode == 0, whole.stderr
-    given = [sys.executable, *texts(base, tmp_path / "parts", "--epochs", 30)]
-    environment = os.environ | ONE_THREAD | {"PYTHONUNBUFFERED": "1"}
-    errors = tmp_path / "errors"
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(given, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step     40/" in line:
-            process.send_signal(number)
-            break
-    rest = process.stdout.read()
-    assert process.wait(60) == 85, rest
-    said = rest.splitlines()[-2:]
-    assert re.fullmatch(r"stopped: saved at step \d+; the same command resumes", said[0])
-    assert said[1] == "stopped with 0 of 1 runs finished; the same command resumes"
-    notice = ["stopping: the run is saved after this update; Ctrl-C again ends it at once"]
-    shown = [line for line in errors.read_text().splitlines() if line and not line.startswith("warning: ")]
-    assert shown == notice * (number == signal.SIGINT)
-    assert not (tmp_path / "parts" / "seed1" / "result.json").exists()
-    again = command(*given[1:], **ONE_THREAD)
-    assert again.returncode == 0 and "resuming at step" in again.stdout, again.stderr
-    one, other = best(tmp_path / "whole" / "seed1"), best(tmp_path / "parts" / "seed1")
+    whole, parts = (tmp_path / name / "seed1" for name in ("whole", "parts"))
+    output_of(*texts(base, whole.parent, "--epochs", 30))
+    given = texts(base, parts.parent, "--epochs", 30)
+    job = Job(base, parts.parent, command=tuple(given), ranks=1)
+    job.wait_for("step     40/")
+    job.signal(number)
+    assert job.codes(60) == [85], job.output
+    *shown, saved, stopped = job.output.splitlines()
+    assert re.fullmatch(r"stopped: saved at step \d+; the same command resumes", saved)
+    assert stopped == "stopped with 0 of 1 runs finished; the same command resumes"
+    notice = "stopping: the run is saved after this update; Ctrl-C again ends it at once"
+    assert shown.count(notice) == (number == signal.SIGINT) and "Traceback" not in job.output
+    assert not (parts / "result.json").exists()
+    assert "resuming at step" in output_of(*given)
+    one, other = (load_file(run / "best/model.safetensors") for run in (whole, parts))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
 def test_interrupted_predictions_leave_nothing(base, tmp_path) -> None:
     finetuned.save_untrained(base, tasks.custom("classify", ["text"], "label"), base / "train.tsv", max_length=32)
-    (tmp_path / "many.tsv").write_text("text\n" + f"{' '.join(finetune_problem.WORDS[:20])}\n" * 500_000)
-    output = tmp_path / "out"
+    many, output = tmp_path / "many.tsv", tmp_path / "out"
+    many.write_text("text\n" + f"{' '.join(finetune_problem.WORDS[:20])}\n" * 500_000)
     output.mkdir()
-    predicting = ("--predict", tmp_path / "many.tsv", "--output", output / "many.tsv")
-    given = [sys.executable, "-m", "megabert", "finetune", "--model", base, *predicting]
-    process = subprocess.Popen([str(part) for part in given], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(output.iterdir()):
+    words = ("finetune", "--model", base, "--predict", many, "--output", output / "many.tsv")
+    job = Job(base, tmp_path / "job", command=words, ranks=1)
+    while job.processes[0].poll() is None and not list(output.iterdir()):
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.splitlines()[-1] == "error: interrupted" and "Traceback" not in errors
-    assert not list(output.iterdir())
+    job.signal(signal.SIGINT)
+    assert job.codes(60) == [130] and job.output.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in job.output and not list(output.iterdir())
 
 
 @pytest.mark.dist
 def test_ranks_with_other_files_are_refused(base, tmp_path) -> None:
     """Each host has its own copy of train.tsv."""
-    words = ["finetune", *texts(base, tmp_path / "out")[2:]]
-    train = words.index("--train") + 1
+    words = texts(base, tmp_path / "out")
+    lines = (base / "train.tsv").read_text().splitlines(keepends=True)
     for rank in (0, 1):
         (tmp_path / f"{rank}").mkdir()
-        lines = Path(words[train]).read_text().splitlines(keepends=True)
         (tmp_path / f"{rank}/train.tsv").write_text("".join(lines[: len(lines) - 8 * rank]))
-    words[train] = "train.tsv"
+    words[words.index("--train") + 1] = "train.tsv"
     driver = f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
     job = Job(base, tmp_path / "out", command=tuple(words), driver=driver)
     assert job.codes() == [2, 2], job.output
     (line,) = [line for line in job.output.splitlines() if "error" in line]
-    assert re.fullmatch(
-        r"error: files_sha256 must be the same on all ranks: .* on rank 0 \(.*\), .* on rank 1 \(.*\)", line
-    )
-    assert not (tmp_path / "out").exists()
+    same = r"error: files_sha256 must be the same on all ranks: .* on rank 0 \(.*\), .* on rank 1 \(.*\)"
+    assert re.fullmatch(same, line) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_of_torchrun_and_deepspeed(base, tmp_path) -> None:
-    def launched(name: str, *given: object) -> subprocess.CompletedProcess[str]:
-        torchrun, deepspeed = (str(Path(sys.executable).with_name(launcher)) for launcher in ("torchrun", "deepspeed"))
-        port = ("--master_port", str(free_port()))
-        heads = {
-            "torchrun": [torchrun, "--nproc_per_node", "2", *port, "-m"],
-            "deepspeed": [deepspeed, "--num_gpus", "2", *port, "--module"],
-        }
-        argv = [*heads[name], *map(str, given)]
-        environment = os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    def launched(name: str, given: list[object]) -> subprocess.CompletedProcess[str]:
+        options = {"torchrun": ("--nproc_per_node", 2, "-m"), "deepspeed": ("--num_gpus", 2, "--module")}[name]
+        argv = [BIN / name, "--master_port", free_port(), *options, "megabert.finetune", *given[1:]]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return subprocess.run([*map(str, argv)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
 
-    scores = {}
+    scores = []
     for name in ("torchrun", "deepspeed"):
         files = ("--train", base / "train.conll", "--dev", base / "dev.conll", "--output", tmp_path / name)
-        options = ("--kind", "tag", "--metric", "f1", "--epochs", "20", "--lr", "3e-3", *SMALL)
-        done = launched(name, "megabert.finetune", "--model", base / "run", *files, *options)
+        options = ("--kind", "tag", "--metric", "f1", "--epochs", 20, "--lr", 3e-3, *SMALL)
+        done = launched(name, ["finetune", "--model", base / "run", *files, *options])
         assert done.returncode == 0, (name, done.stderr)
         (run,) = json.loads((tmp_path / name / "summary.json").read_text())["runs"]
-        scores[name] = run["scores"]
+        scores.append(run["scores"])
         assert run["steps"] == 100
-    assert scores["torchrun"] == scores["deepspeed"]
-    assert scores["torchrun"]["dev"]["f1"] > 0.9
-    done = launched("torchrun", *texts(base, tmp_path / "odd", "--batch", "7")[1:])
+    assert scores[0] == scores[1] and scores[0]["dev"]["f1"] > 0.9
+    done = launched("torchrun", texts(base, tmp_path / "odd", "--batch", 7))
     assert done.returncode != 0 and "--batch 7 cannot be split evenly over 2 ranks" in done.stderr
     assert not (tmp_path / "odd").exists()

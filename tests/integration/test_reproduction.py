@@ -19,7 +19,7 @@ from megabert.config import replace
 from tests.helpers import once, runs
 from tests.helpers.forked import Forked
 from tests.helpers.job import SMALL
-from tests.integration.conftest import command
+from tests.integration.conftest import logged, metrics, output_of, train
 
 # of losses that are scaled
 OTHER_CODE = """
@@ -33,13 +33,6 @@ BertForPreTraining.forward, environment.source = forward, lambda: "another"
 OPTIONS = ("eval.interval=6", "log.interval=2", "checkpoint.interval=4", "schedule.total_steps=14", "data.workers=0")
 
 
-def train(data: Path, run: Path, *more: object, **env: str) -> None:
-    done = command(
-        "megabert/train.py", "--config", "tiny", "--data", data, "--run", run, *SMALL, *OPTIONS, *more, **env
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="session")
 def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`data` and `run` in a folder: 14 updates in two starts, of whose checkpoints those of steps 8, 12 and 14 are kept."""
@@ -47,7 +40,7 @@ def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
         shutil.copytree(dataset, folder / "data")
         for more in (("--stop-after", 7), ()):
-            train(folder / "data", folder / "run", "checkpoint.keep=3", *more)
+            train(folder / "data", folder / "run", *SMALL, *OPTIONS, "checkpoint.keep=3", *more)
 
     return once.folder(tmp_path_factory, "trained", make)
 
@@ -58,8 +51,8 @@ def copy(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
-def checked(folder: Path, *more: str) -> list[str]:
-    return ["verify", str(folder / "run"), "--data", str(folder / "data"), *more]
+def verified(folder: Path, *more: str) -> int:
+    return verify.main([str(folder / "run"), "--data", str(folder / "data"), *more])
 
 
 def write_again(run: Path, changes: dict[int, dict[str, object]]) -> None:
@@ -72,22 +65,21 @@ def write_again(run: Path, changes: dict[int, dict[str, object]]) -> None:
     (run / "checkpoints/chain.jsonl").write_bytes(b"\n".join([*lines, b""]))
 
 
-def test_a_run_is_verified_up_to_its_published_head(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_is_verified_up_to_its_published_head(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = chain.read(copy / "run/checkpoints")
     assert [entry["step"] for entry in entries] == [4, 7, 8, 12, 14]
-    assert verify.main(checked(copy)[1:]) == 0
+    assert verified(copy) == 0
     shown = capsys.readouterr().out
     assert "checkpoints  of steps 8, 12, 14" in shown and shown.splitlines()[-1].endswith(entries[-1]["sha256"])
-    assert verify.main([*checked(copy)[1:], "--head", entries[1]["sha256"]]) == 0
+    assert verified(copy, "--head", entries[1]["sha256"]) == 0
     assert "as published, at step 7" in capsys.readouterr().out
     # all of it written again: only the published head finds that
     write_again(copy / "run", {7: {"revision": "another"}})
-    assert verify.main(checked(copy)[1:]) == 0
-    assert verify.main([*checked(copy)[1:], "--head", entries[-1]["sha256"]]) == 2
+    assert (verified(copy), verified(copy, "--head", entries[-1]["sha256"])) == (0, 2)
     assert "is not the run whose head was published" in capsys.readouterr().err
 
 
-def test_a_run_that_was_not_trained_here_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_was_not_trained_here_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main([str(runs.make(tmp_path / "run", "uncased"))]) == 2
     assert "run: was converted or averaged, not trained" in capsys.readouterr().err
 
@@ -99,10 +91,6 @@ def flip(path: Path, draw: random.Random) -> None:
     path.write_bytes(data)
 
 
-def change_a_row(folder: Path, draw: random.Random) -> None:
-    flip(draw.choice(sorted((folder / "data").rglob("*.tar"))), draw)
-
-
 def change_the_config(folder: Path, draw: random.Random) -> None:
     path = folder / "run/config.json"
     tree = json.loads(path.read_bytes())
@@ -110,10 +98,6 @@ def change_the_config(folder: Path, draw: random.Random) -> None:
     name = draw.choice([name for name, value in tree["config"][section].items() if isinstance(value, int | float)])
     tree["config"][section][name] = tree["config"][section][name] * 1.01 + 1e-6
     path.write_bytes(canonical(tree))
-
-
-def change_a_checkpoint(folder: Path, draw: random.Random) -> None:
-    flip(draw.choice(sorted((folder / "run/checkpoints").glob("step-*/*"))), draw)
 
 
 def change_a_log_line(folder: Path, draw: random.Random) -> None:
@@ -126,48 +110,48 @@ def change_a_log_line(folder: Path, draw: random.Random) -> None:
 
 
 def change_the_entries(folder: Path, draw: random.Random) -> None:
-    """One is changed, removed, repeated, or moved."""
+    """One is removed, repeated, or moved."""
     path = folder / "run/checkpoints/chain.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    at, other = draw.sample(range(len(lines)), 2)
-    kind = draw.randrange(4)
-    if kind == 0:
-        flip(path, draw)
-    elif kind == 1:
-        path.write_bytes(b"".join(lines[:at] + lines[at + 1 :]))
-    elif kind == 2:
-        path.write_bytes(b"".join([*lines[:at], lines[at], *lines[at:]]))
-    else:
-        lines[at], lines[other] = lines[other], lines[at]
-        path.write_bytes(b"".join(lines))
+    at, to = draw.sample(range(len(lines)), 2)
+    rest, entry = lines[:at] + lines[at + 1 :], lines[at : at + 1]
+    changed = draw.choice([rest, lines[:at] + entry + lines[at:], rest[:to] + entry + rest[to:]])
+    path.write_bytes(b"".join(changed))
 
 
-CHANGES = (change_a_row, change_the_config, change_a_checkpoint, change_a_log_line, change_the_entries)
+CHANGES = {
+    "a row": lambda folder, draw: flip(draw.choice(sorted((folder / "data").rglob("*.tar"))), draw),
+    "a checkpoint": lambda folder, draw: flip(draw.choice(sorted(folder.glob("run/checkpoints/step-*/*"))), draw),
+    "an entry": lambda folder, draw: flip(folder / "run/checkpoints/chain.jsonl", draw),
+    "entries": change_the_entries,
+    "the configuration": change_the_config,
+    "a log line": change_a_log_line,
+}
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_random_change_is_named(
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_random_change_is_named(
     copy: Path, change: Callable[[Path, random.Random], None], seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     change(copy, random.Random(seed))
     (changed,) = [path for path, data in before.items() if path.read_bytes() != data]
-    assert verify.main(checked(copy)[1:]) == 2
+    assert verified(copy) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert changed.name in line or changed.parent.name in line, f"{changed}: {line}"
 
 
-def replay(folder: Path, *more: object, **env: str) -> tuple[int, str]:
+def replay(folder: Path, *more: object, code: int = 0) -> str:
+    """The last line, after the run was left as it is."""
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
-    done = command("-m", "megabert", "replay", folder / "run", "--data", folder / "data", *more, **env)
+    shown = output_of("replay", folder / "run", "--data", folder / "data", *more, code=code)
     assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")} == before
-    return done.returncode, (done.stdout if done.returncode == 0 else done.stderr).splitlines()[-1]
+    return shown.splitlines()[-1]
 
 
 def test_updates_are_repeated_bit_for_bit(trained: Path) -> None:
-    code, line = replay(trained, "--from", 8, "--to", 13)
-    assert code == 0 and "of steps 10 to 12 are equal bit for bit" in line, line
+    assert "of steps 10 to 12 are equal bit for bit" in replay(trained, "--from", 8, "--to", 13)
 
 
 def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
@@ -178,12 +162,11 @@ def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
     assert "equal to rounding, as not as then are threads" in repetition.compare(of, other)
     shutil.rmtree(other / "checkpoints/step-00000012")
     assert "the weights were not compared, as their checkpoints are not kept" in repetition.compare(of, other)
-    logged = other / "metrics.jsonl"
-    lines = [json.loads(line) for line in logged.read_text().splitlines()]
-    logged.write_text("".join(json.dumps(line | {"train/loss": "nan"}) + "\n" for line in lines) + '{"cut')
+    log, lines = other / "metrics.jsonl", metrics(other)
+    log.write_text("".join(json.dumps(line | {"train/loss": "nan"}) + "\n" for line in lines) + '{"cut')
     with pytest.raises(ValueError, match=r"train/loss of step 10 was .* and is nan, compared to rounding"):
         repetition.compare(of, other)
-    logged.unlink()
+    log.unlink()
     with pytest.raises(ValueError, match="not kept, and there is no log line of steps 9 to 13"):
         repetition.compare(of, other)
     # means between log lines that the clock decided
@@ -194,18 +177,15 @@ def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_updates_that_are_not_repeated_are_named(copy: Path) -> None:
-    assert "of steps 2 to 14 are equal bit for bit" in replay(copy, "--from", 0)[1]
-    logged = copy / "run/metrics.jsonl"
-    text = logged.read_text()
-    (line,) = (line for line in text.splitlines() if '"step": 10,' in line)
-    norm = json.loads(line)["train/grad_norm"]
-    logged.write_text(text.replace(f'"train/grad_norm": {norm}', f'"train/grad_norm": {norm * (1 + 1e-12)}'))
-    code, line = replay(copy)
-    assert code == 0 and "of steps 14 to 14" in line, line
-    code, line = replay(copy, "--from", 8)
-    assert code == 2 and "train/grad_norm of step 10 was" in line and "compared bit for bit" in line, line
-    assert replay(copy, "--from", 5)[0] == 2 and "has checkpoints of steps 8, 12, 14" in replay(copy, "--from", 5)[1]
-    assert "must be above 8 and at most 14" in replay(copy, "--from", 8, "--to", 15)[1]
+    assert "of steps 2 to 14 are equal bit for bit" in replay(copy, "--from", 0)
+    log, norm = copy / "run/metrics.jsonl", logged(copy / "run", "train/grad_norm")[10]
+    text = log.read_text()
+    log.write_text(text.replace(f'"train/grad_norm": {norm}', f'"train/grad_norm": {norm * (1 + 1e-12)}'))
+    assert "of steps 14 to 14" in replay(copy)
+    line = replay(copy, "--from", 8, code=2)
+    assert "train/grad_norm of step 10 was" in line and "compared bit for bit" in line, line
+    assert "has checkpoints of steps 8, 12, 14" in replay(copy, "--from", 5, code=2)
+    assert "must be above 8 and at most 14" in replay(copy, "--from", 8, "--to", 15, code=2)
 
 
 @pytest.mark.slow

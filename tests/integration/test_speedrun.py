@@ -12,27 +12,33 @@ from tests.integration.conftest import command
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-SMALL = """about = "a test's"
+HEAD = """about = "a test's"
 preset = "tiny"
 vocabulary = 600
-
+"""
+SMALL = f"""{HEAD}
 [keys]
 "model.nsp" = false
 "model.hidden" = 32
 "batch.global_size" = 16
 "batch.micro_size" = 16
 "data.workers" = 0
+"objective.causal_share" = 0.3
 """
-PEER = """about = "a test's peer"
-system = "huggingface"
-preset = "tiny"
-vocabulary = 600
+PEER = f"""{HEAD}system = "huggingface"
 
 [keys]
 batch = 16
 causal = 0.5
 "model.layers" = 1
 """
+
+
+def output_of(*words: object, code: int = 0) -> str:
+    """What a script prints: to stdout, or to stderr where it ends with a `code` that is not 0."""
+    done = command(*words, timeout=900)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
 
 
 @pytest.fixture
@@ -47,15 +53,16 @@ def text(tmp_path: Path, corpus: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_a_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "small.toml").write_text(SMALL + '"objective.causal_share" = 0.3\n')
-    (tmp_path / "peer.toml").write_text(PEER)
-    race = ["benchmarks/speedrun.py", "--text", text, "--run", tmp_path / "race", "--json", tmp_path / "r.json"]
-    race += ["--threads", 1]
-    both = ["--recipe", tmp_path / "small.toml", tmp_path / "peer.toml"]
-    done = command(*race, *both, "--track", "10k-tokens", "--plot", tmp_path / "plot.svg", timeout=900)
-    assert done.returncode == 0, done.stderr
-    first = json.loads((tmp_path / "r.json").read_text())["entries"]
+def test_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path) -> None:
+    records = tmp_path / "r.json"
+    for name, recipe in (("small", SMALL), ("peer", PEER)):
+        (tmp_path / f"{name}.toml").write_text(recipe)
+    race = ["benchmarks/speedrun.py", "--text", text, "--run", tmp_path / "race", "--json", records, "--threads", 1]
+    small, both = (
+        [*race, "--recipe", *(tmp_path / f"{n}.toml" for n in names)] for names in (("small",), ("small", "peer"))
+    )
+    output_of(*both, "--track", "10k-tokens", "--plot", tmp_path / "plot.svg")
+    first = json.loads(records.read_text())["entries"]
     assert [(entry["recipe"], list(entry["seeds"])) for entry in first] == [("small", ["42"]), ("peer", ["42"])]
     for entry in first:
         found = entry["seeds"]["42"]
@@ -64,22 +71,16 @@ def test_a_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path
     assert "million real tokens" in (tmp_path / "plot.svg").read_text()
     assert not list((tmp_path / "race/runs").glob("*/*/")), "runs are gone when they are scored"
 
-    more = command(*race, *both[:2], "--track", "10k-tokens", "--seeds", 2, timeout=900)
-    timed = command(*race, *both[:2], "--track", "0.05min-1cores", timeout=900)
-    assert more.returncode == timed.returncode == 0, more.stderr + timed.stderr
-    small, peer, minutes = json.loads((tmp_path / "r.json").read_text())["entries"]
-    assert list(small["seeds"]) == ["42", "43"] and small["seeds"]["42"] == first[0]["seeds"]["42"]
+    more = output_of(*small, "--track", "10k-tokens", "--seeds", 2)
+    output_of(*small, "--track", "0.05min-1cores")
+    ours, peer, minutes = json.loads(records.read_text())["entries"]
+    assert list(ours["seeds"]) == ["42", "43"] and ours["seeds"]["42"] == first[0]["seeds"]["42"]
     assert peer == first[1] and 3.0 <= minutes["seeds"]["42"]["seconds"] < 6.0
-    written = (tmp_path / "r.json").read_bytes()
-    again = command(*race, *both, "--track", "10k-tokens", timeout=900)
-    assert again.stdout == more.stdout and (tmp_path / "r.json").read_bytes() == written
+    written = records.read_bytes()
+    assert output_of(*both, "--track", "10k-tokens") == more and records.read_bytes() == written
 
-    described = ["benchmarks/reproduce.py", "10k-tokens/small", "--records", tmp_path / "r.json"]
-    described += ["--run", tmp_path / "again"]
-    done = command(*described, "--text", text, timeout=900)
-    assert done.returncode == 0 and "inside the 50% band" in done.stdout, done.stdout + done.stderr
-    assert "note: the shards" not in done.stdout
-    done = command(*described, "--text", text, "--share", 0.2, timeout=900)
-    assert done.returncode == 0 and done.stdout.endswith("a trial: not compared\n"), done.stderr
-    done = command(*described, "--text", tmp_path, timeout=900)
-    assert done.returncode == 2 and "held-out documents are not those of the record" in done.stderr
+    again = ("benchmarks/reproduce.py", "10k-tokens/small", "--records", records, "--run", tmp_path / "again", "--text")
+    shown = output_of(*again, text)
+    assert "inside the 50% band" in shown and "note: the shards" not in shown
+    assert output_of(*again, text, "--share", 0.2).endswith("a trial: not compared\n")
+    assert "held-out documents are not those of the record" in output_of(*again, tmp_path, code=2)
