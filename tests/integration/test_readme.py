@@ -46,7 +46,7 @@ class Step(NamedTuple):
     worked: Worked
     more: str = ""
     replaced: tuple[str, str] = ("", "")
-    env: dict[str, str] = {}
+    env: dict[str, str] = {}  # noqa: RUF012 - never changed
 
 
 def has(*patterns: str) -> Worked:

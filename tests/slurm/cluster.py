@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.survival.network import Network, address
@@ -54,16 +54,29 @@ MinJobAge=3600
 OverTimeLimit=0
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=25
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+
+
+def wait_until(condition: Callable[[], object], timeout: float, state: Callable[[], object] = str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {state()}"
+        time.sleep(0.2)
+
+
+def send(number: int, pids: Iterable[int]) -> None:
+    """A signal to processes, of which some may be gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Cluster:
     """Two nodes, `n1` and `n2`, or those of a `network`; a context manager that leaves no process behind."""
 
-    def __init__(self, folder: Path, grace: int = 25, network: Network | None = None) -> None:
-        """`grace`: seconds between a preemption's SIGTERM and the end of the job."""
+    def __init__(self, folder: Path, network: Network | None = None) -> None:
         self.folder, self.network = folder, network
         self.names = network.nodes if network else NODES
         for name in ("state", *(f"spool-{node}" for node in self.names)):
@@ -74,7 +87,7 @@ class Cluster:
                 probe.bind(("127.0.0.1", 0))
             ports = [probe.getsockname()[1] for probe in probes]
         host = socket.gethostname().split(".")[0]
-        values = {"folder": folder, "port": ports[0], "grace": grace, "host": host, "user": getpass.getuser()}
+        values = {"folder": folder, "port": ports[0], "host": host, "user": getpass.getuser()}
         values |= {"address": address("ctl") if network else "127.0.0.1", "patience": 60 if network else 300}
         values["nodes"] = "\n".join(
             f"NodeName={node} NodeHostname={node if network else host} "
@@ -106,18 +119,17 @@ class Cluster:
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()
-        deadline = time.monotonic() + 10
-        while (left := list(self._processes())) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
-        assert not left, f"processes {left} do not end"
+
+        def kill() -> bool:
+            send(signal.SIGKILL, left := list(self._processes()))
+            return not left
+
+        wait_until(kill, 10, lambda: f"processes {list(self._processes())} do not end")
 
     def all_idle(self, timeout: float) -> None:
         """Waits until every node is there and has nothing to do."""
         idle = ["idle"] * len(self.names)
-        self._until(lambda: self._nodes() == idle, timeout, "idle nodes", lambda: str(self._nodes()))
+        wait_until(lambda: self._nodes() == idle, timeout, self._nodes)
 
     def start_node(self, node: str) -> None:
         self._start("slurmd", "-D", "-N", node)
@@ -128,18 +140,12 @@ class Cluster:
         steps = {_parent(pid) for pid in tasks} - set(tasks) - {None}
         steps = {pid for pid in steps if pid and "slurmstepd" in _command(pid)}
         daemon = self._daemons[f"slurmd-{node}"]
-        for pid in (daemon.pid, *steps, *tasks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, (daemon.pid, *steps, *tasks))
         daemon.wait()
 
-    def kill_rank(self, rank: int) -> float:
-        """kill -9 of one rank of the job that runs; the moment."""
-        for pid in self._processes(f"SLURM_PROCID={rank}"):
-            if "train.py" in _command(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        return time.time()
+    def kill_rank(self, rank: int) -> None:
+        """kill -9 of one rank of the job that runs."""
+        send(signal.SIGKILL, self._trainers(rank))
 
     def kill_kept_rank(self, rank: int) -> None:
         """kill -9 of the process that trains under a keeper (`--in-place`), which is older than its workers and its standby."""
@@ -150,15 +156,12 @@ class Cluster:
     @contextlib.contextmanager
     def slowed(self, rank: int) -> Iterator[None]:
         """Inside, one rank of the job that runs is stopped two thirds of the time."""
-        pids = [pid for pid in self._processes(f"SLURM_PROCID={rank}") if "train.py" in _command(pid)]
-        over = threading.Event()
+        pids, over = self._trainers(rank), threading.Event()
 
         def stop_and_continue() -> None:
             while not over.is_set():
                 for number, seconds in ((signal.SIGSTOP, 0.1), (signal.SIGCONT, 0.05)):
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
+                    send(number, pids)
                     over.wait(seconds)
 
         thread = threading.Thread(target=stop_and_continue)
@@ -169,22 +172,16 @@ class Cluster:
             over.set()
             thread.join()
 
-    def run(self, *command: str, **env: str) -> str:
+    def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Standard output of a client command."""
-        done = subprocess.run(
-            [*self._on("ctl"), *command], env=self.env | env, capture_output=True, text=True, timeout=60
-        )
+        words, environment = [*self._on("ctl"), *command], self.env | env
+        done = subprocess.run(words, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *arguments: str, cwd: Path, **env: str) -> int:
         """`sbatch arguments…` in folder `cwd`; gives the job's number."""
-        done = subprocess.run(
-            [*self._on("ctl"), "sbatch", "--parsable", *arguments],
-            env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
+        return int(self.run("sbatch", "--parsable", *arguments, cwd=cwd, **env))
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says, by field."""
@@ -193,7 +190,7 @@ class Cluster:
 
     def wait(self, number: int, what: Callable[[dict[str, str]], bool], timeout: float) -> dict[str, str]:
         """The job once `what(job)` holds; fails with its last state after `timeout` seconds."""
-        self._until(lambda: what(self.job(number)), timeout, f"job {number}", lambda: str(self.job(number)))
+        wait_until(lambda: what(self.job(number)), timeout, lambda: self.job(number))
         return self.job(number)
 
     def ended(self, number: int, timeout: float = 120) -> str:
@@ -203,10 +200,8 @@ class Cluster:
 
     def down(self, node: str, timeout: float) -> None:
         """Waits until SLURM marks a node as down."""
-        shown = ["sinfo", "-h", "-N", "-n", node, "-p", "main", "-o", "%T"]
-        self._until(
-            lambda: self.run(*shown).startswith("down"), timeout, f"{node} is not down", lambda: self.run(*shown)
-        )
+        shown = ("sinfo", "-h", "-N", "-n", node, "-p", "main", "-o", "%T")
+        wait_until(lambda: self.run(*shown).startswith("down"), timeout, lambda: self.run(*shown))
 
     def restarted(self, number: int, count: int, timeout: float = 120) -> dict[str, str]:
         """The job once it runs for the `count`-th time after its first start."""
@@ -216,27 +211,26 @@ class Cluster:
         """Ends every job that is left."""
         for partition in ("main", "urgent"):
             self.run("scancel", f"--partition={partition}")
-        self._until(lambda: not self.run("squeue", "-h").strip(), 60, "an empty queue")
+        wait_until(lambda: not self.run("squeue", "-h").strip(), 60)
 
     def _start(self, *command: str) -> None:
         node = "ctl" if command[0] == "slurmctld" else command[-1]
         name = command[0] if node == "ctl" else f"slurmd-{node}"
         with open(self.folder / f"{name}.out", "ab") as output:
-            self._daemons[name] = subprocess.Popen(
-                [*self._on(node), f"/usr/sbin/{command[0]}", *command[1:]],
-                env=self.env, stdout=output, stderr=output,
-            )  # fmt: skip
+            words = [*self._on(node), f"/usr/sbin/{command[0]}", *command[1:]]
+            self._daemons[name] = subprocess.Popen(words, env=self.env, stdout=output, stderr=output)
 
     def _on(self, node: str) -> list[str]:
         """What stands before a command that runs on a node, or on the machine where commands are given (`ctl`)."""
         return self.network.inside(node) if self.network else []
 
     def _nodes(self) -> list[str]:
-        shown = subprocess.run(
-            [*self._on("ctl"), "sinfo", "-h", "-N", "-p", "main", "-o", "%T"],
-            env=self.env, capture_output=True, text=True,
-        )  # fmt: skip
-        return shown.stdout.split()  # empty until slurmctld answers
+        """Their states; empty until slurmctld answers."""
+        words = [*self._on("ctl"), "sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
+        return subprocess.run(words, env=self.env, capture_output=True, text=True).stdout.split()
+
+    def _trainers(self, rank: int) -> list[int]:
+        return [pid for pid in self._processes(f"SLURM_PROCID={rank}") if "train.py" in _command(pid)]
 
     def _processes(self, also: str = "") -> Iterator[int]:
         for entry in Path("/proc").iterdir():
@@ -245,12 +239,6 @@ class Cluster:
                     environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                     if self._mark in environment and (not also or also in environment):
                         yield int(entry.name)
-
-    def _until(self, what: Callable[[], bool], timeout: float, name: str, state: Callable[[], str] = str) -> None:
-        deadline = time.monotonic() + timeout
-        while not what():
-            assert time.monotonic() < deadline, f"{name}: not within {timeout:.0f} s; {state()}"
-            time.sleep(0.3)
 
 
 def _parent(pid: int) -> int | None:
