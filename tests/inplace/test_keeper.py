@@ -23,8 +23,8 @@ from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
 from megabert.inplace import kept_rank
 from megabert.inplace.keeper import RESTARTS
 from megabert.inplace.kept_rank import CopyName, Generation, Member
+from tests.helpers.forked import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEEPER = """
 import os, sys
 from pathlib import Path
@@ -88,16 +88,20 @@ if first or os.environ.get("ALWAYS"):
 """
 
 
-def keepers(folder: Path, act: str, hosts: tuple[int, ...], **more: str) -> list[subprocess.Popen[bytes]]:
+END = "wait_for(lambda: (shared / 'end').exists())"  # until a test makes that file
+
+
+def keepers(folder: Path, act: str, *hosts: int, **more: str) -> list[subprocess.Popen[bytes]]:
     """A keeper a rank; `hosts`: the host of each."""
+    folder.mkdir(exist_ok=True)
     (folder / "rank.py").write_text(RANK)
     started = []
     for rank, host in enumerate(hosts):
         env = {"RANK": rank, "LOCAL_RANK": hosts[:rank].count(host), "WORLD_SIZE": len(hosts), "ACT": act}
         env |= {"SLURMD_NODENAME": f"n{host}", "PYTHONPATH": ROOT} | more
-        command = [sys.executable, "-c", KEEPER, folder, folder / "rank.py", folder]
+        command = map(str, (sys.executable, "-c", KEEPER, folder, folder / "rank.py", folder))
         texts = {name: str(value) for name, value in env.items()}
-        started.append(subprocess.Popen(list(map(str, command)), env=os.environ | texts))
+        started.append(subprocess.Popen([*command], env=os.environ | texts))
     return started
 
 
@@ -110,13 +114,10 @@ def codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def starts(folder: Path, count: int) -> list[dict[str, Any]]:
-    """The lines of `count` starts, when there are so many; of one generation in rank order."""
-    until(lambda: len((folder / "starts.jsonl").read_text().splitlines()) >= count if _begun(folder) else False)
-    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
-
-
-def _begun(folder: Path) -> bool:
-    return (folder / "starts.jsonl").exists()
+    """The lines of `count` starts, when there are so many; of one generation in no order."""
+    file = folder / "starts.jsonl"
+    until(lambda: file.exists() and len(file.read_text().splitlines()) >= count)
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -128,7 +129,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
     act = "rank == 1 and die_once_all_have_started(lambda: os.kill(os.getpid(), signal.SIGKILL)); time.sleep(60)"
-    assert codes(keepers(tmp_path, act, (0, 0, 1))) == [0, 0, 0]
+    assert codes(keepers(tmp_path, act, 0, 0, 1)) == [0, 0, 0]
     again = sorted(starts(tmp_path, 6)[3:], key=lambda line: line["rank"])
     assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
     held = [sorted(line["copies"].values()) for line in again]
@@ -137,9 +138,9 @@ def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
 
 
 def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
-    act = "wait_for(lambda: (shared / 'end').exists()); sys.exit(leave_exit_code(4, ['n0']))"
+    act = f"{END}; sys.exit(leave_exit_code(4, ['n0']))"
     (tmp_path / "exits").mkdir()
-    started = keepers(tmp_path, act, (0, 0, 1, 1), MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
+    started = keepers(tmp_path, act, 0, 0, 1, 1, MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
     first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
     for keeper in started[:2]:
         keeper.kill()
@@ -157,7 +158,7 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
 def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
     """The ranks of the second generation wait for each other, without a watchdog."""
     act = "first and rank == 1 and die_once_all_have_started(); size == 1 and os._exit(0); time.sleep(60)"
-    started = keepers(tmp_path, act, (0, 1), ALWAYS="1", SILENT="0.5")
+    started = keepers(tmp_path, act, 0, 1, ALWAYS="1", SILENT="0.5")
     starts(tmp_path, 4)
     started[1].kill()
     assert codes(started) == [0, -signal.SIGKILL]
@@ -166,7 +167,7 @@ def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None
 
 def test_restarts_without_progress_end_with_one_that_saves(tmp_path: Path) -> None:
     stop = "stop = signals.Stop(); time.sleep(0.2); os._exit(85 if stop.requested else 4)"
-    assert codes(keepers(tmp_path, stop, (0,), ALWAYS="1")) == [4]
+    assert codes(keepers(tmp_path, stop, 0, ALWAYS="1")) == [4]
     assert len(starts(tmp_path, 1)) == 1 + RESTARTS + 1
 
 
@@ -174,7 +175,7 @@ def test_progress_is_that_of_a_generation(tmp_path: Path) -> None:
     """Each generation dies after an update, whose place is before that of a copy which a lost host has left."""
     stale = "(folder / str(CopyName(99, 0, 9, 'f' * 16))).write_text(''); "
     act = f"{stale} number = len((shared / 'starts.jsonl').read_text().splitlines()); copy(number); os._exit(4 * (number < 7))"
-    assert codes(keepers(tmp_path, act, (0,), ALWAYS="1")) == [0]
+    assert codes(keepers(tmp_path, act, 0, ALWAYS="1")) == [0]
     assert len(starts(tmp_path, 1)) == 7
 
 
@@ -187,17 +188,17 @@ if first and rank == 1:
     die_once_all_have_started()
 wait_for(lambda: stop.requested and not first)
 os._exit(85)"""
-    started = keepers(tmp_path, act, (0, 0), ALWAYS="1")
+    started = keepers(tmp_path, act, 0, 0, ALWAYS="1")
     until(lambda: len(list(tmp_path.glob("set-*"))) == 2)
     time.sleep(delay)
-    started[0].terminate()
-    started[1].terminate()
+    for one in started:
+        one.terminate()
     assert codes(started) == [REQUEUE, REQUEUE]
     assert len(starts(tmp_path, 4)) == 4
 
 
 def test_a_second_signal_ends_a_keeper_that_waits_for_another_at_once(tmp_path: Path) -> None:
-    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists()); os._exit(4)", (0, 1))
+    started = keepers(tmp_path, f"{END}; os._exit(4)", 0, 1)
     starts(tmp_path, 2)
     started[1].send_signal(signal.SIGSTOP)
     (tmp_path / "end").touch()
@@ -210,28 +211,26 @@ def test_a_second_signal_ends_a_keeper_that_waits_for_another_at_once(tmp_path: 
 
 def test_folders_of_killed_keepers_are_removed(tmp_path: Path) -> None:
     """By the keepers that are left, also that on the host which their watchdogs name, and at the next start, however soon."""
-    act = "wait_for(lambda: (shared / 'end').exists()); sys.exit(leave_exit_code(4, ['n0']))"
-    started = keepers(tmp_path, act, (0, 0, 1))
+    act = f"{END}; sys.exit(leave_exit_code(4, ['n0']))"
+    started = keepers(tmp_path, act, 0, 0, 1)
     folders = [Path(line["folder"]) for line in starts(tmp_path, 3)]
     started[0].kill()
     started[0].wait()
     (tmp_path / "end").touch()
     assert codes(started) == [-signal.SIGKILL, 0, 0] and not any(folder.exists() for folder in folders)
     assert [line["size"] for line in starts(tmp_path, 5)] == [3, 3, 3, 2, 2]
-    (tmp_path / "second").mkdir()
-    (killed,) = keepers(tmp_path / "second", "time.sleep(60)", (0,))
+    (killed,) = keepers(tmp_path / "second", "time.sleep(60)", 0)
     (first,) = starts(tmp_path / "second", 1)
     killed.kill()
     killed.wait()
     assert Path(first["folder"]).exists()
-    (tmp_path / "third").mkdir()
-    assert codes(keepers(tmp_path / "third", "os._exit(0)", (0,))) == [0]
+    assert codes(keepers(tmp_path / "third", "os._exit(0)", 0)) == [0]
     assert not Path(first["folder"]).exists()
 
 
 def test_a_killed_standby_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    act = "copy(1); wait_for(lambda: (shared / 'end').exists()); os._exit(4 * first)"
-    started = keepers(tmp_path, act, (0,), ALWAYS="1")
+    act = f"copy(1); {END}; os._exit(4 * first)"
+    started = keepers(tmp_path, act, 0, ALWAYS="1")
     (first,) = starts(tmp_path, 1)
     until(lambda: len(children_of(started[0].pid)) == 2)
     (standby,) = set(children_of(started[0].pid)) - {first["pid"]}
@@ -252,13 +251,12 @@ def sent(port: int, message: dict[str, Any], data: bytes = b"") -> bytes:
 
 
 def test_a_keeper_takes_only_whole_copies_of_its_job(tmp_path: Path) -> None:
-    started = keepers(tmp_path, "wait_for(lambda: (shared / 'end').exists())", (0, 1))
+    started = keepers(tmp_path, END, 0, 1)
     folder = Path(starts(tmp_path, 2)[0]["folder"])
     port = int((folder / kept_rank.PORT).read_text())
-    listening = [
-        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if f":{port:04X} 0000" in line
-    ]
-    assert listening == [f"0100007F:{port:04X}"]  # the loopback interface alone
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    own = f"0100007F:{port:04X}"  # the loopback interface alone
+    assert [one[1] for one in sockets if one[1].endswith(own[-5:]) and one[2].endswith(":0000")] == [own]
     name, data = str(CopyName(8, 1, 2, "0" * 16)), b"another copy"
     message = {"generation": "0" * 16, "copy": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert sent(port, message, data) == sent(port, message | {"secret": "Secret"}, data) == b""
@@ -274,13 +272,13 @@ def test_a_keeper_takes_only_whole_copies_of_its_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 3, REQUEUE])
 def test_a_rank_that_ends_for_good_is_not_started_again(tmp_path: Path, code: int) -> None:
-    assert codes(keepers(tmp_path, f"os._exit({code})", (0,))) == [code]
+    assert codes(keepers(tmp_path, f"os._exit({code})", 0)) == [code]
     assert len(starts(tmp_path, 1)) == 1
 
 
 def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
     act = f"signal.signal(signal.SIGTERM, lambda *_: os._exit({REQUEUE})); (shared / 'set').touch(); time.sleep(60)"
-    started = keepers(tmp_path, act, (0,))
+    started = keepers(tmp_path, act, 0)
     until((tmp_path / "set").exists)
     started[0].terminate()
     assert codes(started) == [REQUEUE]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -20,16 +18,12 @@ import yaml
 from benchmarks.common.hardware import free_port
 from benchmarks.survival.life import processes
 from megabert.common import storage
+from tests.helpers.job import SMALL
 from tests.helpers.object_store import PASS, Proxy
+from tests.integration.conftest import BIN, ROOT, logged
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-VALUES = {
-    "IMAGE": "registry:5000/megabert:cuda",
-    "DATA": "s3://data/shards",
-    "MIRROR": "s3://trained/pods",
-    "SECRET": "bucket-keys",
-}
+VALUES = {"IMAGE": "registry:5000/megabert:cuda", "DATA": "s3://data/shards", "MIRROR": "s3://trained/pods"}
+VALUES["SECRET"] = "bucket-keys"
 TINY = {"PHASE1": "tiny", "PHASE2": "tiny", "GPUS": "1", "MAX_RESTARTS": "9"}
 SKYPILOT = "skypilot==0.14.1"
 
@@ -68,40 +62,45 @@ def test_objects_have_only_fields_of_their_apis(values: dict[str, str]) -> None:
     assert rendered["TrainingRuntime"]["spec"]["template"]["spec"] == rendered["JobSet"]["spec"]
 
 
-def test_nodes_share_a_claim_and_one_node_needs_none() -> None:
-    def runs(**values: str) -> dict[str, Any]:
-        pod = build_job(objects("jobset", **values)["JobSet"])["template"]["spec"]
-        (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "runs")
-        assert pod["containers"][0]["args"][1].startswith(mount["mountPath"] + "/")
-        return next(each for each in pod["volumes"] if each["name"] == "runs")
+@pytest.mark.parametrize(
+    ("values", "volume"),
+    [
+        ({"DISK": "7Gi"}, {"emptyDir": {"sizeLimit": "7Gi"}}),
+        ({"NODES": "2", "RUNS_CLAIM": "shared"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
+    ],
+)
+def test_nodes_share_a_claim_and_one_needs_none(values: dict[str, str], volume: dict[str, Any]) -> None:
+    pod = build_job(objects("jobset", **values)["JobSet"])["template"]["spec"]
+    (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "runs")
+    assert pod["containers"][0]["args"][1].startswith(mount["mountPath"] + "/")
+    assert {"name": "runs"} | volume in pod["volumes"]
 
-    assert runs(DISK="7Gi") == {"name": "runs", "emptyDir": {"sizeLimit": "7Gi"}}
-    claimed = {"name": "runs", "persistentVolumeClaim": {"claimName": "shared"}}
-    assert runs(NODES="2", RUNS_CLAIM="shared") == claimed
-    done = render("jobset", NODES="2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: RUNS_CLAIM is empty: 2 nodes write one checkpoint")
+
+ODD = [
+    *(("IMAGE", ""), ("DATA", ""), ("MIRROR", ""), ("MIRROR", "/a/folder"), ("NAME", "Large"), ("NODES", "0")),
+    *(("GPUS", "8 "), ("SHM", "64"), ("GRACE", "10m"), ("SECRET", "a, b"), ("DATA", 's3://a"\nb: {x')),
+    *(("MIRROR", "s3://$(touch owned)"), ("PHASE1", "large; touch owned"), ("RUNS_CLAIM", "a}")),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("words", "values", "said"),
     [
-        ("IMAGE", ""), ("DATA", ""), ("MIRROR", ""), ("MIRROR", "/a/folder"), ("NAME", "Large"), ("NODES", "0"),
-        ("GPUS", "8 "), ("SHM", "64"), ("GRACE", "10m"), ("SECRET", "a, b"), ("DATA", 's3://a"\nb: {x'),
-        ("MIRROR", "s3://$(touch owned)"), ("PHASE1", "large; touch owned"), ("RUNS_CLAIM", "a}"),
+        (["pod"], {}, "error: "),
+        ([], {}, "error: "),
+        (["jobset", 'a="b'], {}, "error: "),
+        (["jobset", "a=$(HOME)"], {}, "error: "),
+        (["jobset"], {"NODES": "2"}, "error: RUNS_CLAIM is empty: 2 nodes write one checkpoint"),
+        *(
+            (["jobset"], {name: value}, f"error: {name}=.*; set it in launch/kubernetes/values.sh$")
+            for name, value in ODD
+        ),
     ],
-)  # fmt: skip
-def test_missing_or_odd_value_is_one_line_by_name(name: str, value: str) -> None:
-    done = render("jobset", **{name: value})
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {name}=") and line.endswith("; set it in launch/kubernetes/values.sh"), line
-
-
-@pytest.mark.parametrize("words", [["pod"], [], ["jobset", 'a="b'], ["jobset", "a=$(HOME)"]])
-def test_unknown_kind_or_odd_override_is_one_line(words: list[str]) -> None:
-    done = render(*words)
+)
+def test_mistake_is_one_line(words: list[str], values: dict[str, str], said: str) -> None:
+    done = render(*words, **values)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert re.match(said, done.stderr), done.stderr
 
 
 def test_exit_codes_restart_as_documented() -> None:
@@ -119,18 +118,13 @@ def test_exit_codes_restart_as_documented() -> None:
             if code in asked["values"]:
                 assert (asked["containerName"], asked["operator"]) == (container["name"], "In")
                 return rule["action"]
-        return (
-            "Count"  # to backoffLimit, of which there is none: the job fails with another reason, and the set restarts
-        )
+        return "Count"  # to backoffLimit, which is 0: the job fails with another reason, and the set restarts
 
-    of_set = {
-        reason: rule["action"]
-        for rule in jobset["spec"]["failurePolicy"]["rules"]
-        for reason in rule["onJobFailureReasons"]
-    }
+    policy = jobset["spec"]["failurePolicy"]
+    of_set = {reason: rule["action"] for rule in policy["rules"] for reason in rule["onJobFailureReasons"]}
     sky = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())["resources"]["job_recovery"]
     assert job["backoffLimit"] == sky["max_restarts_on_errors"] == 0
-    assert of_set == {"PodFailurePolicy": "FailJobSet"} and jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
+    assert of_set == {"PodFailurePolicy": "FailJobSet"} and policy["maxRestarts"] == 5
     for code, end in documented.items():
         if code:
             assert of_pod(code) == {"never": "FailJob", "yes": "Ignore" if code == 85 else "Count"}[end]
@@ -146,19 +140,14 @@ class Pod:
         assert env["PET_MASTER_ADDR"] == f"{jobset['metadata']['name']}-node-0-0.{jobset['metadata']['name']}"
         assert container["workingDir"] == "/opt/megabert"
         env |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "CACHE": f"{disks}{env['CACHE']}"}
-        env |= {
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "RESTART_WAIT": "1",
-        }
+        env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= {"RESTART_WAIT": "1"} | more
         args = [word.replace("/runs/", f"{disks}/runs/") for word in container["args"]]
         disks.mkdir(exist_ok=True)
         self.log = Path(tempfile.mkstemp(".log", f"pod{index}-", disks)[1])
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*container["command"], *args], cwd=ROOT, env=os.environ | env | more, stdout=log, stderr=log
-            )
+            words = [*container["command"], *args]
+            self.process = subprocess.Popen(words, cwd=ROOT, env=os.environ | env, stdout=log, stderr=log)
 
     def lose(self) -> None:
         """As when the node is gone: no process of it does anything more."""
@@ -213,28 +202,20 @@ def test_pod_runs_phases_in_order_and_ends_with_their_code(plan: str, phases: st
     (tmp_path / "torchrun").write_text(TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)
     jobset = objects("jobset", "batch.micro_size=16", MAX_RESTARTS="1", PHASE1="base")["JobSet"]
-    more = {
-        "PLAN": plan,
-        "CALLS": str(tmp_path / "calls"),
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "RESTART_WAIT": "0",
-    }
+    more = {"PLAN": plan, "CALLS": str(tmp_path / "calls"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    more["RESTART_WAIT"] = "0"
     pod = Pod(jobset, 0, tmp_path, 29500, **more)
     assert pod.wait(60) == code, pod.output
     run = tmp_path / "runs/megabert-large"
     expected = {
-        "1": f"29500 -- megabert/train.py --config base --data s3://data/shards/seq128 --run {run}/phase1 "
-        f"checkpoint.mirror=s3://trained/pods/phase1 data.cache_dir={tmp_path}/local/cache batch.micro_size=16",
-        "2": f"29501 -- megabert/train.py --config large_phase2 --data s3://data/shards/seq512 --run {run}/phase2 "
-        f"checkpoint.mirror=s3://trained/pods/phase2 data.cache_dir={tmp_path}/local/cache init_from={run}/phase1 "
-        "batch.micro_size=16",
-    }  # fmt: skip
+        phase: f"{port} -- megabert/train.py --config {preset} --data s3://data/shards/{length} --run {run}/phase{phase} "
+        f"checkpoint.mirror=s3://trained/pods/phase{phase} data.cache_dir={tmp_path}/local/cache{more} batch.micro_size=16"
+        for phase, port, preset, length, more in (
+            ("1", 29500, "base", "seq128", ""),
+            ("2", 29501, "large_phase2", "seq512", f" init_from={run}/phase1"),
+        )
+    }
     assert (tmp_path / "calls").read_text().splitlines() == [expected[phase] for phase in phases]
-
-
-def figures(run: Path) -> list[tuple[int, float]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
 
 
 @pytest.mark.slow
@@ -245,9 +226,7 @@ def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_pat
     for path in dataset.rglob("*"):
         for length in ("seq128", "seq512") if path.is_file() else ():
             storage.put(path, f"s3://data/shards/{length}/{path.relative_to(dataset).as_posix()}")
-    small = ("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=8")
-    small += ("schedule.total_steps=60", "schedule.warmup_steps=4", "log.interval=1", "log.tensorboard=false")
-    small += ("checkpoint.interval=10", "eval.interval=0", "eval.rows=16", "peak_tflops=1.0")
+    small = (*SMALL, "schedule.total_steps=60", "checkpoint.interval=10")
     jobset = objects("jobset", *small, NODES="2", RUNS_CLAIM="runs", **TINY)["JobSet"]
     port, pods, committed = free_port(), list[Pod](), set[str]()
 
@@ -286,13 +265,12 @@ def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_pat
                 pod.lose()
     runs = tmp_path / "new/runs/megabert-large"
     for phase in ("phase1", "phase2"):
-        assert [step for step, _ in figures(runs / phase)] == list(range(1, 61))
+        assert list(logged(runs / phase)) == list(range(1, 61))
     assert f"{VALUES['MIRROR']}/phase1: step-000000" in drained.output
     assert f"starting from the weights of {runs}/phase1 at step 60" in drained.output
     assert f"resuming from {runs}/phase2" in new.output
-    before = dict(figures(tmp_path / "lost/runs/megabert-large/phase1"))
-    after = dict(figures(runs / "phase1"))
-    assert before.items() <= after.items() and len(before) >= 10
+    before = logged(tmp_path / "lost/runs/megabert-large/phase1")
+    assert before.items() <= logged(runs / "phase1").items() and len(before) >= 10
 
 
 SKY = """
@@ -333,14 +311,9 @@ def test_skypilot_command_starts_the_phases(tmp_path: Path) -> None:
     (tmp_path / "torchrun").write_text('#!/bin/sh\nenv | grep ^PET_ | sort\necho "$*"\n')
     (tmp_path / "torchrun").chmod(0o755)
     task = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())
-    env = {
-        "HOME": str(tmp_path),
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    }
+    sky = {"NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.4\n10.0.0.5"}
+    env = {f"SKYPILOT_{name}": value for name, value in sky.items()} | {"HOME": str(tmp_path), "MAX_RESTARTS": "0"}
     env |= task["envs"] | {"DATA": "s3://a", "MIRROR": "s3://b", "PHASE2": "", "OVERRIDES": "zero.stage=2 seed=3"}
-    env |= {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "MAX_RESTARTS": "0"}
 
     def start(**more: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", task["run"]]
@@ -351,9 +324,8 @@ def test_skypilot_command_starts_the_phases(tmp_path: Path) -> None:
     done = start(RUNS="/shared")
     assert done.returncode == 4, "torchrun without ranks"
     *variables, words = done.stdout.splitlines()
-    assert variables == [
-        "PET_MASTER_ADDR=10.0.0.4", "PET_MASTER_PORT=29500", "PET_NNODES=2", "PET_NODE_RANK=1", "PET_NPROC_PER_NODE=8",
-    ]  # fmt: skip
+    pet = {"MASTER_ADDR": "10.0.0.4", "MASTER_PORT": 29500, "NNODES": 2, "NODE_RANK": 1, "NPROC_PER_NODE": 8}
+    assert variables == [f"PET_{name}={value}" for name, value in pet.items()]
     assert words == (
         "-- megabert/train.py --config large_phase1 --data s3://a/seq128 --run /shared/phase1 "
         f"checkpoint.mirror=s3://b/phase1 data.cache_dir={tmp_path}/cache zero.stage=2 seed=3"
