@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.hardware import free_port
 from megabert import train
 from megabert.checkpoint import newest_step
 from megabert.common.errors import FAILED, OK, USER_ERROR
@@ -21,9 +20,10 @@ from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.distributed import session
 from megabert.distributed.watchdog import Watchdog
+from tests.helpers.forked import ROOT, environments
+from tests.helpers.job import SMALL
 from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
-from tests.test_held_out_by_dataset import SMALL, random_rows
 
 
 def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, capsys) -> None:
@@ -46,14 +46,10 @@ def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, ca
 
 def test_a_process_trains_twice(tmp_path: Path, own_signals: None) -> None:
     """As in a notebook: the second run starts, and Ctrl-C afterwards is the program's again."""
-    data, small = (
-        random_rows(tmp_path / "data", 16, seed=1),
-        [*SMALL, "schedule.total_steps=2", "schedule.warmup_steps=1"],
-    )
+    data, short = str(ROOT / "tests/data/golden/dataset"), ("schedule.total_steps=2", "schedule.warmup_steps=1")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for run in ("first", "second"):
-        words = ["--config", "tiny", "--data", str(data), "--run", str(tmp_path / run), *small]
-        assert train.main(words) == OK
+        assert train.main(["--config", "tiny", "--data", data, "--run", str(tmp_path / run), *SMALL, *short]) == OK
         assert newest_step(tmp_path / run) == 2
         assert not dist.is_initialized()
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
@@ -72,10 +68,9 @@ def test_a_mistake_while_a_run_opens_is_printed_once_a_node(local_rank, watched,
     assert capsys.readouterr().err.count("init_from=here: no such folder") == printed
 
 
-def one_of_two_ranks(rank: int, port: int, folder: Path) -> None:
+def one_of_two_ranks(rank: int, environment: dict[str, str], folder: Path) -> None:
     """Rank 1 runs out of memory while rank 0 waits as in a collective of NCCL's, whose group is not left before it ends."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MEGABERT_EXIT_DIR=str(folder))
+    os.environ.update(environment, MEGABERT_EXIT_DIR=str(folder))
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     dist.destroy_process_group = lambda: time.sleep(600)
 
@@ -91,16 +86,14 @@ def one_of_two_ranks(rank: int, port: int, folder: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_the_job_at_once(tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [CONTEXT.Process(target=one_of_two_ranks, args=(rank, port, tmp_path), daemon=True) for rank in range(2)]
+    places = [*enumerate(environments(2))]
+    ranks = [CONTEXT.Process(target=one_of_two_ranks, args=(*place, tmp_path), daemon=True) for place in places]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(40)
         process.kill()
     assert [process.exitcode for process in ranks] == [FAILED, FAILED]
-    assert (
-        "rank 1 is out of memory; set a smaller batch.micro_size: CUDA out of memory"
-        in (tmp_path / "stderr-1").read_text()
-    )
+    said = "rank 1 is out of memory; set a smaller batch.micro_size: CUDA out of memory"
+    assert said in (tmp_path / "stderr-1").read_text()
     assert "error: rank 1 (host " in (tmp_path / "stderr-0").read_text()

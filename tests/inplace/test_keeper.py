@@ -165,18 +165,25 @@ def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None
     assert [line["size"] for line in starts(tmp_path, 5)] == [2, 2, 2, 2, 1]
 
 
-def test_restarts_without_progress_end_with_one_that_saves(tmp_path: Path) -> None:
-    stop = "stop = signals.Stop(); time.sleep(0.2); os._exit(85 if stop.requested else 4)"
-    assert codes(keepers(tmp_path, stop, 0, ALWAYS="1")) == [4]
-    assert len(starts(tmp_path, 1)) == 1 + RESTARTS + 1
+SAVE = "stop = signals.Stop(); time.sleep(0.2); os._exit(85 if stop.requested else 4)"
+# an update in each generation, whose place is before that of a copy which a lost host has left
+UPDATE = """(folder / str(CopyName(99, 0, 9, 'f' * 16))).write_text('')
+number = len((shared / 'starts.jsonl').read_text().splitlines())
+copy(number)
+os._exit(4 * (number < 7))"""
 
 
-def test_progress_is_that_of_a_generation(tmp_path: Path) -> None:
-    """Each generation dies after an update, whose place is before that of a copy which a lost host has left."""
-    stale = "(folder / str(CopyName(99, 0, 9, 'f' * 16))).write_text(''); "
-    act = f"{stale} number = len((shared / 'starts.jsonl').read_text().splitlines()); copy(number); os._exit(4 * (number < 7))"
-    assert codes(keepers(tmp_path, act, 0, ALWAYS="1")) == [0]
-    assert len(starts(tmp_path, 1)) == 7
+@pytest.mark.parametrize(
+    ("act", "code", "count"),
+    [
+        *((f"os._exit({code})", code, 1) for code in (0, 2, 3, REQUEUE)),
+        pytest.param(SAVE, 4, 1 + RESTARTS + 1, id="no progress, then one that saves"),
+        pytest.param(UPDATE, 0, 7, id="progress"),
+    ],
+)
+def test_ranks_are_restarted_only_while_that_helps(tmp_path: Path, act: str, code: int, count: int) -> None:
+    assert codes(keepers(tmp_path, act, 0, ALWAYS="1")) == [code]
+    assert len(starts(tmp_path, 1)) == count
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3])
@@ -268,12 +275,6 @@ def test_a_keeper_takes_only_whole_copies_of_its_job(tmp_path: Path) -> None:
     assert sent(port, {"generation": "0" * 16, "failed": True}) == b"" and len(starts(tmp_path, 2)) == 2
     (tmp_path / "end").touch()
     assert codes(started) == [0, 0]
-
-
-@pytest.mark.parametrize("code", [0, 2, 3, REQUEUE])
-def test_a_rank_that_ends_for_good_is_not_started_again(tmp_path: Path, code: int) -> None:
-    assert codes(keepers(tmp_path, f"os._exit({code})", 0)) == [code]
-    assert len(starts(tmp_path, 1)) == 1
 
 
 def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import forked, once
+from tests.helpers.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -65,6 +66,12 @@ def saved_step(run: Path) -> int:
     step: int = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
     assert metrics(run)[-1]["step"] <= step
     return step
+
+
+def end(job: Job, *codes: int, within: float = 120) -> str:
+    """What a job printed, without a traceback, after its ranks have ended with these codes."""
+    assert job.codes(within) == list(codes) and "Traceback" not in job.output, job.output
+    return job.output
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 from megabert.common import storage
 from tests.helpers.job import Job
 from tests.helpers.object_store import DROP, KEYS, PASS, UNAVAILABLE, Proxy
-from tests.integration.conftest import logged, output_of
+from tests.integration.conftest import end, logged, output_of
 
 pytest.importorskip("s3fs")
 # a lock that is given up soon, and updates that are slower than uploads
@@ -42,13 +42,11 @@ def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) 
             storage.put(path, f"s3://trained/set/{path.relative_to(dataset).as_posix()}")
     faults = (DROP, UNAVAILABLE)
     proxy.fault = lambda method, path, number: PASS if zlib.crc32(b"%d" % number) % 4 else faults[number % 2]
-    local = Job(dataset, tmp_path / "local", *STEPS)
-    assert local.codes() == [0, 0], local.output
+    end(Job(dataset, tmp_path / "local", *STEPS), 0, 0)
     url: Any = "s3://trained/set"
     for more in (("--stop-after", 7), ()):
-        remote = Job(url, tmp_path / "remote", *STEPS, *more)
-        assert remote.codes() == [0, 0], remote.output
-        assert KEYS["AWS_SECRET_ACCESS_KEY"] not in remote.output
+        shown = end(Job(url, tmp_path / "remote", *STEPS, *more), 0, 0)
+        assert KEYS["AWS_SECRET_ACCESS_KEY"] not in shown
     assert figures(tmp_path / "remote") == figures(tmp_path / "local")
     proxy.fault = lambda *_: UNAVAILABLE
     impatient = "from megabert.common import storage\nstorage.WAITS = (0.01,)\n"
@@ -61,8 +59,7 @@ def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) 
 def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     """Killed at some requests of its uploads, on a new disk each time: the same losses as undisturbed, and no checkpoint in parts."""
     steps = ("schedule.total_steps=20", "checkpoint.interval=2", "checkpoint.keep=2", "eval.interval=10")
-    whole = Job(dataset, tmp_path / "whole", *steps)
-    assert whole.codes() == [0, 0], whole.output
+    end(Job(dataset, tmp_path / "whole", *steps), 0, 0)
     url = "s3://trained/run"
     mirrored = (*steps, f"checkpoint.mirror={url}")
     killed, manifests, starts = list[Job](), 0, []
@@ -85,8 +82,7 @@ def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, pr
         shutil.rmtree(run.parent)
     proxy.fault = lambda *_: PASS
     run = tmp_path / "last" / "run"
-    last = Job(dataset, run, *mirrored, driver=SLOW)
-    assert last.codes() == [0, 0], last.output
+    end(Job(dataset, run, *mirrored, driver=SLOW), 0, 0)
     assert figures(run) == figures(tmp_path / "whole")
     assert len(set(filter(None, starts))) >= 2 and starts[:2] == ["", ""], starts
     names = {found.url.removeprefix(f"{url}/") for found in storage.find(url)}

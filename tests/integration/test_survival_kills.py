@@ -49,63 +49,62 @@ def test_nine_kills_leave_no_trace(dataset, tmp_path):
     assert max(step for result in results for step in result["resumed_at"]) >= 5
 
 
-def finished_run(folder: Path) -> Path:
-    """What is left of a run of three updates."""
-    step = folder / "checkpoints" / "step-00000003"
+def finished_run(folder: Path, *changes: tuple[str, str], weights: bytes = b"weights") -> Path:
+    """What is left of a run of three updates, with texts of its metrics replaced."""
+    step = folder / "checkpoints/step-00000003"
     step.mkdir(parents=True)
     lines = [{"step": n, "train/loss": 1 / n, "data/row_digest": f"{n:016x}", "perf/mfu": n} for n in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (step / "weights.safetensors").write_bytes(b"weights")
-    seal(step)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "metrics.jsonl").write_text(text)
+    (step / "weights.safetensors").write_bytes(weights)
+    entry = {"weights.safetensors": {"sha256": hashlib.sha256(weights).hexdigest()}}
+    (step / "manifest.json").write_text(json.dumps({"files": entry}))
     return folder
 
 
-def seal(step: Path) -> None:
-    data = (step / "weights.safetensors").read_bytes()
-    entry = {"weights.safetensors": {"sha256": hashlib.sha256(data).hexdigest()}}
-    (step / "manifest.json").write_text(json.dumps({"files": entry}))
+TIMES = ('"perf/mfu": 2', '"perf/mfu": 7')  # may differ
 
 
-def spoil(run: Path, old: str, new: str) -> None:
-    """Replaces a part of the metrics, the "weights", or makes a "leftover"."""
-    if old == "leftover":
-        (run / "checkpoints/.saving-00000003").mkdir()
-    elif old == "weights":
-        step = run / "checkpoints/step-00000003"
-        (step / "weights.safetensors").write_bytes(new.encode())
-        seal(step)
-    else:
-        text = (run / "metrics.jsonl").read_text()
-        assert old in text
-        (run / "metrics.jsonl").write_text(text.replace(old, new))
-
-
-# On fewer ranks after update 1, a loss of later updates may differ by 1%, and the weights.
 @pytest.mark.parametrize(
-    ("exact", "old", "new", "expected"),
+    ("change", "expected"),
     [
-        (3, "0.3333333333333333", "0.33333333333333337", "train/loss is"),
-        (3, f"{2:016x}", f"{3:016x}", "step 2: data/row_digest is"),
-        (3, '{"step": 2', '{"step": 1', "not 1..3 once each: [1, 1, 3]"),
-        (3, '"train/loss": 0.5, ', "", "not 1..3 once each: [1, 3]"),
-        (3, "weights", "Weights", "the final checkpoint's weights.safetensors differs"),
-        (3, "leftover", "", "left in the killed run's folder"),
-        (1, '"train/loss": 1.0', '"train/loss": 1.0000001', "step 1: train/loss is"),
-        (1, '"train/loss": 0.5', '"train/loss": 0.506', "step 2: train/loss is"),
-        (1, f"{3:016x}", f"{4:016x}", "step 3: data/row_digest is"),
+        (("0.3333333333333333", "0.33333333333333337"), "train/loss is"),
+        ((f"{2:016x}", f"{3:016x}"), "step 2: data/row_digest is"),
+        (('{"step": 2', '{"step": 1'), "not 1..3 once each: [1, 1, 3]"),
+        (('"train/loss": 0.5, ', ""), "not 1..3 once each: [1, 3]"),
+        ("a weight", "the final checkpoint's weights.safetensors differs"),
+        ("a leftover", "left in the killed run's folder"),
     ],
 )
-def test_any_difference_is_seen(exact, old, new, expected, tmp_path):
-    one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
-    spoil(two, '"perf/mfu": 2', '"perf/mfu": 7')  # times may differ
-    if exact == 1:
-        spoil(two, "0.3333333333333333", "0.3345")
-        spoil(two, "weights", "Weights")
-    ranks = {"exact": 1} if exact == 1 else {}
-    assert differences(one, two, 3, **ranks) == []
-    spoil(two, old, new)
-    found = differences(one, two, 3, **ranks)
-    assert any(expected in line for line in found) and (exact == 3 or len(found) == 1), found
+def test_any_difference_is_seen(change, expected, tmp_path):
+    one = finished_run(tmp_path / "one")
+    assert differences(one, finished_run(tmp_path / "same", TIMES), 3) == []
+    changes = [] if isinstance(change, str) else [change]
+    two = finished_run(tmp_path / "two", *changes, weights=b"Weights" if change == "a weight" else b"weights")
+    if change == "a leftover":
+        (two / "checkpoints/.saving-00000003").mkdir()
+    assert any(expected in line for line in differences(one, two, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (('"train/loss": 1.0', '"train/loss": 1.0000001'), "step 1: train/loss is"),
+        (('"train/loss": 0.5', '"train/loss": 0.506'), "step 2: train/loss is"),
+        ((f"{3:016x}", f"{4:016x}"), "step 3: data/row_digest is"),
+    ],
+)
+def test_rows_are_compared_on_fewer_ranks_too(change, expected, tmp_path):
+    """Up to update 1 both runs have as many ranks; then a loss may differ by 1%."""
+    one, rounding = finished_run(tmp_path / "one"), ("0.3333333333333333", "0.3345")
+    same = finished_run(tmp_path / "same", TIMES, rounding, weights=b"Weights")
+    assert differences(one, same, 3, exact=1) == []
+    two = finished_run(tmp_path / "two", rounding, change, weights=b"Weights")
+    (line,) = differences(one, two, 3, exact=1)
+    assert expected in line
 
 
 STARTED = "resuming from copies in memory at step {}, 3 s trained\n"

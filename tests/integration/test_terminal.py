@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.test_interrupt import build, write_corpus
 from tests.helpers.terminal import CTRL_C, Terminal
 from tests.integration.conftest import SMALL, output_of, saved_step, train
 
@@ -102,8 +101,13 @@ def test_keep_shields_a_launcher_from_ctrl_c(how, dataset, tmp_path):
 @pytest.mark.parametrize(("how", "codes"), [("alone", [130]), ("pipe", [130, -2]), ("closed", [-1])])
 def test_a_build_ends_and_resumes(how, codes, tmp_path):
     """With its documented code, though the bar is drawn where nobody reads."""
-    out = tmp_path / "out"
-    words = build(write_corpus(tmp_path / "corpus", 1, 30_000), out, "--vocab-size", "300")
+    out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
+    text = (
+        "The quick brown fox {0} jumps over the lazy dog near the river bank.\nShe sells {0} shells by the shore.\n\n"
+    )
+    corpus.write_text("".join(text.format(n) for n in range(20_000)))
+    options = ("--seq-len", 64, "--workers", 2, "--vocab-size", 300)
+    words = ["prep", "build", "--input", corpus, "--output", out, *options]
     terminal = Terminal(tmp_path, ["-m", "megabert", *words], HOW[how][0].format(tmp_path), all_output=True)
     end(terminal, how, "sample ")
     assert terminal.codes() == codes, terminal.shown
