@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -17,9 +16,8 @@ from megabert.commands import verify
 from megabert.common.files import canonical, compact, digest
 from megabert.config import replace
 from tests.helpers import once, runs
-from tests.helpers.forked import Forked
-from tests.helpers.job import SMALL
-from tests.integration.conftest import logged, metrics, output_of, train
+from tests.helpers.job import SMALL, Job
+from tests.integration.conftest import end, logged, metrics, output_of, train
 
 # of losses that are scaled
 OTHER_CODE = """
@@ -191,9 +189,7 @@ def test_updates_that_are_not_repeated_are_named(copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "code", "said"), [(1 + 1e-6, 0, "(loss 0.01"), (1.05, 2, "loss of step ")])
 def test_other_code_repeats_to_rounding(trained: Path, tmp_path: Path, scale: float, code: int, said: str) -> None:
-    (tmp_path / "driver.py").write_text(OTHER_CODE.replace("SCALE", str(scale)))
-    arguments = ["replay", str(trained / "run"), "--from", "8"]
-    job = Forked(arguments, os.environ | {"OMP_NUM_THREADS": "1"}, tmp_path / "log", driver=str(tmp_path / "driver.py"))
-    assert job.wait(60) == code
-    *_, line = (tmp_path / "log").read_text().splitlines()
+    driver = OTHER_CODE.replace("SCALE", str(scale))
+    job = Job(trained, tmp_path / "job", ranks=1, command=("replay", trained / "run", "--from", 8), driver=driver)
+    line = end(job, code, within=60).splitlines()[-1]
     assert said in line and "not as then are source" in line, line

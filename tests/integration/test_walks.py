@@ -11,8 +11,7 @@ import torch
 
 from megabert import hf as pretrained
 from megabert.data.shards import Dataset
-from megabert.evaluation import fixed_batches
-from megabert.model import BertForPreTraining, unpacked_inputs
+from megabert.model import unpacked_inputs
 from tests.helpers import fast_tokenizers, wordpiece
 from tests.integration.conftest import SHORT, SMALL, logged, output_of, train
 
@@ -26,44 +25,15 @@ def read_topics(corpus: Path) -> list[str]:
 
 @pytest.mark.dist
 def test_model_goes_to_hugging_face_and_back(dataset: Path, corpus: Path, tmp_path: Path) -> None:
-    """Two ranks at ZeRO-3; the export against transformers on packed rows; a run that continues from it."""
-    import transformers
-
-    first, folder = tmp_path / "first", tmp_path / "hf"
+    """From two ranks at ZeRO-3 to the weights that transformers reads, and to a run that continues from them."""
+    first, folder, back, data = (tmp_path / name for name in ("first", "hf", "back", "data"))
     short = (*SHORT, "batch.global_size=16", "precision=fp32")
     train(dataset, first, *short, "model.max_positions=64", "zero.stage=3", ranks=2)
-    exported = output_of("export", "--model", first, "--output", folder)
-    assert "BertForPreTraining of step 4, 2,000 tokens" in exported
-    card = (folder / "README.md").read_text()
-    assert "| updates | 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
-    assert "| schedule.total_steps | 4 |" in card
-
-    found = pretrained.load(first)
-    peer = transformers.BertForPreTraining.from_pretrained(folder).eval()
-    ours: BertForPreTraining = found.model(torch.device("cpu"))
-    batches = fixed_batches(Dataset(dataset), found.tokenizer, found.config)  # few held-out rows have several pairs
-    inputs = max(batches, key=lambda batch: batch.sequences).inputs()
-    names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
-    sequences = 0
-    with torch.no_grad():
-        hidden = ours.encode(**{name: inputs[name] for name in names})
-        for row, lengths in enumerate(inputs["lengths"].tolist()):
-            start = 0
-            for length in filter(None, lengths):
-                here = slice(start, start + length)
-                alone = {"input_ids": inputs["input_ids"][row : row + 1, here].long()}
-                want = peer(**alone, token_type_ids=inputs["segment_ids"][row : row + 1, here].long())
-                assert (ours.mlm_logits(hidden[row, here]) - want.prediction_logits[0]).abs().max() <= 1e-5
-                nsp = ours.nsp_logits(hidden[row, start : start + 1])
-                assert (nsp - want.seq_relationship_logits).abs().max() <= 1e-5
-                start, sequences = start + length, sequences + 1
-    assert sequences > len(inputs["lengths"])  # packed
-
-    back, data = tmp_path / "back", tmp_path / "data"
+    assert "BertForPreTraining of step 4, 2,000 tokens" in output_of("export", "--model", first, "--output", folder)
     shown = output_of("convert", "--model", folder, "--run", back)
     assert f"--tokenizer {back / 'tokenizer.model'}" in shown and f"--config {back / 'config.toml'}" in shown
-    weights = pretrained.load(back).weights
-    assert all(weights[name].equal(found.weights[name]) for name in weights.keys() | found.weights.keys())
+    ours, theirs = (pretrained.load(run).weights for run in (first, back))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     options = ("--tokenizer", back / "tokenizer.model", "--seq-len", 64, "--held-out", 0.05, "--nsp", "--workers", 1)
     output_of("prep", "build", "--input", corpus, "--output", data, *options)
     again = ("train", "--data", data, "--config", back / "config.toml", *SMALL[3:], *short, "--run")
@@ -97,8 +67,7 @@ def test_tokenizer_file_goes_through_every_command(name: str, corpus: Path, tmp_
     assert json.loads((output / "config.json").read_text())["pad_token_id"] == (name == "tokenizer.json")
 
 
-def test_student_is_distilled_resumed_and_exported(dataset: Path, tmp_path: Path) -> None:
-    """From a run, by the command; another teacher is not taken for its own."""
+def test_distilled_run_resumes_with_its_own_teacher(dataset: Path, tmp_path: Path) -> None:
     teacher, whole, parts = (tmp_path / name for name in ("teacher", "whole", "parts"))
     small = ("model.layers=3", "batch.micro_size=16", "schedule.total_steps=10", "schedule.warmup_steps=2")
     small += ("data.workers=0", "precision=fp32")
@@ -109,16 +78,8 @@ def test_student_is_distilled_resumed_and_exported(dataset: Path, tmp_path: Path
     assert "resuming from" in output_of(*distill, parts)
     for key in ("train/loss", "train/mlm_loss", "train/nsp_loss", "train/soft_loss", "train/cosine_loss"):
         assert len(logged(whole, key)) == 10 and logged(whole, key) == logged(parts, key)
-    first, last = logged(whole, "eval/mlm_loss")[0], logged(teacher, "eval/mlm_loss")[10]
-    assert first < last + 0.5  # begins as its teacher
-    assert json.loads((whole / "config.json").read_text())["config"]["model"]["layers"] == 2
-
-    figures = json.loads(output_of("evaluate", "--model", whole, "--data", dataset))
-    assert figures["step"] == 10 and figures["eval/mlm_loss"] < 8
-    exported = output_of("export", "--model", whole, "--output", tmp_path / "hf")
-    assert "BertForPreTraining of step 10" in exported
-    assert output_of("fill", "--model", whole, "the [MASK] is").count("%") == 5
-
+    begun, taught = logged(whole, "eval/mlm_loss")[0], logged(teacher, "eval/mlm_loss")[10]
+    assert begun < taught + 0.5, "it begins as its teacher"
     train(dataset, teacher, *small, "schedule.total_steps=11", "--extend")
     refused = output_of(*distill, whole, "schedule.total_steps=12", code=2)
     assert "distill.teacher's weights (SHA-256)" in refused
