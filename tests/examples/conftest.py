@@ -1,7 +1,3 @@
-"""The corpus and the dataset that the integration tests use."""
+"""The datasets of the integration tests."""
 
-from __future__ import annotations
-
-from tests.integration.conftest import corpus, dataset
-
-__all__ = ["corpus", "dataset"]
+from tests.integration.conftest import corpus, dataset  # noqa: F401 - fixtures

@@ -170,13 +170,9 @@ def write_inputs(folder: Path) -> None:
         shutil.copy(folder / "glue/SST-2" / name, folder / name)
     (folder / "lines.txt").write_text("One line of text.\nAnd another one.\n")
     (folder / "blimp").mkdir()
-    published = sorted((wordpiece.DATA / "minimal_pairs/blimp").glob("*.jsonl"))
-    for file in published:
-        (folder / "blimp" / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
-    if not published:
-        names = {"field": "syntax", "linguistics_term": "agreement", "UID": "agreement"}
-        pair = {"sentence_good": "The doors are old.", "sentence_bad": "The doors is old."} | names
-        (folder / "blimp/agreement.jsonl").write_text(f"{json.dumps(pair)}\n")
+    pair = {"sentence_good": "The doors are old.", "sentence_bad": "The doors is old.", "field": "syntax"}
+    pair |= {"linguistics_term": "agreement", "UID": "agreement"}
+    (folder / "blimp/agreement.jsonl").write_text(f"{json.dumps(pair)}\n")
 
 
 @pytest.fixture

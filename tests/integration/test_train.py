@@ -11,8 +11,9 @@ import time
 import pytest
 
 from megabert.commands.evaluate import evaluate_run
+from megabert.data.shards import write_manifest
 from tests.helpers.job import Job
-from tests.integration.conftest import SHORT, SMALL, command, end, logged, metrics, output_of, saved_step, train
+from tests.integration.conftest import ROOT, SHORT, SMALL, command, end, logged, metrics, output_of, saved_step, train
 
 ENDLESS = "schedule.total_steps=100000"
 
@@ -42,7 +43,7 @@ def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     assert alone["step"] == 16 and alone["eval/mlm_loss"] == pytest.approx(final[16], rel=2e-3)
 
 
-def test_init_from_and_extended_runs(dataset, tmp_path):
+def test_run_starts_from_the_weights_of_another(dataset, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     shown = train(dataset, first, *SHORT)
     assert f"; ended by schedule.total_steps=4; saved at step 4 in {first}. Next:\n" in shown
@@ -58,13 +59,6 @@ def test_init_from_and_extended_runs(dataset, tmp_path):
     assert logged(second, "perf/peak_memory_gib")[1] > 0.1
     before, after = (logged(run, "eval/mlm_loss") for run in (first, second))
     assert after[0] == pytest.approx(before[4], rel=2e-3)
-
-    longer = ("schedule.total_steps=5", "schedule.warmup_steps=1")
-    for more, said in (("batch.global_size=64", "batch.global_size"), ("log.interval=1", "this run is finished")):
-        refused = train(dataset, first, *longer, more, code=2)
-        assert said in refused and "Traceback" not in refused
-    assert "--extend" in refused
-    assert "schedule.total_steps was 4 and is 5 from here on" in train(dataset, first, *longer, "--extend")
 
 
 @pytest.mark.slow
@@ -198,6 +192,42 @@ def test_mistake_is_one_clear_line(change, ranks, message, dataset, tmp_path):
     job = Job(data, tmp_path / "run", *extra, ranks=ranks)
     (error,) = [line for line in end(job, *[2] * ranks).splitlines() if "error:" in line]
     assert error.startswith("error:") and message in error
+
+
+GOLDEN = ROOT / "tests/data/golden/dataset"
+NO_PAIRS = "model.nsp=true but the dataset has no sentence pairs; build it with --nsp, or set model.nsp=false"
+
+
+@pytest.mark.parametrize(
+    ("nsp", "override", "message"),
+    [
+        (False, "model.nsp=true", NO_PAIRS),
+        (True, "model.max_positions=32", "model.max_positions=32 is below the dataset's seq_len=64"),
+        (True, "model.vocab_size=77", "model.vocab_size=77 but the tokenizer has"),
+        (True, "data.seq_len=128", "data.seq_len=128 but "),
+    ],
+)
+def test_plan_and_train_refuse_the_same_data(nsp, override, message, tmp_path):
+    data = shutil.copytree(GOLDEN, tmp_path / "data")
+    tree = json.loads((data / "manifest.json").read_text())
+    tree["options"]["nsp"] = nsp
+    del tree["fingerprint"]
+    write_manifest(data, tree)
+    for head in (("plan",), ("train", "--run", tmp_path / "run")):
+        assert f"error: {message}" in output_of(*head, "--config", "tiny", "--data", data, override, code=2)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["plan", pytest.param("train", marks=pytest.mark.slow)])
+def test_pairs_without_their_head_are_warned_of_once(name, tmp_path):
+    more = {
+        "plan": ("phases=[{share=0.5},{share=0.3},{share=0.2}]",),
+        "train": ("--run", tmp_path / "run", *SMALL, "schedule.total_steps=1", "schedule.warmup_steps=0"),
+    }[name]
+    done = command("-m", "megabert", name, "--config", "tiny", "--data", GOLDEN, "model.nsp=false", *more)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("warning: the dataset's rows are sentence pairs") == 1
+    assert name == "train" or done.stdout.count("phase ") == 3
 
 
 @pytest.mark.slow
