@@ -112,7 +112,7 @@ def test_collectives_agree_on_every_rank():
     assert run_ranks(3, collectives) == [None] * 3
 
 
-def test_a_group_uses_all_cores_and_leaves_no_variables(monkeypatch, two_threads):
+def test_group_uses_all_cores_leaves_no_variables(monkeypatch, two_threads):
     for name in [name for name in os.environ if name.startswith(("MASTER_", "OMP_")) or "RANK" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RANK", "0")
@@ -189,7 +189,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
     assert [rank[:3] for rank in found] == [["torchrun", 2, [3]]] * 2
 
 
-def test_a_gpu_that_torch_does_not_see_is_refused(tmp_path, monkeypatch):
+def test_gpu_unseen_by_torch_is_refused(tmp_path, monkeypatch):
     """As with a driver that is older than torch's CUDA: the run would train on the CPU without a word."""
     driver, match_in = tmp_path / "version", environment.match_in
     monkeypatch.setattr(environment, "match_in", lambda file, pattern: match_in(str(driver), pattern))

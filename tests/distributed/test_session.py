@@ -26,7 +26,7 @@ from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
 
 
-def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, capsys) -> None:
+def test_dead_loader_process_is_a_fault(tmp_path: Path, capsys) -> None:
     """As by SIGBUS, when a mapped file cannot be read; torch has a RuntimeError for it."""
 
     def command(ranks: session.Session) -> int:
@@ -57,7 +57,7 @@ def test_a_process_trains_twice(tmp_path: Path, own_signals: None) -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "watched", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])
-def test_a_mistake_while_a_run_opens_is_printed_once_a_node(local_rank, watched, printed, tmp_path, capsys) -> None:
+def test_mistake_at_the_opening_is_printed_once_a_node(local_rank, watched, printed, tmp_path, capsys) -> None:
     def command(ranks: session.Session) -> int:
         ranks.world = replace(ranks.world, rank=8, local_rank=local_rank, size=16)
         if watched:
@@ -85,7 +85,7 @@ def one_of_two_ranks(rank: int, environment: dict[str, str], folder: Path) -> No
     sys.exit(session.run(command))
 
 
-def test_a_rank_that_fails_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_failing_rank_ends_the_job_at_once(tmp_path: Path) -> None:
     places = [*enumerate(environments(2))]
     ranks = [CONTEXT.Process(target=one_of_two_ranks, args=(*place, tmp_path), daemon=True) for place in places]
     for process in ranks:

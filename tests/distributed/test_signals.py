@@ -55,7 +55,7 @@ def test_a_stop_leaves_time_for_the_save(monkeypatch):
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
-def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
+def test_signal_and_its_echo_set_the_flag(number):
     stop = Stop()
     assert not stop.requested
     os.kill(os.getpid(), number)
@@ -94,7 +94,7 @@ dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelt
 """
 
 
-def test_a_rank_that_waits_for_the_others_leaves_when_signalled():
+def test_rank_waiting_for_others_leaves_when_signalled():
     """The main thread sits in torch's own code, where Python runs no handler."""
     process = subprocess.Popen([sys.executable, "-c", STUCK, str(free_port())], stdout=subprocess.PIPE, text=True)
     try:

@@ -104,7 +104,7 @@ def seen_in_main_thread(action: Callable[[], object]) -> tuple[str, bool]:
     return found[0]
 
 
-def test_a_wait_for_a_collective_started_earlier_is_a_wait() -> None:
+def test_wait_for_an_earlier_collective_is_a_wait() -> None:
     """The wait is in C, so its innermost Python code is ours and not torch's."""
     work: Any = SimpleNamespace(wait=partial(time.sleep, 0.3))
     place, waiting = seen_in_main_thread(lambda: wait_for_ranks(work))
@@ -150,7 +150,7 @@ def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
     assert dog._find() is None
 
 
-def test_a_store_on_another_host_that_does_not_answer_is_lost(tmp_path) -> None:
+def test_silent_store_of_another_host_is_lost(tmp_path) -> None:
     """Rank 1 looks at rank 0, whose host has no network any more: its store neither answers nor closes the connection."""
     dog = watchdog(tmp_path)
     dog.world = replace(dog.world, rank=1)

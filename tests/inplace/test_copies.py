@@ -140,6 +140,6 @@ def take_in_vain(world: World, folder: str) -> str:
     return str(found.value)
 
 
-def test_copy_that_memory_does_not_hold_ends_the_run(tmp_path: Path) -> None:
+def test_copy_too_large_for_memory_ends_the_run(tmp_path: Path) -> None:
     (text,) = run_ranks(1, take_in_vain, str(tmp_path))
     assert "no copy of the training state" in text and "without --in-place" in text

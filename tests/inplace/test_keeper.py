@@ -155,7 +155,7 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     assert exits["failed=n0"] == 2 and set(exits) == {"0", "failed=n0"}
 
 
-def test_a_host_that_is_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
+def test_host_lost_while_ranks_meet_is_noticed(tmp_path: Path) -> None:
     """The ranks of the second generation wait for each other, without a watchdog."""
     act = "first and rank == 1 and die_once_all_have_started(); size == 1 and os._exit(0); time.sleep(60)"
     started = keepers(tmp_path, act, 0, 1, ALWAYS="1", SILENT="0.5")
@@ -187,7 +187,7 @@ def test_ranks_are_restarted_only_while_that_helps(tmp_path: Path, act: str, cod
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3])
-def test_a_stop_while_ranks_meet_reaches_the_next_ones(tmp_path: Path, delay: float) -> None:
+def test_stop_while_ranks_meet_reaches_the_next(tmp_path: Path, delay: float) -> None:
     act = """stop = signals.Stop()
 (shared / f"set-{rank}").touch()
 if first and rank == 1:
@@ -204,7 +204,7 @@ os._exit(85)"""
     assert len(starts(tmp_path, 4)) == 4
 
 
-def test_a_second_signal_ends_a_keeper_that_waits_for_another_at_once(tmp_path: Path) -> None:
+def test_second_signal_ends_a_waiting_keeper_at_once(tmp_path: Path) -> None:
     started = keepers(tmp_path, f"{END}; os._exit(4)", 0, 1)
     starts(tmp_path, 2)
     started[1].send_signal(signal.SIGSTOP)
@@ -257,7 +257,7 @@ def sent(port: int, message: dict[str, Any], data: bytes = b"") -> bytes:
         return connection.recv(100)
 
 
-def test_a_keeper_takes_only_whole_copies_of_its_job(tmp_path: Path) -> None:
+def test_keeper_takes_whole_copies_of_its_job(tmp_path: Path) -> None:
     started = keepers(tmp_path, END, 0, 1)
     folder = Path(starts(tmp_path, 2)[0]["folder"])
     port = int((folder / kept_rank.PORT).read_text())

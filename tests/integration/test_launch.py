@@ -49,7 +49,7 @@ def mounts(folder: Path) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_phase_2_starts_from_phase_1_and_both_once(dataset, tmp_path) -> None:
+def test_phase_2_starts_from_phase_1(dataset, tmp_path) -> None:
     runs = tmp_path / "my runs"  # a path with a space in it
     env = {"PHASE1": "tiny", "PHASE2": "tiny", "DATA_128": dataset, "DATA_512": dataset}
     small = ("model.layers=1", "model.hidden=32", "batch.global_size=16", "batch.micro_size=16", "eval.rows=32")

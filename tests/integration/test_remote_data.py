@@ -56,7 +56,7 @@ def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_goes_on_where_the_disk_is_empty(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
+def test_run_goes_on_with_an_empty_disk(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     """Killed at some requests of its uploads, on a new disk each time: the same losses as undisturbed, and no checkpoint in parts."""
     steps = ("schedule.total_steps=20", "checkpoint.interval=2", "checkpoint.keep=2", "eval.interval=10")
     end(Job(dataset, tmp_path / "whole", *steps), 0, 0)

@@ -53,7 +53,7 @@ def text(tmp_path: Path, corpus: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path) -> None:
+def test_race_is_scored_once_a_seed(tmp_path: Path, text: Path) -> None:
     records = tmp_path / "r.json"
     for name, recipe in (("small", SMALL), ("peer", PEER)):
         (tmp_path / f"{name}.toml").write_text(recipe)

@@ -96,7 +96,7 @@ def test_a_run_ends_before_its_time_limit(dataset, tmp_path):
     assert saved_step(tmp_path / "run") == max(curve(tmp_path / "run"))
 
 
-def test_a_rank_that_leaves_at_the_start_is_one_line(dataset, tmp_path):
+def test_rank_that_leaves_early_is_one_line(dataset, tmp_path):
     """As by a signal that only one rank got, between the rendezvous and the first agreement."""
     job = Job(dataset, tmp_path / "run", driver=LEAVES)
     end(job, 4, 85, within=60)
@@ -205,7 +205,7 @@ def mount(image: Path, folder: Path) -> None:
 
 
 @slow
-def test_a_lost_file_system_is_a_fault_that_a_restart_survives(dataset, tmp_path, uninterrupted):
+def test_restart_survives_a_lost_file_system(dataset, tmp_path, uninterrupted):
     """The dataset is on a file system that goes while the run reads it, and is back when the run starts again."""
     image, data, run = tmp_path / "image", tmp_path / "mounted", tmp_path / "run"
     data.mkdir()

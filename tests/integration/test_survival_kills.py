@@ -146,7 +146,7 @@ def test_a_lost_update_is_seen(kind, after, codes, saved, lost, expected):
     assert any(expected in text for text in record.failures) if expected else record.failures == []
 
 
-def test_a_killed_keeper_leaves_unsaved_updates_to_the_next_job():
+def test_killed_keepers_leave_updates_to_the_next_job():
     record = judged(log_of(1, 2, 3), "all keepers", "", [-9, -9], 1, killed=[0, 1])
     assert record.failures == [] and record.last == 3
     for first, expected in ((1, []), (0, ["it started at 0, 1 was saved"])):
@@ -166,7 +166,7 @@ def test_a_job_that_exceeds_its_time_is_seen():
         assert record.failures == expected
 
 
-def test_a_best_checkpoint_that_is_not_there_is_seen(tmp_path):
+def test_missing_best_checkpoint_is_seen(tmp_path):
     for step, loss in ((4, 7.5), (8, 7.25)):
         folder = tmp_path / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
@@ -209,7 +209,7 @@ GOING_BACK = "warning: step-00000010/weights.safetensors is missing: going back 
         ("", 5, kills.UNSEEN, []),
     ],
 )
-def test_a_run_that_starts_over_or_goes_back_fails(text, newest, followed, resumed):
+def test_start_over_or_back_is_a_failure(text, newest, followed, resumed):
     life, outcome = object.__new__(Life), kills.KillCounts()
     life.case, life.output = ONE, lambda: text
     if followed is None:

@@ -75,21 +75,6 @@ def test_causal_run_learns_and_is_replayed(dataset, tmp_path):
         assert json.loads(shown.splitlines()[-2])["train/mlm_loss"] == losses[step]
 
 
-@pytest.mark.slow
-def test_mixture_resumes_and_refuses_another_share(dataset, tmp_path):
-    other, whole, broken = (tmp_path / name for name in ("other", "whole", "broken"))
-    shutil.copytree(dataset, other)
-    mix = f'data.mix={{"{other}" = 0.25}}'
-    for run, stops in ((whole, ()), (broken, ("--stop-after", 7)), (broken, ())):
-        train(dataset, run, mix, *stops)
-    for name in ("train/loss", "data/row_digest"):
-        assert logged(whole, name) == logged(broken, name)
-    state = json.loads((broken / "checkpoints/step-00000016/manifest.json").read_text())["state"]
-    assert [part["folder"] for part in state["datasets"]] == [str(dataset), str(other)]
-    refused = train(dataset, broken, mix.replace("0.25", "0.5"), "schedule.total_steps=20", code=2)
-    assert "cannot resume: dataset fingerprint" in refused
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_run_resumes(number, dataset, tmp_path):
     run = tmp_path / "run"

@@ -198,7 +198,7 @@ sys.exit(code and 1)
         ("0 3", "12", 3),
     ],
 )
-def test_pod_runs_phases_in_order_and_ends_with_their_code(plan: str, phases: str, code: int, tmp_path: Path) -> None:
+def test_pod_runs_phases_and_ends_with_their_code(plan: str, phases: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "torchrun").write_text(TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)
     jobset = objects("jobset", "batch.micro_size=16", MAX_RESTARTS="1", PHASE1="base")["JobSet"]
@@ -220,7 +220,7 @@ def test_pod_runs_phases_in_order_and_ends_with_their_code(plan: str, phases: st
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_pods_go_on_in_empty_folders_and_beside_a_new_pod(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
+def test_pods_go_on_after_lost_disks_and_drains(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     """Two nodes: all are lost in phase 1, and their disks; later rank 0's is drained in phase 2 and another pod takes its place."""
     pytest.importorskip("s3fs")
     for path in dataset.rglob("*"):

@@ -69,7 +69,7 @@ def reboot(network: Network, cluster: Cluster, node: str) -> None:
     cluster.start_node(node)
 
 
-def test_both_phases_on_the_fast_one_of_two_networks(cluster, network, dataset, curve, tmp_path) -> None:
+def test_both_phases_use_the_faster_network(cluster, network, dataset, curve, tmp_path) -> None:
     before = {name: network.received("n2", name) for name in ("mgmt0", "fast0")}
     job = Job(cluster, tmp_path, dataset, *FOUR, NETWORK="10.78.0.0/24")
     job.finished(curve=curve, timeout=PATIENCE)
@@ -108,7 +108,7 @@ def test_a_job_waits_for_a_node_without_power(cluster, network, dataset, curve, 
     job.finished("resuming from", curve=curve, timeout=PATIENCE)
 
 
-def test_a_node_that_vanishes_is_left_behind_in_place(cluster, network, dataset, tmp_path) -> None:
+def test_vanished_node_is_left_behind_in_place(cluster, network, dataset, tmp_path) -> None:
     """The others keep the job when SLURM marks the node as down, and finish the phase; the next one starts on a whole set of nodes."""
     steps = 3000
     options = ("--no-kill", "--time=30", "--in-place", "checkpoint.interval=500")
@@ -142,7 +142,7 @@ def test_a_network_that_falls_into_halves_and_heals(cluster, network, dataset, c
     job.finished(*said, curve=curve, timeout=PATIENCE)
 
 
-def test_a_foreign_address_of_rank_0_is_never_requeued(cluster, dataset, tmp_path) -> None:
+def test_foreign_address_of_rank_0_is_not_requeued(cluster, dataset, tmp_path) -> None:
     wrong = address("n3")
     job = Job(cluster, tmp_path, dataset, *FOUR, MASTER_ADDR=wrong)
     assert cluster.ended(job.number, PATIENCE) == "FAILED"
@@ -165,7 +165,7 @@ def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> No
     assert float(slow["value"].split()[-2]) < 3, "20 mbit are 2.5 MB/s"
 
 
-def test_a_slow_link_is_named_while_the_ranks_train(cluster, network, dataset, tmp_path) -> None:
+def test_slow_link_is_named_while_ranks_train(cluster, network, dataset, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset, *FOUR, *SLOW, steps=100_000)
     job.trained(3, PATIENCE)
     with fault(network.slow_down, "n3", "4mbit", "10gbit"):

@@ -124,7 +124,7 @@ def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, curve, tmp_path)
 
 
 @pytest.mark.slow
-def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path) -> None:
+def test_three_time_limits_leave_no_seam(cluster, dataset, tmp_path) -> None:
     total = 1_000_000
     limit = ("--time=2", "--signal=B:USR2@45")  # sent up to a minute earlier
     job = Job(cluster, tmp_path, dataset, *limit, f"checkpoint.interval={total}", steps=total, MAX_RESTARTS="9")
@@ -175,7 +175,7 @@ def test_the_job_of_a_failed_node_starts_again(cluster, dataset, curve, tmp_path
     job.finished("resuming from", curve=curve)
 
 
-def test_lost_ranks_are_given_up_and_mistakes_never_requeued(cluster, dataset, tmp_path) -> None:
+def test_lost_ranks_and_mistakes_are_not_requeued(cluster, dataset, tmp_path) -> None:
     """A rank without progress is started again once on the nodes that the job has."""
     lost_in, mistaken_in = tmp_path / "lost", tmp_path / "mistake"
     mistaken_in.mkdir()
@@ -283,7 +283,7 @@ def test_slurm_accepts_both_scripts_as_they_are(script, cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
+def test_build_is_requeued_and_goes_on(cluster, corpus, tmp_path) -> None:
     data = tmp_path / "data"
     site = {"PROJECT": str(ROOT), "VENV": str(BIN.parent), "RUNS": str(tmp_path / "runs"), "DATA": str(data)}
     site |= MPI_AS_ROOT | {"CORPUS": str(corpus), "VOCAB": "1000"}
