@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.survival.life import processes
 from benchmarks.survival.network import Network, address
 
 NODES = ("n1", "n2")
@@ -137,8 +138,8 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """kill -9 of a node's slurmd, of its steps and of their tasks, as by a power cut."""
         tasks = list(self._processes(f"SLURMD_NODENAME={node}"))
-        steps = {_parent(pid) for pid in tasks} - set(tasks) - {None}
-        steps = {pid for pid in steps if pid and "slurmstepd" in _command(pid)}
+        parents = {int(fields[1]) for pid, fields in processes() if pid in tasks} - set(tasks)
+        steps = {pid for pid in parents if "slurmstepd" in _command(pid)}
         daemon = self._daemons[f"slurmd-{node}"]
         send(signal.SIGKILL, (daemon.pid, *steps, *tasks))
         daemon.wait()
@@ -239,12 +240,6 @@ class Cluster:
                     environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                     if self._mark in environment and (not also or also in environment):
                         yield int(entry.name)
-
-
-def _parent(pid: int) -> int | None:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 def _command(pid: int) -> str:
