@@ -151,9 +151,7 @@ def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, datas
     env = {} if scontrol else {"PATH": without_scontrol(tmp_path), "MASTER_ADDR": "127.0.0.1"}
     job = Job(cluster, tmp_path, dataset, **env)
     job.trained(3)
-    urgent = cluster.submit(
-        "-p", "urgent", "--nodes=2", "--wrap", "true", cwd=tmp_path
-    )  # needs both nodes for a moment
+    urgent = cluster.submit("-p", "urgent", "--nodes=2", "--wrap", "true", cwd=tmp_path)  # needs all nodes
     job.pending()
     assert cluster.ended(urgent) == "COMPLETED"
     saved = max(job.losses())
