@@ -26,7 +26,8 @@ from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
 from megabert.metrics import Meter, training_flops
-from megabert.sinks import JsonLines, SampleLines, Sinks, TensorBoard
+from megabert.sinks import JsonLines, SampleLines, Sinks
+from megabert.trackers.tensorboard import TensorBoard, as_markdown
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
 from tests.test_trainer import quiet, trainer
@@ -349,7 +350,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
 def test_tensorboards_text_numbers_masks_and_escapes_markup() -> None:
     masks = [{"at": 1, "shown": "[MASK]", "predicted": [[" <b>*", 0.5], ["x", 0.25]]}]
-    shown = sinks.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
+    shown = as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 
 
