@@ -336,7 +336,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
     sink.show(10, SAMPLES)
     sink.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 9.0), (2, 8.0), (3, 7.0)]
     each = [f"perf/rank_compute_seconds/{rank:02}" for rank in range(2)]
     assert sorted(events.Tags()["scalars"]) == ["1_loss/training", *each, "train/loss"], "it opens on the first"
