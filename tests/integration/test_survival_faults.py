@@ -113,7 +113,8 @@ ENDLESS = """
 from megabert.trainer import Trainer
 def spin(self, lr, log=Trainer.write_log_line):
     log(self, lr)
-    while self.world.rank == 1 and self.state.step == 3:
+    step = self.state.step  # the loop is in this function alone
+    while self.world.rank == 1 and step == 3:
         pass
 Trainer.write_log_line = spin
 """
