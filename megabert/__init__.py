@@ -4,7 +4,7 @@ model = megabert.load("runs/mini")
 model.fill("The capital of France is [MASK].")     # for each [MASK] its likeliest (word, probability)
 model.encode(["one text", "another"])              # fp32 [2, hidden]
 model.export("hf/mini")                            # a folder that Hugging Face loads; model.save("runs/next"): one to train from
-with megabert.open_run("runs/new", "mini_modern", data="data/seq128") as trainer:
+with megabert.training("runs/new", "mini_modern", data="data/seq128") as trainer:
     for update in trainer:                         # the loop of `megabert train`, in a program of one's own
         print(update.step, float(update.result.host_loss))
 dataset = megabert.Dataset("data/seq128")          # verified rows, for torch's DataLoader too
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megabert.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Dataset", "LoadedModel", "batches", "load", "open_run"]
+__all__ = ["Dataset", "LoadedModel", "batches", "load", "training"]
 # vectors of a text from those of its tokens
 POOLS = ("mean", "max", "cls")
 
@@ -154,7 +154,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
 
 
 @contextmanager
-def open_run(
+def training(
     run: str | Path, config: str = "", *overrides: str, data: str = "", stop_after: int | None = None
 ) -> Iterator[Trainer]:
     """A run as `megabert train` opens it, new or resumed: `for update in trainer:` trains it update by update, and saves in the end, or

@@ -281,9 +281,9 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
     for number, sample in enumerate(run.samples[-1]["samples"] if run.samples else []):
         rows, tokens = [], sample["tokens"]
         for i, mask in enumerate(sample["masks"]):
-            hidden, masks = tokens[mask["at"]], [line["samples"][number]["masks"][i] for line in run.samples]
+            hidden, of_runs = tokens[mask["at"]], [line["samples"][number]["masks"][i] for line in run.samples]
             # "said": as runs before 0.1.0 name them
-            predicted = [mask.get("predicted") or mask["said"] for mask in masks]
+            predicted = [one.get("predicted") or one["said"] for one in of_runs]
             predictions = [[(displayed(word), p, word == hidden) for word, p in words] for words in predicted]
             rows.append((displayed(hidden), predictions))
         heads = [f"update {line['step']:,}" for line in run.samples]
