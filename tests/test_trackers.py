@@ -68,12 +68,13 @@ def test_trackio_has_one_run_over_a_restart(tmp_path: Path) -> None:
         "print(json.dumps([name, S.get_runs('mine'), S.get_logs('mine', name)]))"
     )
     root = Path(__file__).resolve().parents[1]
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": str(root)}
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "mini")], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    name, runs, logs = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("["))
+    name, runs, logs = json.loads(line)
     assert name in str(runs) and len(runs) == 1
     losses = [entry["train/loss"] for entry in logs if "train/loss" in entry]
     assert losses == [9.1, 8.0] and any(entry.get("final/mlm_loss") == 7.5 for entry in logs)

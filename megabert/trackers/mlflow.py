@@ -25,9 +25,12 @@ class MLflow(Sink):
         """Raises ValueError where MLflow refuses."""
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
-        place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
-        self._client = mlflow.MlflowClient(place)
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if not place:
+            place = (folder / "mlruns").resolve().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else a folder is refused, and a database needs all of MLflow
         try:
+            self._client = mlflow.MlflowClient(place)
             experiment = self._client.get_experiment_by_name(project)
             number = experiment.experiment_id if experiment else self._client.create_experiment(project)
             self._run = known_id(folder, "mlflow", resume_step)

@@ -9,7 +9,7 @@ from megabert.common.arguments import presets
 def test_every_preset_loads() -> None:
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
     names = ["babylm_100m", "babylm_10m", "base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]
-    names += ["mini", "mini_modern", "small", "tiny", "tiny_phases"]
+    names += ["mini", "mini_modern", "quickstart", "small", "tiny", "tiny_phases"]
     assert presets() == names
     assert all(c.accumulation(c.load(name), 1) >= 1 for name in names)
     for name, shape in ("base", (12, 768, 12, 3072)), ("large_phase1", (24, 1024, 16, 4096)):
