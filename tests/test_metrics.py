@@ -294,6 +294,7 @@ def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     sink.write({"step": 0, "train/loss": 1.0})
     assert not list(tmp_path.iterdir())
     sink.show(10, SAMPLES)
+    sink.conclude({"eval/mlm_loss": 7.5})
     sink.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 10, "samples": SAMPLES}
 
@@ -344,6 +345,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [events.Scalars(name)[0].value for name in each] == [0.5, 0.75]
     assert events.Histograms("perf/rank_compute_seconds")[0].histogram_value.num == 65
     assert "config/text_summary" in events.Tags()["tensors"]
+    final = EventAccumulator(str(tmp_path / "tensorboard/hparams")).Reload().Scalars("final/mlm_loss")
+    assert [event.value for event in final] == [7.5]
     (text,) = events.Tensors("samples/text_summary")
     assert text.step == 10 and text.tensor_proto.string_val[0].decode().startswith("a **[1]**\n")
 

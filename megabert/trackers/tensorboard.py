@@ -48,7 +48,8 @@ class TensorBoard(Sink):
             self._writer.add_text("samples", as_markdown(samples), step)
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        settings = flat(self._config.model_dump()) | {"phases": str(self._config.phases)}
+        every = flat(self._config.model_dump()).items()
+        settings = {name: value if isinstance(value, int | float | str) else str(value) for name, value in every}
         self._writer.add_hparams(settings, final(results), run_name="hparams")
 
     def close(self) -> None:
