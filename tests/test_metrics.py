@@ -294,7 +294,6 @@ def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     sink.write({"step": 0, "train/loss": 1.0})
     assert not list(tmp_path.iterdir())
     sink.show(10, SAMPLES)
-    sink.conclude({"eval/mlm_loss": 7.5})
     sink.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 10, "samples": SAMPLES}
 
@@ -336,6 +335,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/slow_ranks": [{"rank": 1}]})
     sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
     sink.show(10, SAMPLES)
+    sink.conclude({"eval/mlm_loss": 7.5})
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 9.0), (2, 8.0), (3, 7.0)]
