@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import string
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from data_prep.executor import pool
-from megabert.data.tokenizer import SPECIAL_TOKENS
+from tests.helpers import wordpiece
 from tests.helpers.prep_reading import write
 
 ENTRY = "import sys; from megabert.__main__ import main; print(flush=True); sys.exit(main())"
@@ -94,7 +93,6 @@ def test_interrupt_and_dead_workers_leave_no_traceback(monkeypatch) -> None:
     """Items wait while the build is interrupted and its workers die."""
     shown: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
-
     with pytest.raises(KeyboardInterrupt), pool.opened(2) as executor:
         executor.map(end_worker, range(50), Mock(side_effect=KeyboardInterrupt))
     assert not shown
@@ -103,12 +101,9 @@ def test_interrupt_and_dead_workers_leave_no_traceback(monkeypatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("instants", [pytest.param(2, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
 def test_signal_at_any_instant_leaves_no_traceback(number: int, instants: int, tmp_path) -> None:
-    characters = string.ascii_lowercase + string.digits + "."
-    vocabulary = [*SPECIAL_TOKENS, *characters, *(f"##{c}" for c in characters)]
-    vocabulary_file = write(tmp_path / "vocab.txt", "\n".join([*vocabulary, ""]))
     # two tasks of reading, or four
     corpus, out = write_corpus(tmp_path / "corpus", 10 * min(instants, 4), 3500), tmp_path / "out"
-    command = build(corpus, out, "--tokenizer", str(vocabulary_file))
+    command = build(corpus, out, "--tokenizer", str(wordpiece.write(tmp_path / "vocab.txt")))
     longest = 3.0  # of a build on a quiet machine
     draw = random.Random(number)
     for instant in range(instants):

@@ -12,6 +12,7 @@ from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import pool
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.helpers.prep_builds import ROOT, mpirun
+from tests.helpers.prep_reading import write
 
 RANKS = """
 import os, sys, time
@@ -76,9 +77,10 @@ def test_ranks_are_counted_from_the_environment(monkeypatch):
         assert executor.size == 2
 
 
-def test_ranks_unseen_by_mpi_are_refused():
-    command, environment = [sys.executable, "-c", RANKS, "[0]"], {**os.environ, "PMI_SIZE": "2"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+def test_ranks_unseen_by_mpi_are_refused(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    command = [sys.executable, "-c", RANKS, "[0]"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "2 ranks were started, but MPI sees one" in result.stderr
 
 
@@ -143,8 +145,7 @@ def encode_batch(path):
 def test_workers_encode_after_threads_of_the_parent(tmp_path, monkeypatch):
     """Whose environment allows the tokenizers library's threads, which a fork does not copy."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    path = tmp_path / "vocab.txt"
-    path.write_text("".join(f"{token}\n" for token in (*SPECIAL_TOKENS, "one", "two", "three", "word", "##s")))
+    path = write(tmp_path / "vocab.txt", "\n".join((*SPECIAL_TOKENS, "one", "two", "three", "word", "##s", "")))
     expected = [[5, 8], [6, 8, 9], [7]]
     assert encode_batch(path) == expected
     with pool.opened(2) as workers:
