@@ -90,7 +90,11 @@ def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
         patch.setattr(sequences, "_held_unit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make("stopped")
-    monkeypatch.setattr(passages, "find", lambda *_: pytest.fail("found before"))
+
+    def find(*_):
+        pytest.fail("found before")
+
+    monkeypatch.setattr(passages, "find", find)
     assert contents(make("stopped")) == whole
 
 

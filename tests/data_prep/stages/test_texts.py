@@ -16,7 +16,7 @@ def test_saved_documents_build_the_same_tokens(topics, tokenizer_file, tmp_path)
     short, greeting = "A short line stands here, and no other follows.", "“你好。”再见 &amp; so. &amp;lt;b&amp;gt;"
     last = "\n\n".join([short, topics[5].split("\n\n")[1], greeting])
     write_all(inputs, {"40.txt": topics[3], "41.txt": last})  # a document twice
-    Path(os.fsdecode(bytes(inputs) + b"/0\xe9.txt")).write_text(topics[41])
+    Path(os.fsdecode(bytes(inputs) + b"/0\xe9.txt")).write_text(topics[40])
 
     def save(source, output, **options):
         build(source, tmp_path / output, tokenizer=tokenizer_file, save_text=True, held_out=0.05, **options)
@@ -27,7 +27,7 @@ def test_saved_documents_build_the_same_tokens(topics, tokenizer_file, tmp_path)
     dataset, dropped, tokens = facts["datasets"]["128"], facts["dropped"], sum(first["tokens"].to_pylist())
     assert dropped["reasons"]["exact duplicate"] == 1 and dropped["repeated_paragraphs"] > 0
     assert tokens == dataset["corpus_tokens"] + dataset["held_out"]["tokens"]
-    assert first["text"][-1].as_py().startswith(f"{short}\n\n“你好。") and greeting[4:] in first["text"][-1].as_py()
+    assert first["text"][-1].as_py() == f"{short}\n\n{greeting.replace('”', '” ')}"
     rows = list(csv.DictReader((tmp_path / "first" / "sources.csv").open()))
     sources = {row["source"] for row in rows}
     assert sources == set(first["source"].to_pylist()) and f"{inputs}/40.txt" not in sources
