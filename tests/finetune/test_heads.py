@@ -99,7 +99,7 @@ def test_packed_items_have_the_logits_of_single_ones(kind: str) -> None:
     assert together.dtype == torch.float32 and (together - alone).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["classify", "multilabel", "score"])
+@pytest.mark.parametrize("kind", ["classify", "multilabel", "score", "span"])
 def test_loss_is_its_definition(kind: str) -> None:
     module, items = build(kind).eval(), items_of(kind)
     nn.init.normal_(module.head.output.weight, 0.0, 1.0)
@@ -107,19 +107,23 @@ def test_loss_is_its_definition(kind: str) -> None:
     loss, correct = module(**batch.inputs())
     if kind == "classify":
         assert module.head.pooler.weight.equal(finetune_items.weights(finetune_items.config())["pooler.weight"])
-    want, count = 0.0, 0
-    for row, item in zip(compute_logits(module, batch).detach().double(), items, strict=True):
+    want, count, logits = 0.0, 0, compute_logits(module, batch).detach().double()
+    for item, rows in zip(items, logits.split([len(item.positions) for item in items]), strict=True):
         if kind == "score":
-            want += float((row[0] - item.targets[0]) ** 2)
+            want += float((rows[0, 0] - item.targets[0]) ** 2)
         elif kind == "multilabel":
-            for value, target in zip(row.tolist(), item.targets.tolist(), strict=True):
+            for value, target in zip(rows[0].tolist(), item.targets.tolist(), strict=True):
                 p = 1 / (1 + math.exp(-value))
                 want -= math.log(p) if target else math.log(1 - p)
                 count += (value > 0) == bool(target)
-        else:
+        elif kind == "classify":
             (label,) = item.targets.tolist()
-            want -= float(torch.log_softmax(row, 0)[label])
-            count += int(row.argmax()) == label
+            want -= float(torch.log_softmax(rows[0], 0)[label])
+            count += int(rows[0].argmax()) == label
+        else:
+            (start, end), shares = item.targets.tolist(), rows.log_softmax(0)
+            want -= float(shares[start, 0] + shares[end, 1]) / 2
+            count += rows.argmax(0).tolist() == [start, end]
     assert float(loss.detach()) == pytest.approx(want, rel=1e-5) and int(correct) == count
     assert module.counts(batch) == (15 if kind == "multilabel" else 5,)
 
@@ -166,21 +170,6 @@ def test_frozen_parts_have_no_dropout_and_no_gradients(kind: str, nsp: bool) -> 
     module(**batch.inputs())[0].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
     assert all(parameter.grad is None for parameter in module.encoder.parameters())
-
-
-def test_span_loss_is_over_each_items_positions() -> None:
-    items, module = finetune_items.items("span", 8), build("span").eval()
-    batch = batch_of(items, "span")
-    loss, correct = module(**batch.inputs())
-    logits = compute_logits(module, batch).detach()
-    want, hits, at = 0.0, 0, 0
-    for item in items:
-        own = logits[at : at + len(item.positions)].log_softmax(0)
-        start, end = item.targets.tolist()
-        want -= float(own[start, 0] + own[end, 1]) / 2
-        hits += own[:, 0].argmax() == start and own[:, 1].argmax() == end
-        at += len(item.positions)
-    assert abs(float(loss.detach()) - want) < 1e-4 and int(correct) == hits
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
