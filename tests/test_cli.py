@@ -60,9 +60,9 @@ def test_version_is_the_packages() -> None:
     [
         (["trian"], "error: unknown command 'trian'; did you mean train?"),
         (["fine-tune", "--model", "x"], "error: unknown command 'fine-tune'; did you mean finetune?"),
-        (["zzz"], "error: unknown command 'zzz'; choose one of doctor, prep, "),
+        (["zzz"], "error: unknown command 'zzz'; choose one of quickstart, doctor, prep, "),
         (["--model"], "error: unknown command '--model'; "),
-        ([], "error: no command; choose one of doctor, "),
+        ([], "error: no command; choose one of quickstart, doctor, "),
     ],
 )
 def test_a_misspelt_command_names_the_nearest(args: list[str], message: str, capsys) -> None:
@@ -151,7 +151,7 @@ MISSPELT = {
     PAIRS + "--preciison bf16": "preciison precision", "report run --otuput x": "otuput output",
     "export --model run --otuput x": "otuput output", "average --rnu run --output x": "rnu run",
     "convert --model run --rnu x": "rnu run", "doctor --clustr": "clustr cluster", "verify --hed x run": "hed head",
-    "replay run --form 2": "form from",
+    "replay run --form 2": "form from", "quickstart --stpes 3": "stpes steps",
 }  # fmt: skip
 # what is said of a folder that is missing and of an empty one, and the calls that end with it
 FOLDERS = (
@@ -266,7 +266,6 @@ MISTAKES = {
     PAIRS + "--json nowhere/x": "nowhere: no such folder",
     "report nowhere": "nowhere: is not a run folder ",
     "report empty": "empty: is not a run folder ",
-    "fill --model run text": "the text has no [MASK]; ",
     "fill --model run [MASK] --top 0": "--top 0: must be 1 or more",
     "fill --model run [MASK] --tokenizer nowhere": f"--tokenizer nowhere{NO_FILE}",
     "export --model run": "name a folder with --output, a repository of the hub with --push, or both",
