@@ -6,7 +6,6 @@ import os
 import queue
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert import metrics, sinks
+from megabert import metrics
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import host_name
 from megabert.common.logs import duration, log
@@ -303,11 +302,7 @@ def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
     [
         (["schedule.total_steps=40", "schedule.warmup_steps=1"], "step      20/40  ", "NSP 60.00%"),
         (["schedule.by=minutes", "schedule.budget_minutes=30"], "step      20   10.0% of 30 minutes", "masked 25.00%"),
-        (
-            ["schedule.by=tokens", "schedule.budget_tokens=4000"],
-            "step      20   25.0% of 4,000 tokens",
-            "causal 25.00%",
-        ),
+        (["schedule.by=tokens", "schedule.budget_tokens=4000"], "step      20   25.0% of 4,000 token", "causal 25.00%"),
     ],
 )
 def test_a_line_names_budget_and_objective(overrides: list[str], place: str, objective: str) -> None:
@@ -355,33 +350,6 @@ def test_tensorboards_text_numbers_masks_and_escapes_markup() -> None:
     masks = [{"at": 1, "shown": "[MASK]", "predicted": [[" <b>*", 0.5], ["x", 0.25]]}]
     shown = as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
-
-
-def test_a_missing_package_is_named_with_its_setting(monkeypatch) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
-    text = r"log\.wandb=mine: wandb is not installed; pip install 'megabert\[wandb\]'"
-    with pytest.raises(ValueError, match=text):
-        sinks.check_packages(config("log.wandb=mine"))
-    sinks.check_packages(config())  # nothing is asked for
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed (megabert[wandb])")
-def test_weights_and_biases_has_one_run_over_restarts(tmp_path: Path, monkeypatch) -> None:
-    """Stopped after step 10 and resumed; then another run in the same folder."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    ids = []
-    for step, saved in ((0, -1), (10, 10), (0, -1)):
-        sinks = Sinks(tmp_path, config("log.wandb=mine"), saved)
-        sinks.write({"step": step + 10, "train/loss": 9.0 - step / 10, "data/row_digest": "text"})
-        sinks.show(step + 10, SAMPLES)
-        sinks.hparams({"eval/mlm_loss": 7.5})
-        sinks.close()
-        ids.append(json.loads((tmp_path / "sinks.json").read_text())["wandb"])
-    run_id, again, other = ids
-    assert run_id == again != other
-    written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert written.count(b"train/loss") >= 2 and b"final/mlm_loss" in written and b"row_digest" not in written
 
 
 def test_a_sink_that_fails_leaves_none_open(tmp_path: Path) -> None:

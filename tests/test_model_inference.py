@@ -9,17 +9,14 @@ from megabert.config import ModelConfig, OpsConfig
 from megabert.data.packing import pack, pack_line
 from megabert.hf.inference import can_pack, one_row, pack_weights
 from megabert.model import BertForPreTraining
+from tests.helpers import runs
 
 CPU = torch.device("cpu")
 
 
 def model(dtype: torch.dtype = torch.float32, **backends: str) -> BertForPreTraining:
-    torch.manual_seed(0)
     cfg = ModelConfig(layers=2, hidden=48, heads=3, vocab_size=60, max_positions=40)
-    built = BertForPreTraining(cfg, OpsConfig(**backends), "cpu", dtype)
-    for parameter in built.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return built.eval()
+    return runs.model(cfg, ops=OpsConfig(**backends)).to(dtype)
 
 
 def sequences() -> list[np.ndarray]:

@@ -16,6 +16,7 @@ from megabert.train import main
 from tests.helpers import golden_runs
 from tests.helpers.golden_runs import DATA, SMALL, random_rows
 from tests.helpers.job import Job
+from tests.helpers.refusal import refusal
 
 TEN = ("schedule.total_steps=10", "eval.interval=2", "eval.patience=2", "checkpoint.interval=3", "checkpoint.keep=1")
 # of evaluations by step: the best is that of step 4, and two later ones are not better
@@ -146,9 +147,8 @@ def test_the_best_step_of_a_run(world, tmp_path, losses, overrides, end, best):
 
 def test_patience_needs_a_held_out_split(tmp_path, capsys):
     plain = random_rows(tmp_path / "plain", 40, seed=2)
-    words = ["--config", "tiny", "--data", str(plain), "--run", str(tmp_path / "run"), *SMALL, *TEN]
-    assert main(words) == 2
-    assert f"eval.patience=2: {plain} has no held-out split" in capsys.readouterr().err
+    said = refusal(capsys, main, "--config", "tiny", "--data", plain, "--run", tmp_path / "run", *SMALL, *TEN)
+    assert f"eval.patience=2: {plain} has no held-out split" in said
 
 
 def test_a_checkpoint_without_a_best_step_resumes():

@@ -1,27 +1,89 @@
-"""Models trained in one's own loop go back to files; misuse of the Python face is one line."""
-
-from __future__ import annotations
+"""The Python face of the project: trained models and datasets, and models trained in one's own loop; misuse is one line."""
 
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
 import megabert
+from megabert.data.loader import Loader
+from megabert.data.packing import pack
+from megabert.data.tokenizer import Tokenizer
 from tests.helpers import fast_tokenizers, runs
+from tests.helpers.golden_runs import DATA
 
-GOLDEN = Path(__file__).parent / "data/golden/dataset"
 TEXT = "the quick [MASK] fox"
 
 
+def test_a_loaded_run_encodes_and_fills(tmp_path):
+    loaded = megabert.load(runs.make(tmp_path))
+    texts = ["the quick brown fox", "she sells sea shells by the sea shore"]
+    vectors = loaded.encode(texts)
+    assert vectors.shape == (2, loaded.model.cfg.hidden) and vectors.dtype == np.float32
+    np.testing.assert_allclose(loaded.encode(texts[1:])[0], vectors[1], atol=1e-5)
+    np.testing.assert_array_equal(loaded.encode(texts[1]), loaded.encode(texts[1:]))
+    assert not np.allclose(loaded.encode(texts, pool="cls"), vectors, atol=1e-3)
+    ((first, *others),) = loaded.fill("the [MASK] fox", top=3)
+    assert len(others) == 2 and 1 >= first[1] >= others[0][1] > 0 and isinstance(first[0], str)
+    assert loaded.tokenizer.vocab_size == loaded.model.cfg.vocab_size
+
+
+@pytest.mark.parametrize("shape", [{}, {"causal": True}, {"kind": "uncased", "norm": "pre"}])
+def test_ids_alone_give_the_logits_of_packed_rows(shape: dict[str, object], tmp_path):
+    loaded, causal = megabert.load(runs.make(tmp_path, **shape)), "causal" in shape
+    texts = ["the quick [MASK] fox", "she sells", "[MASK][MASK] by the sea shore."]
+    ids = loaded.tokenizer(texts)
+    assert ids.dtype == torch.int32 and (ids == loaded.tokenizer.mask_id).sum(1).tolist() == [1, 0, 2]
+    logits = loaded.logits(texts)
+    assert logits.shape == (*ids.shape, loaded.tokenizer.vocab_size) and logits.equal(loaded.logits(ids.long()))
+    with torch.no_grad():
+        for row, want in zip(ids, logits, strict=True):
+            alone = row[row != 0].numpy()
+            hidden = loaded.model.encode(**pack([alone], [len(alone)], causal=causal).inputs())
+            torch.testing.assert_close(loaded.model.mlm_logits(hidden[0]), want[: len(alone)], atol=1e-5, rtol=0)
+    found = loaded.model(ids, causal=causal)
+    assert found.equal(logits)
+    if not causal:
+        found.sum().backward()
+        assert loaded.model.layers[0].qkv.weight.grad is not None
+        (words,) = loaded.fill(texts[0], top=1)
+        place = int((ids[0] == loaded.tokenizer.mask_id).nonzero()[0])
+        assert words[0][1] == pytest.approx(float(logits[0, place].softmax(-1).max()), abs=1e-6)
+
+
+def test_rows_are_read_by_loaders_numbers_and_slices():
+    dataset = megabert.Dataset(DATA)
+    stored = next(iter(DataLoader(dataset, batch_size=4)))
+    want = dataset.read(np.arange(4))
+    np.testing.assert_array_equal(stored["ids"].numpy(), want.ids)
+    np.testing.assert_array_equal(stored["bounds"].numpy(), want.bounds)
+    assert sum(len(batch["ids"]) for batch in DataLoader(dataset, batch_size=100)) == len(dataset) == dataset.rows
+    np.testing.assert_array_equal(dataset[-1]["ids"], dataset[dataset.rows - 1]["ids"])
+    assert [row["ids"].tolist() for row in dataset[2:8:3]] == [dataset[i]["ids"].tolist() for i in (2, 5)]
+    for outside in (dataset.rows, -dataset.rows - 1):
+        with pytest.raises(IndexError, match=f"has rows 0 to {dataset.rows - 1}"):
+            dataset[outside]
+
+
+def test_batches_are_those_of_a_run():
+    dataset = megabert.Dataset(DATA)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    run = Loader(dataset, tokenizer, global_batch=8, micro_batch=8, seed=3, start_step=2)
+    ours = megabert.batches(dataset, rows=8, seed=3, start=2)
+    for _ in range(2):
+        want, batch = next(run).batches[0], next(ours)
+        assert batch.row_ids.tolist() == want.row_ids.tolist() and batch.input_ids.equal(want.input_ids)
+        assert batch.mlm_labels.equal(want.mlm_labels)
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> megabert.LoadedModel:
+def trained(tmp_path):
     """A model whose weights were changed in memory."""
     model = megabert.load(runs.make(tmp_path / "run"))
     before = model.encode(TEXT)
@@ -32,7 +94,7 @@ def trained(tmp_path: Path) -> megabert.LoadedModel:
     return model
 
 
-def test_a_trained_model_is_exported_as_it_is(trained: megabert.LoadedModel, tmp_path: Path) -> None:
+def test_a_trained_model_is_exported_as_it_is(trained, tmp_path):
     want = trained.logits(TEXT)
     trained.export(tmp_path / "hf")
     peer = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
@@ -43,7 +105,7 @@ def test_a_trained_model_is_exported_as_it_is(trained: megabert.LoadedModel, tmp
     trained.export(tmp_path / "hf", overwrite=True)
 
 
-def test_a_trained_model_is_saved_as_a_run(trained: megabert.LoadedModel, tmp_path: Path) -> None:
+def test_a_trained_model_is_saved_as_a_run(trained, tmp_path):
     trained.save(tmp_path / "next")
     again = megabert.load(tmp_path / "next")
     assert again.logits(TEXT).equal(trained.logits(TEXT)) and again.fill(TEXT) == trained.fill(TEXT)
@@ -52,45 +114,42 @@ def test_a_trained_model_is_saved_as_a_run(trained: megabert.LoadedModel, tmp_pa
         trained.save(tmp_path / "next")
 
 
-def test_filling_leaves_the_mode_and_takes_lists(trained: megabert.LoadedModel) -> None:
+def test_filling_leaves_the_mode_and_takes_lists(trained):
     trained.model.train()
     one, two = trained.fill([TEXT, "she [MASK] sea [MASK]"], top=2)
     assert trained.model.training and one == trained.fill(TEXT, top=2) and [len(words) for words in two] == [2, 2]
 
 
-def test_the_tokenizers_own_mask_is_filled(tmp_path: Path) -> None:
+def test_the_tokenizers_own_mask_is_filled(tmp_path):
     model = megabert.load(runs.make(tmp_path / "run", str(fast_tokenizers.write(tmp_path / "tokenizer.json"))))
     assert model.fill("the <mask> fox") == model.fill("the [MASK] fox")
     with pytest.raises(ValueError, match=r"the text has no \[MASK\] or <mask>"):
         model.fill("the fox")
 
 
-def test_rows_are_taken_by_slices_and_from_the_end() -> None:
-    dataset = megabert.Dataset(GOLDEN)
-    np.testing.assert_array_equal(dataset[-1]["ids"], dataset[dataset.rows - 1]["ids"])
-    taken = dataset[2:8:3]
-    assert [row["ids"].tolist() for row in taken] == [dataset[i]["ids"].tolist() for i in (2, 5)]
-    with pytest.raises(IndexError):
-        dataset[-dataset.rows - 1]
-
-
-def test_objects_describe_themselves(tmp_path: Path) -> None:
+def test_objects_describe_themselves(tmp_path):
     assert dir(megabert) == sorted(["__version__", *megabert.__all__])
-    dataset = megabert.Dataset(GOLDEN)
+    dataset = megabert.Dataset(DATA)
     assert repr(dataset).endswith(f": {dataset.rows:,} rows of 64, {dataset.manifest.vocab_size:,} tokens)")
     model = megabert.load(runs.make(tmp_path))
     size = model.pretrained.config.model
     assert f"step 0: bert, {size.layers} layers of {size.hidden}" in repr(model)
 
 
-def test_misuse_is_named(tmp_path: Path) -> None:
+def test_misuse_is_named(tmp_path):
     model = megabert.load(runs.make(tmp_path))
     with pytest.raises(ValueError, match="pool='none': choose mean, max, cls"):
         model.encode("text", pool="none")
     with pytest.raises(TypeError, match=r"texts\[1\]: expected str, got int"):
-        model.encode(["text", 5])  # type: ignore[list-item]
+        model.encode(["text", 5])
     with pytest.raises(TypeError, match=r"dataset: expected megabert\.Dataset, got 'data'"):
-        next(megabert.batches("data"))  # type: ignore[arg-type]
+        next(megabert.batches("data"))
+    with pytest.raises(ValueError, match=r"the text has no \[MASK\]"):
+        model.fill("the fox")
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
+        megabert.load("nowhere")
+    with pytest.raises(ValueError, match="takes at most 40; shorten the text"):
+        model.logits("fox " * 100)
 
 
 OWN_LOOP = """
@@ -105,25 +164,25 @@ for end in (4, None):
 
 
 @pytest.mark.dist
-def test_a_run_is_trained_update_by_update(tmp_path: Path) -> None:
+def test_a_run_is_trained_update_by_update(tmp_path):
     """In one process, stopped and opened again: the losses of `megabert train` on the same data."""
     overrides = ["batch.global_size=16", "batch.micro_size=16", "schedule.total_steps=7", "schedule.warmup_steps=2"]
     overrides += ["log.interval=1", "eval.rows=16", "data.workers=0", "peak_tflops=1.0", "log.tensorboard=false"]
 
-    def python(*command: object) -> str:
-        done = subprocess.run(
-            [sys.executable, *map(str, command), *overrides], capture_output=True, text=True, timeout=200
-        )
+    def python(*words):
+        command = [sys.executable, *map(str, words), *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    own = python("-c", OWN_LOOP, tmp_path / "own", GOLDEN)
+    def losses(run):
+        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        return [line["train/loss"] for line in lines if "train/loss" in line]
+
+    own = python("-c", OWN_LOOP, tmp_path / "own", DATA)
     found = re.findall(r"^(\d+) masked (\d+\.\d+)$", own, re.M)
     assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 6, 7], own
     assert re.findall(r"^finished (True|False)$", own, re.M) == ["True", "True"]
-    python("-m", "megabert", "train", "--config", "tiny", "--data", GOLDEN, "--run", tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    want = [line["train/loss"] for line in lines if "train/loss" in line]
-    assert [float(loss) for _, loss in found] == pytest.approx(want, rel=1e-5)
-    mine = [json.loads(line) for line in (tmp_path / "own/metrics.jsonl").read_text().splitlines()]
-    assert [line["train/loss"] for line in mine if "train/loss" in line] == want, "and it writes the same files"
+    python("-m", "megabert", "train", "--config", "tiny", "--data", DATA, "--run", tmp_path / "run")
+    assert [float(loss) for _, loss in found] == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("own") == losses("run"), "and it writes the same files"

@@ -1,7 +1,5 @@
 """Trackers: a run resumed by another job continues the same tracker run; one that fails or hangs never delays training."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -10,7 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,26 +19,44 @@ from megabert.sinks import Guarded, Sink, Sinks
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
 
 
-def needs(package: str) -> pytest.MarkDecorator:
+def needs(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
-def run_twice(folder: Path, tracker: str) -> str:
+def config(setting):
+    return load("tiny", [setting, "log.tensorboard=false"])
+
+
+def run_twice(folder, tracker, setting='log.to=["{}=mine"]'):
     """A run that was stopped after step 10 and resumed; the id under which the tracker knows it."""
     folder.mkdir()
-    config = load("tiny", [f'log.to=["{tracker}=mine"]', "log.tensorboard=false"])
+    ids = []
     for saved in (-1, 10):
-        run = Sinks(folder, config, saved)
+        run = Sinks(folder, config(setting.format(tracker)), saved)
         run.write({"step": saved + 11, "train/loss": 9.0 - saved / 10, "data/row_digest": "text"})
         run.show(saved + 11, SAMPLES)
         run.hparams({"eval/mlm_loss": 7.5})
         run.close()
-    ids: dict[str, str] = json.loads((folder / "sinks.json").read_text())
-    return ids[tracker]
+        ids.append(json.loads((folder / "sinks.json").read_text())[tracker])
+    assert ids[0] == ids[1]
+    return ids[0]
+
+
+@pytest.mark.slow
+@needs("wandb")
+def test_weights_and_biases_has_one_run_over_restarts(tmp_path, monkeypatch):
+    """Offline; another run in the same folder has its own."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "mini"
+    run_id = run_twice(folder, "wandb", "log.{}=mine")
+    written = b"".join(path.read_bytes() for path in (folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert written.count(b"train/loss") >= 2 and b"final/mlm_loss" in written and b"row_digest" not in written
+    Sinks(folder, config("log.wandb=mine"), -1).close()
+    assert json.loads((folder / "sinks.json").read_text())["wandb"] != run_id
 
 
 @needs("mlflow")
-def test_mlflow_has_one_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+def test_mlflow_has_one_run_over_a_restart(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     number = run_twice(tmp_path / "mini", "mlflow")
     import mlflow
@@ -51,15 +67,13 @@ def test_mlflow_has_one_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
     history = [(entry.step, entry.value) for entry in client.get_metric_history(number, "train/loss")]
     assert history == [(10, 9.1), (21, 8.0)] and found.data.metrics["final/mlm_loss"] == 7.5
     assert found.data.params["model.hidden"] == "128" and "data/row_digest" not in found.data.metrics
-    assert {file.path for file in client.list_artifacts(number, "samples")} == {
-        "samples/00000010.json",
-        "samples/00000021.json",
-    }
+    samples = {file.path for file in client.list_artifacts(number, "samples")}
+    assert samples == {"samples/00000010.json", "samples/00000021.json"}
     assert client.get_experiment(found.info.experiment_id).name == "mine"
 
 
 @needs("trackio")
-def test_trackio_has_one_run_over_a_restart(tmp_path: Path) -> None:
+def test_trackio_has_one_run_over_a_restart(tmp_path):
     """In a process of its own, since the package reads its folder when it is imported."""
     code = (
         "import json, sys; from pathlib import Path; from tests.test_trackers import run_twice\n"
@@ -67,11 +81,10 @@ def test_trackio_has_one_run_over_a_restart(tmp_path: Path) -> None:
         "from trackio.sqlite_storage import SQLiteStorage as S\n"
         "print(json.dumps([name, S.get_runs('mine'), S.get_logs('mine', name)]))"
     )
-    root = Path(__file__).resolve().parents[1]
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "mini")], env=env, capture_output=True, text=True, timeout=200
-    )
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": path}
+    command = [sys.executable, "-c", code, str(tmp_path / "mini")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("["))
     name, runs, logs = json.loads(line)
@@ -93,59 +106,45 @@ class Mine(Sink):
 """
 
 
-def test_a_class_of_ones_own_is_a_tracker(tmp_path: Path, monkeypatch) -> None:
+def test_a_class_of_ones_own_is_a_tracker(tmp_path, monkeypatch):
     (tmp_path / "own_tracker.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    config = load("tiny", ['log.to=["own_tracker:Mine=here"]', "log.tensorboard=false"])
     for saved in (-1, 5):
-        run = Sinks(tmp_path, config, saved)
+        run = Sinks(tmp_path, config('log.to=["own_tracker:Mine=here"]'), saved)
         run.write({"step": saved + 3, "train/loss": 1.0})
         run.close()
     assert (tmp_path / "mine.txt").read_text().split("\n")[:-1] == ["resumed -1 here", "2", "resumed 5 here", "8"]
 
 
-@pytest.mark.parametrize(
-    ("tracker", "message"),
-    [
-        ("wandbb", "log.to=wandbb: choose of tensorboard, wandb, mlflow, trackio, or name a class"),
-        ("nowhere.here:Mine", "log.to=nowhere.here:Mine: No module named 'nowhere'"),
-        ("json:Mine", "log.to=json:Mine: module 'json' has no attribute 'Mine'"),
-    ],
-)
-def test_an_unknown_tracker_is_refused(tracker: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sinks.check_packages(load("tiny", [f'log.to=["{tracker}"]']))
+def test_an_unknown_tracker_is_refused():
+    for tracker, message in (
+        ("wandbb", "choose of tensorboard, wandb, mlflow, trackio, or name a class"),
+        ("nowhere.here:Mine", "No module named 'nowhere'"),
+        ("json:Mine", "module 'json' has no attribute 'Mine'"),
+    ):
+        with pytest.raises(ValueError, match=f"log.to={tracker}: {message}"):
+            sinks.check_packages(config(f'log.to=["{tracker}"]'))
 
 
-def test_a_missing_package_of_log_to_is_named(monkeypatch) -> None:
+def test_a_missing_package_is_named_with_its_setting(monkeypatch):
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"log\.to=mlflow: mlflow is not installed; pip install 'megabert\[mlflow\]'"):
-        sinks.check_packages(load("tiny", ['log.to=["mlflow"]']))
+    for setting, key, package in (
+        ("log.wandb=mine", "wandb=mine", "wandb"),
+        ('log.to=["mlflow"]', "to=mlflow", "mlflow"),
+    ):
+        with pytest.raises(ValueError, match=rf"log\.{key}: {package} is not installed; .*'megabert\[{package}\]'"):
+            sinks.check_packages(config(setting))
+    sinks.check_packages(config("log.wandb="))  # nothing is asked for
 
 
-class Failing(Sink):
-    """Fails at its second line."""
-
-    def __init__(self) -> None:
-        self.lines: list[Any] = []
-        self.closed = False
-
-    def write(self, values: dict[str, Any]) -> None:
-        self.lines.append(values["step"])
-        if len(self.lines) == 2:
-            raise ConnectionError("the server is gone")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_tracker_that_fails_is_one_warning(caplog) -> None:
-    tracker = Failing()
+def test_a_tracker_that_fails_is_one_warning(caplog):
+    """Here at its second line."""
+    tracker = Mock(write=Mock(side_effect=[None, ConnectionError("the server is gone")]))
     guarded = Guarded("mine", tracker)
     for step in range(5):
         guarded.write({"step": step})
     guarded.close()
-    assert tracker.lines == [0, 1] and tracker.closed
+    assert [call.args[0]["step"] for call in tracker.write.mock_calls] == [0, 1] and tracker.close.called
     assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
 
 
@@ -153,11 +152,11 @@ class Hanging(Sink):
     def __init__(self) -> None:
         self.go = threading.Event()
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, values) -> None:
         self.go.wait()
 
 
-def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog) -> None:
+def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     monkeypatch.setattr(sinks, "MOST_WAITING", 3)
     monkeypatch.setattr(sinks, "CLOSING", 0.4)
     tracker = Hanging()

@@ -28,7 +28,8 @@ class MLflow(Sink):
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             place = (folder / "mlruns").resolve().as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else a folder is refused, and a database needs all of MLflow
+            # else a folder is refused, and a database needs all of MLflow
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             self._client = mlflow.MlflowClient(place)
             experiment = self._client.get_experiment_by_name(project)

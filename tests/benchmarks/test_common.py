@@ -154,4 +154,5 @@ def test_every_script_starts_and_says_what_it_measures(tmp_path: Path) -> None:
         first = (ast.get_docstring(ast.parse(script.read_text())) or "").splitlines()[0]
         assert process.exitcode == 0, output
         assert " ".join(first.split()) in " ".join(output.split())
-        assert "--json FILE" in output and "--allow-dirty" in output
+        # tables.py measures nothing
+        assert script.stem == "tables" or ("--json FILE" in output and "--allow-dirty" in output)

@@ -171,7 +171,7 @@ def test_plots_are_of_minutes_or_of_tokens(tmp_path: Path) -> None:
     both = [entry | {"track": track} for track in ("5m-tokens", "20m-tokens")]
     records.plot(both, tmp_path / "both.svg")
     drawn = (tmp_path / "both.svg").read_text()
-    assert "million real tokens" in drawn and "<!-- one, 20m-tokens -->" in drawn
+    assert "million real tokens" in drawn and "<!-- MegaBERT, one, 20m-tokens -->" in drawn
     with pytest.raises(ValueError, match="plot either"):
         records.plot([both[0], entry | {"track": "30min-2cores"}], tmp_path / "neither.svg")
 

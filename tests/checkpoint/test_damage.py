@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 
 from megabert.checkpoint import Checkpoints
-from megabert.common.files import canonical
+from megabert.checkpoint.format import SEAL
+from megabert.common.files import sealed
 from tests.checkpoint.test_store import MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings, state
 from tests.helpers import tiny
 from tests.helpers.simulated_ranks import ALONE
@@ -81,9 +81,9 @@ def test_no_whole_checkpoint_is_an_error(tmp_path):
 def reseal(file: Path, change: Any) -> None:
     """Apply `change` to a manifest and give it a right SHA-256 again, as someone who forges it would."""
     body = json.loads(file.read_bytes())
-    body.pop("sha256")
+    body.pop(SEAL)
     change(body)
-    file.write_bytes(canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()}))
+    file.write_bytes(sealed(body, SEAL))
 
 
 set_slices = lambda *runs: lambda body: body["parameters"]["w"].update(pieces=runs)  # noqa: E731
@@ -99,7 +99,7 @@ FORGERIES = [
     (lambda body: body["parameters"].update(x={"shape": [1], "pieces": [[0, 1, 1]]}), "holds other slices"),
     (lambda body: body.update(first_moment_only=["w"]), "holds other slices"),
     (set_slices([0, 1, "3"], [0, 1, 3]), "manifest.json cannot be read"),
-    (lambda body: body.update(schema=9), "layout 9, where this program reads 3"),
+    (lambda body: body.update(schema=2), "layout 2, where this program reads 3"),
 ]
 
 
