@@ -225,8 +225,9 @@ def plot(entries: list[Entry], path: Path) -> None:
     for colour, entry in enumerate(entries):
         ours = entry["system"] == "megabert"
         look = {"linestyle": "-" if ours else "--", "color": f"C{colour}", "marker": "."}
-        side: str = f"MegaBERT, {entry['recipe']}" if ours else NAMES.get(entry["recipe"], entry["recipe"])
-        label = side + (f", {entry['track']}" if several else "")
+        recipe = str(entry["recipe"])
+        label = f"MegaBERT, {recipe}" if ours else NAMES.get(recipe, recipe)
+        label += f", {entry['track']}" if several else ""
         for number, run in enumerate(entry["seeds"].values()):
             points = [point for point in run["curve"] if across(point) > 0 or not several]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
