@@ -164,43 +164,36 @@ def test_noise_and_equal_slowness_name_nobody() -> None:
 
 
 COSTLY = {"compute": seconds(50, r6=1.4)}
+SLOW_LINK = [50 * (0.08 if rank in (6, 7) else link) for rank, link in enumerate(LINKS)]
 
 
 @pytest.mark.parametrize(
-    ("cause", "figures"),
+    ("causes", "figures"),
     [
-        ("data", {"data_wait": [4.0 * (rank == 6) for rank in range(RANKS)]}),
+        (["data"], {"data_wait": [4.0 * (rank == 6) for rank in range(RANKS)]}),
         # late with its work, as the others are a tenth of the time
-        ("host", COSTLY | {"host": scaled([t / 10 for t in seconds(50)], 6, 5.0)}),
+        (["host"], COSTLY | {"host": scaled([t / 10 for t in seconds(50)], 6, 5.0)}),
         # on a machine where every rank waits for cores
-        ("host", {"compute": seconds(50, r6=2.0), "host": scaled([t * 0.67 for t in seconds(50)], 6, 17.0)}),
+        (["host"], {"compute": seconds(50, r6=2.0), "host": scaled([t * 0.67 for t in seconds(50)], 6, 17.0)}),
         # a host that is as late as the others' is not the cause
-        ("device", COSTLY | {"host": [t / 2 for t in seconds(50, r6=1.4)]}),
+        (["device"], COSTLY | {"host": [t / 2 for t in seconds(50, r6=1.4)]}),
         # rows that come late are not, where the device loses more
-        ("device", COSTLY | {"data_wait": [0.5 * (rank == 6) for rank in range(RANKS)]}),
-        ("network", {"message": [50 * (0.08 if rank == 6 else link) for rank, link in enumerate(LINKS)]}),
+        (["device"], COSTLY | {"data_wait": [0.5 * (rank == 6) for rank in range(RANKS)]}),
+        (["network"], {"message": scaled(SLOW_LINK, 7, 50 * LINKS[7])}),
+        (["network", "network"], {"message": SLOW_LINK}),
+        # 10 ms are Python's own
+        ([], {"message": [t / 8 for t in SLOW_LINK]}),
+        # ranks that compute all the time wait for no link
+        ([], {"message": SLOW_LINK, "each": 0.205}),
     ],
 )
-def test_a_slow_rank_has_a_cause(cause: str, figures: dict[str, list[float]]) -> None:
-    (found,) = judge(SlowRanks(HOSTS, 1.08, 15.0), 50, **figures)
-    assert (found[0], found[1], found[3]) == (6, "n4", cause)
-
-
-def test_a_link_is_slow_beside_others_alone() -> None:
-    late = [50 * (0.08 if rank in (6, 7) else link) for rank, link in enumerate(LINKS)]
-    assert [found[0] for found in judge(SlowRanks(HOSTS, 1.08, 15.0), 50, message=late)] == [6, 7]
-    # 10 ms are Python's own
-    assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, message=[t / 8 for t in late])
+def test_slow_ranks_have_a_cause(causes: list[str], figures: dict[str, Any]) -> None:
+    found = judge(SlowRanks(HOSTS, 1.08, 15.0), 50, **figures)
+    assert [(one[0], one[1], one[3]) for one in found] == [(6 + i, "n4", cause) for i, cause in enumerate(causes)]
     # between two hosts either may be the cause
-    assert not judge(SlowRanks(["n1"] * 6 + ["n4"] * 2, 1.08, 15.0), 50, message=late)
-    # ranks that compute all the time wait for no link
-    assert not judge(SlowRanks(HOSTS, 1.08, 15.0), 50, each=0.205, message=late)
-
-
-def test_of_two_ranks_the_slower_one_is_named() -> None:
+    assert not judge(SlowRanks(["n1"] * 6 + ["n4"] * 2, 1.08, 15.0), 50, message=SLOW_LINK)
     figures = {"compute": [10.0, 11.0]} | {name: [0.0, 0.0] for name in ("host", "data_wait", "message")}
-    (found,) = SlowRanks(["n1", "n1"], 1.08, 3.0).add(50, 11.0, figures)
-    assert found == (1, "n1", 1.1, "device")
+    assert [*SlowRanks(["n1", "n1"], 1.08, 3.0).add(50, 11.0, figures)] == [(1, "n1", 1.1, "device")], "of two ranks"
 
 
 BUSY, LATE, STEPS = 0.01, 0.05, 90  # seconds a micro-batch, on every rank and more on the slow one; updates

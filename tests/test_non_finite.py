@@ -19,10 +19,11 @@ from megabert.finetune.run import best_run, summarise
 from megabert.finetune.tasks import custom
 from megabert.objectives.minimal_pairs import build_table
 from tests.checkpoint.test_store import state
-from tests.commands.test_convert import make, one_line, rewrite
+from tests.commands.test_convert import make, rewrite
 from tests.finetune.test_run import result
 from tests.helpers import finetune_problem, finetuned, runs, tiny
 from tests.helpers.golden_runs import DATA
+from tests.helpers.refusal import one_line, refusal
 from tests.test_patience import LOSSES, opened, trained
 
 NAN, INF = float("nan"), float("inf")
@@ -103,8 +104,8 @@ def test_a_fine_tuned_model_is_refused(tmp_path, capsys):
     file = best / "model.safetensors"
     save_file(with_value(load_file(file), "head.output.weight", INF), file)
     for main, words in (finetune, ["--predict", str(tmp_path / "texts.tsv")]), (export.main, []):
-        assert main(["--model", str(best), "--output", str(tmp_path / "out"), *words]) == 2
-        assert f"model.safetensors: head.output.weight{SAYS}" in one_line(capsys)
+        said = refusal(capsys, main, "--model", best, "--output", tmp_path / "out", *words)
+        assert f"model.safetensors: head.output.weight{SAYS}" in said
 
 
 def test_resume_init_from_and_average_are_refused(world, tmp_path, capsys):
@@ -123,8 +124,8 @@ def test_resume_init_from_and_average_are_refused(world, tmp_path, capsys):
             saved.load(fresh, saved.latest())
         with pytest.raises(ValueError, match=f"step-00000002: layers.1.qkv.bias{SAYS}"):
             checkpoint.start_engine(fresh, tmp_path / kind, world, moments=True)
-    assert average.main(["--run", str(tmp_path / WEIGHT), "--output", str(tmp_path / "mean")]) == 2
-    assert SAYS in one_line(capsys) and not (tmp_path / "mean").exists()
+    assert SAYS in refusal(capsys, average.main, "--run", tmp_path / WEIGHT, "--output", tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
 
 
 def test_finite_weights_that_overflow_give_no_figures(read, tmp_path, capsys):
@@ -138,8 +139,8 @@ def test_finite_weights_that_overflow_give_no_figures(read, tmp_path, capsys):
     assert read("pairs", rewritten(tmp_path / "run", far_apart)) == 2
     assert "run: its score of 'fox the' is -inf; name another model" in one_line(capsys)
     rewritten(tmp_path / "other", far_apart, str(DATA / "tokenizer.model"), max_positions=64)
-    assert evaluate.main(["--model", str(tmp_path / "other"), "--data", str(DATA), "--rows", "4"]) == 2
-    assert "other is not finite; name another model" in one_line(capsys)
+    said = refusal(capsys, evaluate.main, "--model", tmp_path / "other", "--data", DATA, "--rows", 4)
+    assert "other is not finite; name another model" in said
 
 
 def test_pairs_scored_nan_have_no_accuracy():

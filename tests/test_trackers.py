@@ -14,7 +14,7 @@ import pytest
 
 from megabert import sinks
 from megabert.config import load
-from megabert.sinks import Guarded, Sink, Sinks
+from megabert.sinks import Guarded, Sinks
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
 
@@ -148,24 +148,16 @@ def test_a_tracker_that_fails_is_one_warning(caplog):
     assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
 
 
-class Hanging(Sink):
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def write(self, values) -> None:
-        self.go.wait()
-
-
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     monkeypatch.setattr(sinks, "MOST_WAITING", 3)
     monkeypatch.setattr(sinks, "CLOSING", 0.4)
-    tracker = Hanging()
-    guarded, started = Guarded("mine", tracker), time.monotonic()
+    go = threading.Event()
+    guarded, started = Guarded("mine", Mock(write=lambda values: go.wait())), time.monotonic()
     for step in range(10):
         guarded.write({"step": step})
     assert time.monotonic() - started < 0.3
     guarded.close()
     assert time.monotonic() - started < 2
-    tracker.go.set()
+    go.set()
     assert caplog.text.count("is 3 lines behind and loses some") == 1
     assert caplog.text.count("did not finish within 0.4 s") == 1

@@ -4,8 +4,8 @@ import errno
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,18 +25,10 @@ from tests.helpers.loop import Killed, StopAt, Workload
 from tests.helpers.ranks import run_ranks
 
 
-@dataclass
-class Ranks:
-    """What `World.gather` would give."""
-
-    reports: list[Any]
-    size: int = 3
-
-    def max_ints(self, own: Any) -> list[int]:
-        return [max(code for _, code in self.reports)]
-
-    def gather(self, own: Any) -> list[Any]:
-        return self.reports
+def ranks_of(reports: list[list[Any]]) -> Any:
+    """A world in which each rank reports this."""
+    worst = max(code for _, code in reports)
+    return SimpleNamespace(size=3, max_ints=lambda own: [worst], gather=lambda own: reports)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +41,9 @@ class Ranks:
 )
 def test_a_fault_of_one_rank_outranks_a_mistake(reports, code, text) -> None:
     with pytest.raises(ValueError, match=text) as found:
-        refuse_together(Ranks(reports), "", 0)
+        refuse_together(ranks_of(reports), "", 0)
     assert exit_code(found.value) == code
-    refuse_together(Ranks([["", 0]] * 3), "", 0)
+    refuse_together(ranks_of([["", 0]] * 3), "", 0)
 
 
 def test_ranks_agree_field_by_field() -> None:

@@ -59,7 +59,7 @@ def send_after(command: list[str], seconds: float, number: int) -> None:
         assert process.returncode in (0, -number) and "error:" not in shown, f"{seconds:.2f} s: {shown}"
 
 
-def test_ctrl_c_at_exit_does_not_change_the_code() -> None:
+def test_ctrl_c_at_exit_leaves_the_code() -> None:
     late = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
     code = late + "from megabert.__main__ import main; sys.exit(main(['prep', 'verify', 'nowhere']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -142,7 +142,7 @@ ENGLISH = "It was raining in Kadıköy, and the ferry to the islands had left lo
 
 
 @pytest.mark.parametrize(("text", "casing", "warns"), [(TURKISH, "any", 1), (TURKISH, "tr", 0), (ENGLISH, "any", 0)])
-def test_turkish_in_lower_case_without_its_casing_is_said(text, casing, warns, tmp_path, capsys) -> None:
+def test_lowercase_turkish_without_its_casing_is_said(text, casing, warns, tmp_path, capsys) -> None:
     options = {"seq_len": 64, "lowercase": True, "vocab_size": 70, "model_type": "bpe", "workers": 1}
     build_here(write(tmp_path / "in.txt", text * 50), tmp_path / "out", casing=casing, **options)
     lines = [line for line in capsys.readouterr().err.splitlines() if "--casing" in line]
@@ -160,7 +160,7 @@ def test_a_tokenizer_is_trained_to_the_same_bytes(kind: str) -> None:
 VOCABULARY = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n"
 
 
-def test_a_model_of_an_earlier_version_reads_as_before(tmp_path: Path) -> None:
+def test_model_of_an_earlier_version_reads_as_before(tmp_path: Path) -> None:
     """Its character map is SentencePiece's nmt_nfkc, and a vocabulary beside a config keeps its digest."""
     old = Tokenizer.load(write(tmp_path / "tokenizer.model", runs.sentencepiece_model()))
     assert old.form == "NFC" and old.encode_texts(["x² ▁ the"]) == old.encode_texts(["x2 the"])

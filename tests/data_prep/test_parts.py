@@ -38,7 +38,7 @@ def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
     assert build_part(plan, Pool(1), (2, 3), progress=False) is False
 
 
-def test_a_part_that_begins_meanwhile_is_of_the_build(given, tmp_path, monkeypatch):
+def test_part_that_begins_meanwhile_is_of_the_build(given, tmp_path, monkeypatch):
     output, listed = tmp_path / "out", Path.iterdir
 
     def iterdir(folder):

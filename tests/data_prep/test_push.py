@@ -50,7 +50,7 @@ def test_a_pushed_dataset_has_its_bytes_and_trains(model_hub: Hub, world: World,
     assert trained(world, tmp_path / "there", "eval.interval=1", f"data.path={URL}") == here
 
 
-def test_a_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_path: Path, capsys) -> None:
+def test_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_path: Path, capsys) -> None:
     shutil.copytree(DATA, tmp_path / "data")
     assert push(tmp_path / "data") == 0
     commits, uploads = list(model_hub.commits), list(model_hub.uploads)
@@ -62,7 +62,7 @@ def test_a_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_p
 
 
 @pytest.mark.parametrize("requests", [2, 3, 5])
-def test_a_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hub: Hub, tmp_path: Path) -> None:
+def test_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hub: Hub, tmp_path: Path) -> None:
     folder = random_rows(tmp_path / "data", 400, seed=3)
     code = "from data_prep import push; push.COMMIT = 2\nfrom data_prep.__main__ import main; main()"
     process = subprocess.Popen([sys.executable, "-c", code, "push", folder, "some/rows"], cwd=ROOT)

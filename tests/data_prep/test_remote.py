@@ -73,7 +73,7 @@ def test_a_bucket_gives_the_bytes_of_a_folder(what, glob, mixed, proxy, options,
 
 
 @pytest.mark.parametrize("lines", [30, 30_000])
-def test_an_object_that_changes_during_a_build_stops_it(lines, mixed, proxy, options, tmp_path) -> None:
+def test_object_that_changes_during_a_build_stops_it(lines, mixed, proxy, options, tmp_path) -> None:
     upload(mixed, "s3://texts/changing")
 
     def change(method: str, path: str, number: int) -> str:
@@ -88,9 +88,7 @@ def test_an_object_that_changes_during_a_build_stops_it(lines, mixed, proxy, opt
     assert len(done.stderr.splitlines()) <= 3
 
 
-def test_a_store_that_fails_is_class_4_under_both_policies(
-    mixed, proxy, options, tmp_path, monkeypatch, capsys
-) -> None:
+def test_failing_store_ends_either_policy_with_4(mixed, proxy, options, tmp_path, monkeypatch, capsys) -> None:
     upload(mixed, "s3://texts/failing")
     monkeypatch.setattr(storage, "WAITS", (0.01,))
 
@@ -113,7 +111,7 @@ def test_nothing_there_is_one_line(proxy, tmp_path) -> None:
         assert error == f"error: --input {url}: no such object or folder, and no object matches it"
 
 
-def test_an_output_in_a_bucket_is_the_folder_of_a_local_build(mixed, proxy, options, tmp_path) -> None:
+def test_output_in_a_bucket_equals_a_folder(mixed, proxy, options, tmp_path) -> None:
     url, order = "s3://texts/out/data", []
     build(mixed, tmp_path / "local", **options)
 

@@ -80,7 +80,7 @@ def test_members_that_cannot_be_read_are_skipped_alone(kind, tmp_path):
     assert problems.lost["unreadable member of an archive"]["files"] == [f"{path}: logo.png", f"{path}: cut.txt.gz"]
 
 
-def test_text_before_the_damage_of_a_member_is_kept(tmp_path):
+def test_text_before_damage_of_a_member_is_kept(tmp_path):
     lines = [b"Line %d of %d.\n" % (i, i * i * 7919) for i in range(300_000)]
     data = bytearray(packed_zip({"a.txt": b"".join(lines), "b.txt": b"Last."}))
     data[len(data) - 1000] ^= 0x55  # in the last block of a.txt

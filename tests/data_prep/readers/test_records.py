@@ -107,7 +107,7 @@ def test_lists_of_texts_are_joined(kind, field, tmp_path):
             read_all([path], text_field=wrong)
 
 
-def test_a_list_of_a_batch_is_read_by_its_slice(tmp_path):
+def test_lists_of_a_batch_are_read_by_slices(tmp_path):
     """Batches are longer than the rows that are converted at once, and lists have other offsets then."""
     texts = [[f"Row {i}."] * (i % 3) for i in range(1000)]
     path = write_arrow(tmp_path / "a.arrow", pa.table({"text": texts}))

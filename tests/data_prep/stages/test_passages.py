@@ -83,7 +83,7 @@ def test_passages_of_three_novels_are_held_out(nsp, make, capsys):
         assert nsp or len(numbers[0] | numbers[1]) > 0.8 * 3 * SENTENCES
 
 
-def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
+def test_workers_and_stops_do_not_change_the_bytes(make, monkeypatch):
     whole = contents(make("whole"))
     assert contents(make("workers", workers=2)) == whole
     with monkeypatch.context() as patch:
@@ -99,7 +99,7 @@ def test_workers_and_a_stopped_build_do_not_change_the_bytes(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "held_out"), [(32, True), (192, False)])
-def test_a_text_of_hardly_a_row_is_not_held_out(length, held_out, topics, make, tmp_path):
+def test_text_of_a_row_is_not_held_out(length, held_out, topics, make, tmp_path):
     source = write(tmp_path / "in.txt", topics[1][:1400])
     folder = make("out", source, seq_len=(length,), held_out=BuildOptions().held_out)
     assert 256 < report(folder)["read"]["tokens"] < 320
