@@ -58,7 +58,7 @@ COMMANDS = {
 
 
 def usage(prog: str) -> str:
-    lines = [f"  {name:10}{command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:12}{command.about}" for name, command in COMMANDS.items()]
     return "\n".join([f"usage: {prog} NAME …", "", *lines, "", f"{prog} NAME --help shows a command's options"])
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megabert import hf
-from megabert.checkpoint import chain, load_weights
+from megabert.checkpoint import load_weights
+from megabert.common import chain
 from megabert.progress import TrainState
 from megabert.train import main
 from tests.helpers import golden_runs

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megabert.common.chain import SEAL
 from megabert.common.errors import tried_again
 from megabert.common.files import refuse_newer, sealed, write_tensors
 from megabert.distributed.ranks import World
@@ -32,8 +33,6 @@ from megabert.optim.guarded import MOMENTS as OPTIMIZER_MOMENTS
 
 SCHEMA = 3
 MANIFEST = "manifest.json"
-# The field with the digest of the other fields.
-SEAL = "sha256"
 # Groups of tensors, of which a rank writes one file each, and the group of each kind.
 WEIGHTS, MOMENTS = "weights", "moments"
 GROUPS = {WEIGHT: WEIGHTS} | dict.fromkeys(OPTIMIZER_MOMENTS, MOMENTS)

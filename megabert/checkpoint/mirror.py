@@ -19,11 +19,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megabert.checkpoint import chain
 from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
 from megabert.checkpoint.run_lock import serialize, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, obsolete_steps
-from megabert.common import storage
+from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
 from megabert.common.files import put_folder, sync, write_whole
 from megabert.common.logs import log

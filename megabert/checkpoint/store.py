@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megabert.checkpoint import chain, run_lock
+from megabert.checkpoint import run_lock
 from megabert.checkpoint.format import (
     MANIFEST,
     MOMENTS,
@@ -31,6 +31,7 @@ from megabert.checkpoint.format import (
     verify_files,
     write_slices,
 )
+from megabert.common import chain
 from megabert.common.background import BackgroundTask
 from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
 from megabert.common.files import canonical, compact, put_folder, sync, write_whole

@@ -51,7 +51,7 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
     """The updates to repeat: by default up to the newest checkpoint, from the one before it. Raises ValueError if there is no
     checkpoint of `begin`, or the configuration changed in between."""
     folder = checkpoints_folder(run)
-    from megabert.checkpoint import chain
+    from megabert.common import chain
 
     entries = chain.read(folder)
     newest = entries[-1]["step"]
@@ -140,7 +140,7 @@ def copy_start(of: Interval, folder: Path) -> None:
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
     """The run's records of the updates, by step and name: metrics of log lines, and digests of weights. Means since the last log
     line are left out if that depended on the clock."""
-    from megabert.checkpoint import chain
+    from megabert.common import chain
 
     by_clock = of.config.log.seconds > 0
     lines = list(json_lines(run / METRICS))
@@ -200,7 +200,7 @@ def differences_of_place(of: Interval, folder: Path) -> str:
     """Differences between the repetition and the run besides data and configuration; "" without any."""
     import torch
 
-    from megabert.checkpoint import chain
+    from megabert.common import chain
 
     *_, replayed = chain.read(folder / "checkpoints")
     unlike = [name for name in chain.MACHINE if any(entry[name] != replayed[name] for entry in of.entries)]

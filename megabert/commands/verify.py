@@ -27,7 +27,7 @@ STARTED_WITH = ("revision", "versions", "command", "config_sha256")
 
 def check_config(run: Path, state: Mapping[str, Any]) -> None:
     """Raises ValueError unless `config.json` is that of the newest checkpoint, whose state is `state`, or of a later start."""
-    from megabert.checkpoint import chain
+    from megabert.common import chain
     from megabert.common.files import canonical
     from megabert.config import flat, from_dict
 
@@ -51,7 +51,8 @@ def check_config(run: Path, state: Mapping[str, Any]) -> None:
 def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Any]]:
     """The steps of kept checkpoints, newest first, and the state of the newest. Raises ValueError naming a changed file, or a
     checkpoint that is missing or has no entry."""
-    from megabert.checkpoint import chain, kept_manifests
+    from megabert.checkpoint import kept_manifests
+    from megabert.common import chain
 
     by_step, newest, steps = {entry["step"]: entry for entry in entries}, entries[-1]["step"], list[int]()
     state: dict[str, Any] = {}
@@ -101,8 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--head", default="", metavar="DIGEST", help="published head, also of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_folder(args.run)
-    from megabert.checkpoint import chain
-    from megabert.common import environment
+    from megabert.common import chain, environment
 
     entries = chain.read(folder)
     *_, last = entries

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import NOMIC, refuse_others, read_value
+from megabert.hf.mapping import NOMIC, read_value, refuse_others
 
 # their first names -> the present ones
 FIELDS = {

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import checkpoint, config
-from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
 from megabert.common.files import appearing, canonical
+from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig

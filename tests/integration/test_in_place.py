@@ -16,7 +16,7 @@ import pytest
 from benchmarks.survival.in_place import KeptRanks
 from benchmarks.survival.life import last_step
 from benchmarks.survival.network import Network, address
-from megabert.checkpoint import chain
+from megabert.common import chain
 from tests.helpers.job import SMALL
 from tests.integration.conftest import ROOT
 

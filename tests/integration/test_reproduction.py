@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megabert.checkpoint import chain
 from megabert.commands import replay as repetition
 from megabert.commands import verify
+from megabert.common import chain
 from megabert.common.files import canonical, compact, digest
 from megabert.config import replace
 from tests.helpers import once, runs

@@ -135,17 +135,20 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=["pydoc"],
         metavar="PATH",
-        help="text (default: the English documentation on this machine)",
+        help="text; pydoc is the English documentation on this machine",
     )
-    add("--output", default=USUAL, metavar="DIR", help=f"folder of everything (default: {USUAL})")
+    add("--output", default=USUAL, metavar="DIR", help="folder of everything")
     add("--steps", type=int, default=600, help="updates")
-    add("--ranks", type=int, default=0, help="ranks (default: 2; 1 on a machine with one GPU)")
+    add("--ranks", type=int, default=0, help="ranks; 0: two, or one on a machine with one GPU")
     add("--seq-len", type=int, default=128, help="tokens of a row")
     add("--vocab-size", type=int, default=8000, help="tokens of the vocabulary")
     add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
     args = parser.parse_intermixed_args(argv)
     if args.steps < 2 or args.ranks < 0:
         raise ValueError(f"--steps {args.steps}, --ranks {args.ranks}: give at least 2 updates, and 1 rank or more")
+    from megabert.config import load
+
+    load("quickstart", args.overrides)  # refuses a wrong one before anything is made
     quickstart(args)
     return OK
 

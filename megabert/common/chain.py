@@ -14,11 +14,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megabert.checkpoint.format import SEAL, WEIGHTS, parse_group
 from megabert.common.files import compact, digest, write_whole
 from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, read_step
 
 FILE = "chain.jsonl"
+# the field of an entry, as of a checkpoint's manifest, with the digest of its other fields
+SEAL = "sha256"
+# beginning of the names of a checkpoint's files of weights
+WEIGHTS = "weights-"
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
 # fields of a checkpoint's state that updates depend on, besides data and configuration; and all fields in an entry
 MACHINE = ("machine", "threads", "world_size", "backends", "versions", "source")
@@ -31,7 +34,7 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     state = manifest["state"]
     before = _until(folder, state["step"])
     last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
-    files = {name: file["sha256"] for name, file in manifest["files"].items() if parse_group(name) == WEIGHTS}
+    files = {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(WEIGHTS)}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],
         "checkpoint": manifest[SEAL],
