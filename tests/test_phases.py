@@ -310,7 +310,8 @@ def test_verify_reads_the_data_of_every_phase(world, tmp_path, folders, capsys):
         data = bytearray(shard.read_bytes())
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
-        assert f"error: {shard}: " in refusal(capsys, verify.main, run, *moved)
+        assert verify.main([str(run), *moved]) == 2
+        assert f"error: {shard}: " in capsys.readouterr().err
     other = [DATA, folders["best"]]
     said = refusal(capsys, verify.main, run, "--data", *other)
     assert "best0: is not the dataset of phase 2 of this run (another fingerprint)" in said

@@ -11,6 +11,7 @@ T row length, S sequences a row, K prediction slots a row.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -183,7 +184,10 @@ class _Updates(torch.utils.data.Dataset):
 
 
 def _start_worker(_: int) -> None:
-    """End a worker at once when its parent process ends; torch checks only every 5 s."""
+    """End a worker at once when its parent process ends; torch checks only every 5 s. Nothing that it inherited is collected: the end of
+    an inherited process group waits for threads that a fork does not have."""
+    gc.freeze()
+    gc.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
 
@@ -274,8 +278,11 @@ class Loader:
         )
         others = multiprocessing.active_children()
         # Signals blocked at the fork stay blocked in the workers, so they cannot be killed in between.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        before, collects = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS), gc.isenabled()
+        gc.disable()  # until `_start_worker`
         self._items = iter(loader)
+        if collects:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers = [p for p in multiprocessing.active_children() if p not in others]
 

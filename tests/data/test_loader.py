@@ -1,6 +1,7 @@
 """Every row once an epoch, the same global batches however they are cut, arrays equal to hand-computed ones, workers that end."""
 
 import errno
+import gc
 import mmap
 import multiprocessing
 import os
@@ -138,6 +139,30 @@ def test_updates_go_to_devices_in_three_copies(dataset, monkeypatch):
     lengths = torch.cat([compact_lengths(batch.lengths, first.shape[1]) for batch in update.batches])
     assert copies[2].equal(lengths) and copies[0].data_ptr() == first.data_ptr()
     assert update.on("cpu")[0].input_ids is first
+
+
+class Inherited:
+    """Garbage of the parent whose end, as that of a process group, is not a worker's to see."""
+
+    def __init__(self, folder):
+        self.own, self.folder = self, folder
+
+    def __del__(self):
+        (self.folder / str(os.getpid())).touch()
+
+
+def test_a_worker_collects_nothing_that_it_inherited(dataset, tmp_path, monkeypatch):
+    inherited = Inherited(tmp_path)
+    gc.collect()  # it is old, so that the parent does not collect it soon
+    del inherited
+    monkeypatch.setattr(Dataset, "read_ahead", lambda self, rows: gc.collect())
+    loader = loader_of(dataset, workers=2)
+    workers = [worker.pid for worker in loader._workers]
+    assert [next(loader).problem for _ in range(4)] == [""] * 4
+    loader.close()
+    assert not [pid for pid in workers if (tmp_path / str(pid)).exists()]
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_workers_ignore_signals_and_end_with_the_loader(dataset):
