@@ -97,7 +97,7 @@ PYTHON
 DS_BUILD_OPS=0 WITH_EXTENSION=optional pip -r "$VENV/requirements.txt"
 PYTHONWARNINGS="ignore:Editable installation" pip --no-build-isolation --no-deps -e .
 # A script's first line cannot name an interpreter in a folder with a space, so scripts start with a shell that runs it.
-{ grep -l '^#!/.* .*/python' "$VENV"/bin/* || true; } | while IFS= read -r script; do
+{ grep -sl '^#!/.* .*/python' "$VENV"/bin/* || true; } | while IFS= read -r script; do
   sed -i "1s|^#!\\(.*\\)|#!/bin/sh\\n'''exec' \"\\1\" \"\$0\" \"\$@\"\\n' '''|" "$script"
 done
 echo "$hash_packages $hash_native $folder" >"$stamp"
