@@ -31,10 +31,10 @@ SIZES = {"VOCAB": "600", "SEQ_LEN": "64"}
 OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 
-def run(*command: object, **env: str) -> str:
+def run(*command: object, cwd: Path = ROOT, **env: str) -> str:
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "2"} | env
     words = [str(part) for part in command]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -42,7 +42,7 @@ def run(*command: object, **env: str) -> str:
 def test_every_example_is_run_here() -> None:
     own = Path(__file__).read_text()
     for path in sorted((ROOT / "examples").iterdir()):
-        assert path.suffix not in (".py", ".sh") or f'"examples/{path.name}"' in own, path.name
+        assert path.suffix not in (".py", ".sh", ".ipynb") or f'"examples/{path.name}"' in own, path.name
 
 
 def test_read_shards(dataset) -> None:
@@ -133,6 +133,19 @@ def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:
         "training loss, updates 1 to 60, the mean of each tenth",
         "  8.65 8.05 7.45 6.85 6.25 5.65 5.05 4.45 3.85 3.25",
     ]
+
+
+@pytest.mark.slow
+def test_notebook(tmp_path) -> None:
+    """Its cells in one process, with fewer updates."""
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "cells.py").write_text(code.replace("UPDATES = 300", "UPDATES = 40"))
+    shown = run(sys.executable, "cells.py", cwd=tmp_path, MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
+    assert "(3, 128)" in shown and len(re.findall(r"^ *\d+\.\d% ", shown, re.MULTILINE)) == 5, shown
+    assert (tmp_path / "runs/notebook/curve.png").stat().st_size > 5000
+    assert "eval/mlm_loss" in shown and (tmp_path / "runs/notebook/run/metrics.jsonl").is_file()
 
 
 @pytest.mark.slow
