@@ -77,8 +77,10 @@ def test_run_goes_on_with_an_empty_disk(dataset: Path, tmp_path: Path, proxy: Pr
     for number in range(4):
         manifests, run = 0, tmp_path / f"disk{number}" / "run"
         killed.append(job := Job(dataset, run, *mirrored, driver=SLOW))
-        assert job.codes() == [-signal.SIGKILL] * 2, job.output
+        codes = job.codes()
         starts.append(next((line for line in job.output.splitlines() if "resuming from" in line), ""))
+        # where uploads are slow, the whole run may be there before the fourth kill
+        assert codes == [0 if "at step 20" in starts[-1] else -signal.SIGKILL] * 2, job.output
         shutil.rmtree(run.parent)
     proxy.fault = lambda *_: PASS
     run = tmp_path / "last" / "run"
