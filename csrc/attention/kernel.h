@@ -3,17 +3,31 @@
 // A run is a sequence of tokens (or the pads) whose key ranges [start, end) begin at the same key, or, with a window, each not before
 // the previous one's and before the token itself; all work is inside a run. Bounds may differ (causal model, window): a block of
 // queries uses the keys from its first start, rounded down to a whole vector, to its last end, and keys outside of a query's range
-// are masked. A long run of windows is cut, so that its packed keys stay in cache. Scores of a block of queries stay in cache; the
-// whole matrix of probabilities is never in memory, backward recomputes it from the saved log-sum-exp. Operands are packed as in
+// are masked. A long run of windows is cut, so that its packed keys stay in cache. Scores of a block of queries and keys stay in cache;
+// the whole matrix of probabilities is never in memory, backward recomputes it from the saved log-sum-exp. Operands are packed as in
 // cpu/gemm.h:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand
 
+// Units of n elements. And n in whole lines of units: padded<float> in vectors, which is what is computed of a line of scores;
+// padded<T> as far as a sum over it reads.
+template <class T>
+INLINE int64_t units(int64_t n) {
+  constexpr int64_t grain = Unit<T>::pack * Unit<T>::grain;
+  return (n + grain - 1) / grain * Unit<T>::grain;
+}
+template <class T>
+constexpr int64_t kGrain = Unit<T>::grain > 1 ? Unit<T>::pack * Unit<T>::grain : W;
+template <class T>
+INLINE int64_t padded(int64_t n) { return (n + kGrain<T> - 1) / kGrain<T> * kGrain<T>; }
+// Distance of lines of `n` elements: an odd number of vectors, since lines a power of two apart share a few sets of the cache.
+template <class T>
+INLINE int64_t apart(int64_t n) { return padded<T>(n) | kGrain<T>; }
+
 template <class T>
 static void pack_rows(const T* x, int64_t ld, int64_t count, int64_t width, typename Unit<T>::type* out) {
-  constexpr int pack = Unit<T>::pack;
-  const int64_t steps = (width + pack - 1) / pack;
+  const int64_t steps = units<T>(width), whole = width / Unit<T>::pack;
   for (int64_t i = 0; i < count; ++i) {
-    out[i * steps + steps - 1] = 0;
+    for (int64_t t = whole; t < steps; ++t) out[i * steps + t] = 0;
     memcpy(out + i * steps, x + i * ld, sizeof(T) * width);
   }
 }
@@ -26,9 +40,10 @@ static void pack_columns(const T* x, int64_t ld, int64_t count, int64_t width, t
   const int64_t whole = width / pack;
   for (int64_t j = 0; j < ldb; j += W) {
     const int64_t n = count - j < W ? count - j : W;
-    for (int64_t t = 0; t * pack < width; ++t) {
+    for (int64_t t = 0; t < units<T>(width); ++t) {
       U line[W] = {};
-      for (int64_t i = 0; i < n; ++i) memcpy(&line[i], x + (j + i) * ld + t * pack, t < whole ? sizeof(U) : sizeof(T));
+      const size_t bytes = t < whole ? sizeof(U) : sizeof(T) * (t * pack < width);
+      for (int64_t i = 0; i < n; ++i) memcpy(&line[i], x + (j + i) * ld + t * pack, bytes);
       memcpy(out + t * ldb + j, line, sizeof line);
     }
   }
@@ -53,7 +68,7 @@ INLINE void store_units(float* out, const vf (&line)[1]) { store(out, line[0]); 
 template <class T>
 static void pack_pairs(const T* x, int64_t ld, int64_t count, int64_t width, typename Unit<T>::type* out, int64_t ldb) {
   constexpr int pack = Unit<T>::pack;
-  for (int64_t i = 0; i < count; i += pack)
+  for (int64_t i = 0; i < units<T>(count) * pack; i += pack)
     for (int64_t j = 0; j < ldb; j += W) {
       vf line[pack];
       for (int h = 0; h < pack; ++h) line[h] = i + h < count ? load(x + (i + h) * ld + j, width - j) : vf{};
@@ -88,26 +103,15 @@ struct NextTask {
   }
 };
 
-INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
-// Distance of lines of `n` elements: an odd number of vectors, since lines a power of two apart share a few sets of the cache.
-INLINE int64_t apart(int64_t n) { return padded(n) | W; }
-// Added to the last vector of a line of scores: -inf in lanes past the end, zero in the others.
-INLINE vf past_end(int64_t keys) { return lanes() < splat_i(keys - padded(keys) + W) ? vf{} : splat(-INFINITY); }
-template <class T>
-INLINE int64_t units(int64_t n) { return (n + Unit<T>::pack - 1) / Unit<T>::pack; }
-
-// Masks the scores past `keys` in a line of `width` (a multiple of W).
-INLINE void hide_past(float* scores, int64_t keys, int64_t width) {
-  float* last = scores + padded(keys) - W;
-  store(last, load(last) + past_end(keys));
-  for (int64_t j = padded(keys); j < width; j += W) store(scores + j, splat(-INFINITY));
-}
-
-// Masks the scores before key `keys` of a line.
-INLINE void hide_before(float* scores, int64_t keys) {
-  int64_t j = 0;
-  for (; j + W <= keys; j += W) store(scores + j, splat(-INFINITY));
-  if (j < keys) store(scores + j, lanes() < splat_i(keys - j) ? splat(-INFINITY) : load(scores + j));
+// Masks the scores outside of keys [first, last) in a line of `width` (a multiple of W).
+INLINE void hide_outside(float* scores, int64_t first, int64_t last, int64_t width) {
+  const auto hide = [&](int64_t j) {
+    const vi key = lanes() + splat_i(j);
+    const vi seen = (key >= splat_i(first)) & (key < splat_i(last));
+    store(scores + j, seen ? load(scores + j) : splat(-INFINITY));
+  };
+  for (int64_t j = 0; j < width && j < first; j += W) hide(j);
+  for (int64_t j = last > 0 ? last / W * W : 0; j < width; j += W) hide(j);
 }
 
 // Largest number of keys of the queries [i, i + rows) of a run that begins at key `first`.
@@ -135,22 +139,30 @@ INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t token
   }
 }
 
+// Queries at once: with tiles enough of them that a sum over them is worth reading it from memory and writing it back.
+template <class T>
+constexpr int64_t kQueries = Unit<T>::grain > 1 ? 64 : 24;
+
+// Keys at once; their scores are rescaled when a later block has a larger one.
+constexpr int64_t kKeys = 1024;
+
 template <class T>
 static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
-  constexpr int64_t kBlock = 24;  // queries at once
+  constexpr int64_t kBlock = kQueries<T>;
   static thread_local Scratch scratch;
-  const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, most = apart(tokens);
-  const int64_t steps = units<T>(size), lds = padded(size);
-  scratch.reset(sizeof(U) * (steps * most + units<T>(tokens) * lds + kBlock * (steps + most)) +
-                sizeof(float) * kBlock * (most + lds) + tokens / 8 + 4 * W + 1024);
+  const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, most = apart<T>(tokens);
+  const int64_t steps = units<T>(size), lds = padded<float>(size), ldw = apart<T>(tokens < kKeys ? tokens : kKeys);
+  scratch.reset(sizeof(U) * (steps * most + units<T>(tokens) * lds + kBlock * (steps + ldw)) +
+                sizeof(float) * kBlock * (ldw + lds) + tokens / 8 + 4 * W + 1024);
   U* key_columns = scratch.take<U>(steps * most);
   U* value_pairs = scratch.take<U>(units<T>(tokens) * lds);
   U* query_rows = scratch.take<U>(kBlock * steps);
-  T* weights = reinterpret_cast<T*>(scratch.take<U>(kBlock * most));
-  float* scores = scratch.take<float>(kBlock * most);
+  T* weights = reinterpret_cast<T*>(scratch.take<U>(kBlock * ldw));
+  float* scores = scratch.take<float>(kBlock * ldw);
   float* out = scratch.take<float>(kBlock * lds);
   uint8_t* bits = scratch.take<uint8_t>(tokens / 8 + 2 * W + 8);
+  float top[kBlock], whole[kBlock];  // of a query: largest score so far, sum of the probabilities before division by it
   const T* query = a.qkv + row * tokens * ld + head * size;
   const T *key = query + a.heads * size, *value = key + a.heads * size;
   T* context = a.context + row * tokens * a.heads * size + head * size;
@@ -168,39 +180,52 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
       }
       return;
     }
-    const int64_t ldk = apart(keys);
+    const int64_t ldk = apart<T>(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_pairs(value + j0 * ld, ld, keys, size, value_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
-      const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
-      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen), ldw = apart(seen);
+      const int64_t skipped = (start[i] - j0) / kGrain<T> * kGrain<T>, seen = most_keys(end, i, rows, j0);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, ldw);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* s = scores + r * ldw;
-        hide_past(s, end[i + r] - first, width);
-        hide_before(s, start[i + r] - first);
-        vf most_v = load(s);
-        for (int64_t j = W; j < width; j += W) most_v = larger(load(s + j), most_v);
-        const float top = largest(most_v) * scale;
-        if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, first / 8, (first % 8 + seen + 7) / 8, bits);
-        next.fetch(i + r);
-        vf sum{};
-        for (int64_t j = 0; j < width; j += W) {
-          vf p = exp2_of_score(load(s + j) * scale - top);
-          sum += p;
-          if (a.dropout.threshold) p = keep(p, bits, first % 8 + j);
-          store(weights + r * ldw + j, p);
+      for (int64_t r = 0; r < rows; ++r) top[r] = -INFINITY, whole[r] = 0;
+      for (int64_t k = skipped; k < seen; k += kKeys) {
+        const int64_t count = seen - k < kKeys ? seen - k : kKeys, width = padded<float>(count), first = j0 + k;
+        multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + k, ldk, scores, ldw);
+        for (int64_t r = 0; r < rows; ++r) {
+          float* s = scores + r * ldw;
+          if (k == skipped) next.fetch(i + r);
+          hide_outside(s, start[i + r] - first, end[i + r] - first, width);
+          vf most_v = load(s);
+          for (int64_t j = W; j < width; j += W) most_v = larger(load(s + j), most_v);
+          const float before = top[r], largest_here = largest(most_v) * scale;
+          top[r] = before > largest_here ? before : largest_here;
+          if (top[r] == -INFINITY) {
+            memset(weights + r * ldw, 0, sizeof(T) * padded<T>(count));
+            continue;
+          }
+          if (k > skipped) {
+            const float factor = std::exp2(before - top[r]);
+            whole[r] *= factor;
+            for (int64_t d = 0; d < lds; d += W) store(out + r * lds + d, load(out + r * lds + d) * factor);
+          }
+          if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, first / 8, (first % 8 + count + 7) / 8, bits);
+          vf sum{};
+          for (int64_t j = 0; j < width; j += W) {
+            vf p = exp2_of_score(load(s + j) * scale - top[r]);
+            sum += p;
+            if (a.dropout.threshold) p = keep(p, bits, first % 8 + j);
+            store(weights + r * ldw + j, p);
+          }
+          if (width < padded<T>(count)) store(weights + r * ldw + width, vf{});
+          whole[r] += total(sum);
         }
-        const float whole = total(sum);
-        lse[i + r] = top / kLog2e + std::log(whole);
-        s[0] = a.dropout.scale / whole;
+        const auto sum = k == skipped ? multiply<T, false> : multiply<T, true>;
+        sum(rows, lds, units<T>(count), reinterpret_cast<U*>(weights), ldw / Unit<T>::pack, 1,
+            value_pairs + k / Unit<T>::pack * lds, lds, out, lds);
       }
-      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), ldw / Unit<T>::pack, 1,
-                         value_pairs + skipped / Unit<T>::pack * lds, lds, out, lds);
       for (int64_t r = 0; r < rows; ++r) {
-        const float factor = scores[r * ldw];
+        lse[i + r] = top[r] / kLog2e + std::log(whole[r]);
+        const float factor = a.dropout.scale / whole[r];
         for (int64_t d = 0; d < size; d += W)
           store(context + (i + r) * a.heads * size + d, load(out + r * lds + d) * factor, size - d);
       }
@@ -215,13 +240,14 @@ template <class T>
 static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
   constexpr int pack = Unit<T>::pack;
-  constexpr int64_t kBlock = 36;
+  constexpr int64_t kBlock = Unit<T>::grain > 1 ? kQueries<T> : 36, kColumns = kKeys / 2;
   static thread_local Scratch scratch;
   const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, ldc = a.heads * size;
-  const int64_t most = apart(tokens), steps = units<T>(size), lds = padded(size);
-  const int64_t stride = tokens / 8 + 2 * W + 8;  // of a row's dropout bits
-  scratch.reset(sizeof(U) * (2 * steps * most + units<T>(tokens) * lds + kBlock * (2 * steps + 2 * lds + 3 * most)) +
-                sizeof(float) * (kBlock * (2 * most + lds) + (2 * tokens + 3) * lds) + pack * stride + 2048);
+  const int64_t most = apart<T>(tokens), steps = units<T>(size), lds = padded<float>(size);
+  const int64_t ldw = apart<T>(tokens < kColumns ? tokens : kColumns);
+  const int64_t stride = ldw / 8 + 2 * W + 8;  // of a row's dropout bits
+  scratch.reset(sizeof(U) * (2 * steps * most + units<T>(tokens) * lds + kBlock * (2 * steps + 2 * lds + 3 * ldw)) +
+                sizeof(float) * (kBlock * (2 * ldw + lds) + (2 * tokens + 3) * lds) + pack * stride + 2048);
   U* key_columns = scratch.take<U>(steps * most);
   U* value_columns = scratch.take<U>(steps * most);
   U* key_pairs = scratch.take<U>(units<T>(tokens) * lds);
@@ -229,16 +255,17 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   U* grad_rows = scratch.take<U>(kBlock * steps);
   U* query_pairs = scratch.take<U>(units<T>(kBlock) * lds);
   U* grad_pairs = scratch.take<U>(units<T>(kBlock) * lds);
-  U* ds_rows = scratch.take<U>(kBlock * most);
-  U* ds_pairs = scratch.take<U>(units<T>(kBlock) * most);
-  U* p_pairs = scratch.take<U>(units<T>(kBlock) * most);
-  float* scores = scratch.take<float>(kBlock * most);
-  float* dp = scratch.take<float>(kBlock * most);
+  T* ds_rows = reinterpret_cast<T*>(scratch.take<U>(kBlock * ldw));
+  U* ds_pairs = scratch.take<U>(units<T>(kBlock) * ldw);
+  U* p_pairs = scratch.take<U>(units<T>(kBlock) * ldw);
+  float* scores = scratch.take<float>(kBlock * ldw);
+  float* dp = scratch.take<float>(kBlock * ldw);
   float* dq = scratch.take<float>(kBlock * lds);
   float* dk = scratch.take<float>(tokens * lds);
   float* dv = scratch.take<float>(tokens * lds);
   float* sums = scratch.take<float>(3 * lds);
   uint8_t* bits = scratch.take<uint8_t>(pack * stride);
+  float delta[kBlock], norm[kBlock];  // of a query: rowsum(dC C), log-sum-exp in powers of two
   const T* query = a.qkv + row * tokens * ld + head * size;
   const T *key = query + a.heads * size, *value = key + a.heads * size;
   const T* context = a.context + row * tokens * ldc + head * size;
@@ -266,59 +293,71 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
       for (int64_t i = i0; i < i0 + queries; ++i) memset(dqkv + i * ld, 0, sizeof(T) * size);
       return;
     }
-    const int64_t ldk = apart(keys);
+    const int64_t ldk = apart<T>(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_columns(value + j0 * ld, ld, keys, size, value_columns, ldk);
     pack_pairs(key + j0 * ld, ld, keys, size, key_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
-      const int64_t skipped = (start[i] - j0) / W * W, first = j0 + skipped;
-      const int64_t seen = most_keys(end, i, rows, first), width = padded(seen), ldw = apart(seen);
+      const int64_t skipped = (start[i] - j0) / kGrain<T> * kGrain<T>, seen = most_keys(end, i, rows, j0);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
       pack_rows(grad + i * ldc, ldc, rows, size, grad_rows);
       pack_pairs(query + i * ld, ld, rows, size, query_pairs, lds);
       pack_pairs(grad + i * ldc, ldc, rows, size, grad_pairs, lds);
-      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + skipped, ldk, scores, ldw);
-      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns + skipped, ldk, dp, ldw);
-      for (int64_t r = 0; r < rows; r += pack) {  // as many rows as make a unit of the transposed operands
-        vf delta[pack], norm[pack];
-        for (int h = 0; h < pack; ++h) {
-          const int64_t at = i + r + h;
-          delta[h] = vf{}, norm[h] = splat(INFINITY);
-          if (r + h >= rows) {  // the other half of the last pair: probability 0
-            memset(scores + (r + h) * ldw, 0, sizeof(float) * width);
-            memset(dp + (r + h) * ldw, 0, sizeof(float) * width);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = i + r;
+        vf product{};
+        for (int64_t c = 0; c < size; c += W)
+          product += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
+        delta[r] = total(product) / kept, norm[r] = lse[at] * kLog2e;
+      }
+      for (int64_t k = skipped; k < seen; k += kColumns) {
+        const int64_t count = seen - k < kColumns ? seen - k : kColumns, width = padded<float>(count), first = j0 + k;
+        multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns + k, ldk, scores, ldw);
+        multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns + k, ldk, dp, ldw);
+        for (int64_t r = 0; r < units<T>(rows) * pack; r += pack) {  // as many rows as make a unit of the transposed operands
+          if (r >= rows) {
+            memset(p_pairs + r / pack * ldw, 0, sizeof(U) * width);
+            memset(ds_pairs + r / pack * ldw, 0, sizeof(U) * width);
             continue;
           }
-          for (int64_t c = 0; c < size; c += W)
-            delta[h] += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
-          delta[h] = splat(total(delta[h]) / kept), norm[h] = splat(lse[at] * kLog2e);
-          hide_past(scores + (r + h) * ldw, end[at] - first, width);
-          hide_before(scores + (r + h) * ldw, start[at] - first);
-          if (a.dropout.threshold) keep_bits(a.dropout, line + at, first / 8, (first % 8 + seen + 7) / 8, bits + h * stride);
-          next.fetch(at);
-        }
-        for (int64_t j = 0; j < width; j += W) {
-          vf p[pack], d[pack];
           for (int h = 0; h < pack; ++h) {
-            const vf weight = exp2_of_score(load(scores + (r + h) * ldw + j) * scale - norm[h]);
-            vf change = load(dp + (r + h) * ldw + j);
-            p[h] = weight;
-            if (a.dropout.threshold) {
-              p[h] = keep(weight, bits + h * stride, first % 8 + j);
-              change = keep(change, bits + h * stride, first % 8 + j);
+            if (r + h >= rows) {  // the other half of the last pair: probability 0
+              for (int64_t j = 0; j < width; j += W) store(scores + (r + h) * ldw + j, splat(-INFINITY));
+              memset(dp + (r + h) * ldw, 0, sizeof(float) * width);
+              delta[r + h] = norm[r + h] = 0;
+              continue;
             }
-            d[h] = (change - delta[h]) * weight;
-            store(reinterpret_cast<T*>(ds_rows) + (r + h) * ldw + j, d[h]);
+            const int64_t at = i + r + h;
+            if (k == skipped) next.fetch(at);
+            hide_outside(scores + (r + h) * ldw, start[at] - first, end[at] - first, width);
+            if (a.dropout.threshold)
+              keep_bits(a.dropout, line + at, first / 8, (first % 8 + count + 7) / 8, bits + h * stride);
           }
-          store_units(p_pairs + r / pack * ldw + j, p);
-          store_units(ds_pairs + r / pack * ldw + j, d);
+          for (int64_t j = 0; j < width; j += W) {
+            vf p[pack], d[pack];
+            for (int h = 0; h < pack; ++h) {
+              const vf weight = exp2_of_score(load(scores + (r + h) * ldw + j) * scale - norm[r + h]);
+              vf change = load(dp + (r + h) * ldw + j);
+              p[h] = weight;
+              if (a.dropout.threshold) {
+                p[h] = keep(weight, bits + h * stride, first % 8 + j);
+                change = keep(change, bits + h * stride, first % 8 + j);
+              }
+              d[h] = (change - delta[r + h]) * weight;
+              store(ds_rows + (r + h) * ldw + j, d[h]);
+            }
+            store_units(p_pairs + r / pack * ldw + j, p);
+            store_units(ds_pairs + r / pack * ldw + j, d);
+          }
+          for (int h = 0; h < pack && width < padded<T>(count); ++h) store(ds_rows + (r + h) * ldw + width, vf{});
         }
+        const auto sum = k == skipped ? multiply<T, false> : multiply<T, true>;
+        sum(rows, lds, units<T>(count), reinterpret_cast<U*>(ds_rows), ldw / pack, 1, key_pairs + k / pack * lds, lds, dq,
+            lds);
+        multiply<T, true>(count, lds, units<T>(rows), p_pairs, 1, ldw, grad_pairs, lds, dv + first * lds, lds);
+        multiply<T, true>(count, lds, units<T>(rows), ds_pairs, 1, ldw, query_pairs, lds, dk + first * lds, lds);
       }
-      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, ldw / pack, 1, key_pairs + skipped / pack * lds, lds, dq,
-                         lds);
-      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, ldw, grad_pairs, lds, dv + first * lds, lds);
-      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, ldw, query_pairs, lds, dk + first * lds, lds);
       for (int64_t r = 0; r < rows; ++r) write(0, i + r, dq + r * lds, root * kept);
     }
   });
@@ -332,6 +371,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
 
 template <class T>
 static void attention(const Attention<T>& a, const Heads& part) {
+  [[maybe_unused]] const typename Unit<T>::Registers registers{};
   const auto task = a.sums ? attend_backward<T> : attend<T>;
   for (int64_t row = part.row; row < part.last_row; ++row)
     for (int64_t head = part.head; head < part.last_head; ++head) task(a, row, head, part);

@@ -1,14 +1,21 @@
 // Small matrix products for attention: C[m, n] (fp32) = or += A[m, k] B[k, n], operands in cache.
 //
 // k runs in units: two neighbouring bf16 in 32 bits, or one float. A unit (row i, step t) is at a[i * row + t * step];
-// B is packed as [steps, ldb] units with n padded to a multiple of W by zeros. A bf16 product is one dot instruction
-// for each unit if the machine has it, else two multiply-adds.
+// B is packed as [steps, ldb] units with n padded to a multiple of W by zeros, and k to a multiple of `grain` units in both. A bf16
+// product is one of tiles (cpu/tiles.h) or one dot instruction for each unit if the machine has them, else two multiply-adds.
 
 template <class T>
 struct Unit;
 template <>
 struct Unit<bf16> {
   static constexpr int pack = 2;
+#if defined(MEGABERT_AMX)
+  static constexpr int grain = kLines;
+  typedef Tiles Registers;  // lives while products are computed
+#else
+  static constexpr int grain = 1;
+  struct Registers {};
+#endif
   typedef uint32_t type;
   typedef vu vector;
   INLINE vf dot(vf acc, uint32_t a, vu b) {
@@ -22,7 +29,8 @@ struct Unit<bf16> {
 };
 template <>
 struct Unit<float> {
-  static constexpr int pack = 1;
+  static constexpr int pack = 1, grain = 1;
+  struct Registers {};
   typedef float type;
   typedef vf vector;
   INLINE vf dot(vf acc, float a, vf b) { return acc + a * b; }
@@ -72,6 +80,9 @@ template <class T, bool Add>
 static __attribute__((noinline)) void multiply(int64_t m, int64_t n, int64_t steps, const typename Unit<T>::type* a,
                                                int64_t row, int64_t step, const typename Unit<T>::type* b, int64_t ldb,
                                                float* c, int64_t ldc) {
+#if defined(MEGABERT_AMX)
+  if constexpr (Unit<T>::grain > 1) return multiply_tiles<Add>(m, n, steps, a, row, step, b, ldb, c, ldc);
+#endif
   for (int64_t j = 0; j < n;) {
     const int64_t vectors = (n - j) / W < kTileVectors ? (n - j) / W : kTileVectors;
     for (int64_t i = 0; i < m; i += kTileRows) {

@@ -124,6 +124,9 @@ namespace megabert {
 namespace MEGABERT_ISA {
 
 #include "cpu/simd.h"
+#if defined(MEGABERT_AMX)
+#include "cpu/tiles.h"
+#endif
 #include "cpu/gemm.h"
 #include "attention/kernel.h"
 #include "bias_gelu/kernel.h"

@@ -146,11 +146,7 @@ INLINE Normal normal(vf z) {
 }
 
 INLINE vu high_product(vu a, uint32_t b) {
-#if defined(MEGABERT_AVX512)
-  const __m512i x = (__m512i)a, y = _mm512_set1_epi32(static_cast<int>(b));
-  const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
-  return (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-#elif defined(MEGABERT_AVX2)
+#if defined(MEGABERT_AVX2)
   const __m256i x = (__m256i)a, y = _mm256_set1_epi32(static_cast<int>(b));
   const __m256i even = _mm256_mul_epu32(x, y), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
   return (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
@@ -161,23 +157,57 @@ INLINE vu high_product(vu a, uint32_t b) {
 #endif
 }
 
+// Words of Philox (common/philox.h) for the counters group, group + 1, … of a row of a dropout mask.
+struct Words {
+  vu word[4];
+};
+INLINE Words philox_words(const Dropout& d, uint64_t row, uint32_t group) {
+  uint32_t k0 = static_cast<uint32_t>(d.seed), k1 = static_cast<uint32_t>(d.seed >> 32);
+#if defined(MEGABERT_AVX512)
+  // 32 bits of each counter in 64, whose upper halves nothing reads: a product's are both of the results
+  const __m512i m0 = _mm512_set1_epi64(kPhiloxM0), m1 = _mm512_set1_epi64(kPhiloxM1);
+  __m512i c[4][2];
+  for (int half = 0; half < 2; ++half) {
+    c[0][half] = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(group + 8u * half));
+    c[1][half] = _mm512_set1_epi64(static_cast<int64_t>(row));
+    c[2][half] = _mm512_set1_epi64(static_cast<int64_t>(row >> 32));
+    c[3][half] = _mm512_set1_epi64(d.stream);
+  }
+  for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+    const __m512i key0 = _mm512_set1_epi64(k0), key1 = _mm512_set1_epi64(k1);
+    for (int half = 0; half < 2; ++half) {
+      const __m512i p0 = _mm512_mul_epu32(c[0][half], m0), p1 = _mm512_mul_epu32(c[2][half], m1);
+      c[0][half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c[1][half], key0, 0x96);  // exclusive or
+      c[2][half] = _mm512_ternarylogic_epi64(_mm512_shuffle_epi32(p0, _MM_PERM_DDBB), c[3][half], key1, 0x96);
+      c[1][half] = p1, c[3][half] = p0;
+    }
+  }
+  Words words;
+  for (int i = 0; i < 4; ++i) {
+    const __m512i first = _mm512_castsi256_si512(_mm512_cvtepi64_epi32(c[i][0]));
+    words.word[i] = (vu)_mm512_inserti64x4(first, _mm512_cvtepi64_epi32(c[i][1]), 1);
+  }
+  return words;
+#else
+  vu c0 = as<vu>(lanes()) + group, c1 = splat_u(static_cast<uint32_t>(row));
+  vu c2 = splat_u(static_cast<uint32_t>(row >> 32)), c3 = splat_u(d.stream);
+  for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+    const vu n0 = high_product(c2, kPhiloxM1) ^ c1 ^ k0, n2 = high_product(c0, kPhiloxM0) ^ c3 ^ k1;
+    c1 = c2 * kPhiloxM1, c3 = c0 * kPhiloxM0, c0 = n0, c2 = n2;
+  }
+  return {{c0, c1, c2, c3}};
+#endif
+}
+
 // Keep bits of columns [8 * group, 8 * (group + groups)) of one row, a byte for 8 columns (Dropout::keep8).
 // Writes a multiple of W bytes.
 INLINE void keep_bits(const Dropout& d, uint64_t row, uint32_t group, int64_t groups, uint8_t* out) {
   row += d.first;
-  const vu row_low = splat_u(static_cast<uint32_t>(row)), row_high = splat_u(static_cast<uint32_t>(row >> 32));
   for (int64_t g = 0; g < groups; g += W) {
-    vu c0 = as<vu>(lanes()) + (group + static_cast<uint32_t>(g)), c1 = row_low, c2 = row_high, c3 = splat_u(d.stream);
-    uint32_t k0 = static_cast<uint32_t>(d.seed), k1 = static_cast<uint32_t>(d.seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      const vu n0 = high_product(c2, kPhiloxM1) ^ c1 ^ k0, n2 = high_product(c0, kPhiloxM0) ^ c3 ^ k1;
-      c1 = c2 * kPhiloxM1, c3 = c0 * kPhiloxM0, c0 = n0, c2 = n2;
-      k0 += kPhiloxW0, k1 += kPhiloxW1;
-    }
-    const vu words[4] = {c0, c1, c2, c3};
+    const Words drawn = philox_words(d, row, group + static_cast<uint32_t>(g));
     vu bits{};
     for (int i = 0; i < 8; ++i) {
-      const vu value = i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFFu;
+      const vu value = i % 2 ? drawn.word[i / 2] >> 16 : drawn.word[i / 2] & 0xFFFFu;
       bits |= as<vu>(value >= d.threshold) & (1u << i);
     }
     const vb bytes = __builtin_convertvector(bits, vb);

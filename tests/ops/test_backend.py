@@ -135,7 +135,12 @@ def instruction_sets() -> list[str]:
     """That this machine has, its best last."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.is_file() else set()
-    needs = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+    needs = {
+        "avx2": {"avx2", "fma"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx512bf16": {"avx512f", "avx512_bf16"},
+        "amx": {"avx512_bf16", "amx_tile", "amx_bf16"},
+    }
     return ["generic", *(name for name, wanted in needs.items() if wanted <= flags)]
 
 

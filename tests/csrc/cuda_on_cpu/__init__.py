@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,23 +28,29 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("c++", "g++"))), None)
 
 
-def build() -> ctypes.CDLL:
-    """The library, compiled once for a state of the sources; safe in several test processes."""
-    sources = sorted([*(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "csrc").rglob("*.h"), *Path(__file__).parent.iterdir()])
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[:16]
+def compile_once(source: Path, includes: Iterable[Path], *options: str) -> ctypes.CDLL:
+    """The library of a C++ file, compiled once for a state of csrc/ and `includes`; safe in several test processes."""
+    paths = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cuh", ".h", ".inl")] + [*includes]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths) if path.is_file())).hexdigest()[:16]
     folder = ROOT / "build" / "cuda_on_cpu"
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{digest}.so"
+    library = folder / f"{source.stem}-{digest}.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             part = library.with_suffix(".part")
-            options = ["-O1", "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-shared", "-w", f"-I{ROOT / 'csrc'}"]
-            command = [compiler() or "c++", *options, str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
+            options = (*options, "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-shared", "-w", f"-I{ROOT / 'csrc'}")
+            command = [compiler() or "c++", *options, str(source), "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-4000:]
             os.replace(part, library)
-    loaded = ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
+
+
+def build() -> ctypes.CDLL:
+    """The library of kernels.cpp."""
+    here = Path(__file__).parent
+    loaded = compile_once(here / "kernels.cpp", here.iterdir(), "-O1")
     loaded.guarded.restype = ctypes.c_void_p
     loaded.guarded.argtypes = [ctypes.c_size_t]
     loaded.release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
