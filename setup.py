@@ -33,6 +33,10 @@ GLIBC = (2, 28)  # that torch's wheels run on
 ARCHITECTURES = ("8.0", "8.9", "9.0", "10.0")  # A100, L4 and L40, H100 and H200, B200
 
 
+def output_of(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def find_nvcc() -> str | None:
     """nvcc on PATH, else in the folder CUDA_HOME or CUDA_PATH names, else in /usr/local/cuda, else of NVIDIA's wheels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
@@ -45,7 +49,7 @@ def find_nvcc() -> str | None:
 def architectures(nvcc: str) -> str:
     """What is compiled for by default: as many of ARCHITECTURES as this nvcc knows, and PTX of the newest, which newer
     devices compile at first use."""
-    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    listed = output_of([nvcc, "--list-gpu-arch"]).split()
     return ";".join(name for name in ARCHITECTURES if f"compute_{name.replace('.', '')}" in listed) + "+PTX"
 
 
@@ -79,12 +83,10 @@ def glibc_stub(cxx: list[str], folder: Path) -> list[str]:
     Without it CUDA's static runtime would need glibc 2.34, which gave every function of threads a new version. Only names
     whose code is the same under both are in it. Empty where the C library is another one.
     """
-    libc = subprocess.run(
-        [*cxx, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    libc = output_of([*cxx, "-print-file-name=libc.so.6"]).strip()
     if not Path(libc).is_file():
         return []
-    table = subprocess.run(["objdump", "-T", libc], capture_output=True, text=True, check=True).stdout
+    table = output_of(["objdump", "-T", libc])
     versions: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for place, version, name in re.findall(r"^(\w+) .*DF \.text.*?GLIBC_([\d.]+)\)?\s+(\w+)$", table, re.M):
         versions.setdefault((name, place), []).append(tuple(map(int, version.split("."))))
@@ -135,16 +137,8 @@ class BuildNative(build_ext):
             if source.endswith(".cu"):
                 assert nvcc is not None
                 host = ["-ccbin", cxx[0]] if "CXX" in os.environ else []
-                command = [
-                    nvcc,
-                    *host,
-                    "-O3",
-                    "-std=c++17",
-                    "-Xcompiler=-fPIC,-fopenmp",
-                    *arch,
-                    "--expt-relaxed-constexpr",
-                ]
-                command += ["-DMEGABERT_CUDA", "-DUSE_CUDA"]
+                command = [nvcc, *host, "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fopenmp", *arch]
+                command += ["--expt-relaxed-constexpr", "-DMEGABERT_CUDA", "-DUSE_CUDA"]
             else:
                 command = [*cxx, "-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
                 command += shlex.split(os.environ.get("CXXFLAGS", ""))
@@ -160,9 +154,8 @@ class BuildNative(build_ext):
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
             link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
-            libraries.append(
-                f"-L{Path(nvcc).resolve().parents[1] / 'lib'}"
-            )  # of NVIDIA's wheels, where nvcc expects lib64
+            # of NVIDIA's wheels, where nvcc expects lib64
+            libraries.append(f"-L{Path(nvcc).resolve().parents[1] / 'lib'}")
             # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one. nvcc
             # moves linker options in front of all libraries, so that the option cannot be taken back behind this one.
             libraries += ["-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu"]

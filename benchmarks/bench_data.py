@@ -11,15 +11,15 @@ more on small ones. `ratio` is the lowest of single-token masking relative to th
 
 from __future__ import annotations
 
-import argparse
 import io
-import shutil
+import itertools
 import sys
 import tarfile
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,9 @@ VOCAB, SLOTS, BLOCK_ROWS = 30_000, 8, 256
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 MICRO, ROUNDS, SECONDS = 32, 7, 0.25
 COLLATOR, READER = ("HF DataCollatorForLanguageModeling, collating only", "webdataset, one row a sample, reading only")
+
+# a call, and the rows that it gives
+Step = tuple[Callable[[], object], int]
 
 
 def synthetic(folder: Path, rows: int, seq_len: int, shards_of_all: int = 4) -> tuple[Dataset, MaskingVocabulary]:
@@ -66,31 +69,22 @@ def synthetic(folder: Path, rows: int, seq_len: int, shards_of_all: int = 4) -> 
         path = folder / f"shard-{i // per_shard:06d}.tar"
         shards.append(write_shard(path, i // BLOCK_ROWS, ids[part], bounds[part], isnext[part], block_rows=BLOCK_ROWS))
     tokenizer = {"kind": "sentencepiece", "file": "none.model", "sha256": "0" * 64, "vocab_size": VOCAB}
-    manifest: dict[str, Any] = {"schema": 1, "order": 2, "seq_len": seq_len, "max_sequences": SLOTS, "rows": rows}
-    manifest |= {
-        "block_rows": BLOCK_ROWS,
-        "dtype": "uint16",
-        "tokenizer": tokenizer | {"special_ids": SPECIAL},
-        "shards": shards,
-    }
+    tokenizer |= {"special_ids": SPECIAL}
+    manifest = {"schema": 1, "order": 2, "seq_len": seq_len, "max_sequences": SLOTS, "rows": rows, "dtype": "uint16"}
+    manifest |= {"block_rows": BLOCK_ROWS, "tokenizer": tokenizer, "shards": shards}
     write_manifest(folder, manifest | {"statistics": {}, "options": {}, "held_out": None})
     return Dataset(folder), MaskingVocabulary(np.arange(VOCAB) % 10 < 7, SPECIAL["mask"], SPECIAL.values())
 
 
 def ours(
     dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int, strategy: Literal["token", "word", "span"]
-) -> Callable[[], int]:
+) -> Step:
     micro, masking = min(MICRO, global_batch), MaskingConfig(strategy=strategy)
     loader = Loader(dataset, vocabulary, global_batch=global_batch, micro_batch=micro, seed=1, masking=masking)
-
-    def step() -> int:
-        next(loader)
-        return global_batch
-
-    return step
+    return partial(next, loader), global_batch
 
 
-def hugging_face(dataset: Dataset, rows: int, size: int) -> Callable[[], int]:
+def hugging_face(dataset: Dataset, rows: int, size: int) -> Step:
     """`DataCollatorForLanguageModeling` on batches of `size` rows in memory."""
     from benchmarks.peers.hf_plain_loop import collator
 
@@ -102,11 +96,11 @@ def hugging_face(dataset: Dataset, rows: int, size: int) -> Callable[[], int]:
         {"input_ids": row, "special_tokens_mask": special}
         for row, special in zip(ids.tolist(), (ids < 5).astype(int).tolist(), strict=True)
     ]
-    batches = [features[i : i + size] for i in range(0, len(features) - size + 1, size)]
-    return cycle(batches, lambda batch: len(collate(batch)["input_ids"]))
+    batches = itertools.cycle([features[i : i + size] for i in range(0, len(features) - size + 1, size)])
+    return lambda: collate(next(batches)), size
 
 
-def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Callable[[], int]:
+def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Step:
     """Stock webdataset over a tar with one `.npy` of ids a row."""
     import webdataset
 
@@ -124,38 +118,22 @@ def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Callable[[], in
             yield from webdataset.WebDataset(str(path), shardshuffle=False).decode()
 
     stream = samples()
-
-    def step() -> int:
-        for _ in range(MICRO):
-            next(stream)["ids.npy"]
-        return MICRO
-
-    return step
+    return lambda: next(stream)["ids.npy"], 1
 
 
-def cycle(batches: list[Any], work: Callable[[Any], int]) -> Callable[[], int]:
-    position = 0
-
-    def step() -> int:
-        nonlocal position
-        position += 1
-        return work(batches[position % len(batches)])
-
-    return step
-
-
-def rows_per_second(step: Callable[[], int]) -> float:
-    rows, start = 0, time.perf_counter()
+def rows_per_second(step: Step) -> float:
+    (call, rows), calls, start = step, 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < SECONDS:
-        rows += step()
-    return rows / passed
+        call()
+        calls += 1
+    return calls * rows / passed
 
 
 def measure(
     dataset: Dataset, vocabulary: MaskingVocabulary, rows: int, sizes: list[int], scratch: Path
 ) -> dict[str, Any]:
     """All sides at all batch sizes, alternately; comparisons are between equal sizes."""
-    cases: dict[str, Callable[[], int]] = {}
+    cases: dict[str, Step] = {}
     # (ours, peer)
     equal: list[tuple[str, str]] = []
     for size in sizes:
@@ -166,8 +144,8 @@ def measure(
         cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, "span")
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
-    for case in cases.values():
-        case()  # maps, caches, first imports
+    for call, _ in cases.values():
+        call()  # maps, caches, first imports
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, step in cases.items():
@@ -192,38 +170,28 @@ def show(result: dict[str, Any]) -> None:
             print(f"  ratio {c['ratio']:>8.1f}   {c['ours']}  over  {c['peer']}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    hardware.add_json(parser)
+def main() -> None:
+    parser = hardware.Parser(__doc__)
     parser.add_argument("--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens")
     parser.add_argument(
         "--global-batch", type=int, nargs="+", default=[32, 2048], help="rows of an update of ours and of a batch"
     )
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()  # as in train.py and its loader processes
-    scratch = Path(tempfile.mkdtemp(prefix="bench_data_"))
+    print(hardware.describe())
     results = []
-    try:
-        print(hardware.describe())
+    with tempfile.TemporaryDirectory(prefix="bench_data_") as scratch:
         for seq_len in (128, 512):
-            (folder := scratch / str(seq_len)).mkdir()
+            (folder := Path(scratch, str(seq_len))).mkdir()
             made = synthetic(folder, max(1024, args.rows * 128 // seq_len), seq_len)
-            results.append(measure(*made, 4096, args.global_batch, scratch))
+            results.append(measure(*made, 4096, args.global_batch, Path(scratch)))
             show(results[-1])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        shutil.rmtree(scratch)
-    if args.json:
-        ratio = min(result["ratio"] for result in results)
-        report = {"benchmark": "data", "unit": "rows/s on one core", "ratio": ratio, "results": results}
-        hardware.write_json(args.json, report)
-    return 0
+    ratio = min(result["ratio"] for result in results)
+    report = {"benchmark": "data", "unit": "rows/s on one core", "ratio": ratio, "results": results}
+    hardware.write_json(args.json, report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

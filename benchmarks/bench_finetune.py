@@ -4,7 +4,7 @@
     python benchmarks/bench_finetune.py --models modern=RUN bert=HF_DIR --peer --rows 8000 --only SST-2 RTE WNUT-17 --seeds 5 --json FILE
 
 All sides have the same files, seeds and settings; random weights have the first model's shape. Ours choose the best weights on every
-10th row, sentence or article of the training file; figures are of other items. `gains`: difference of the first model to each other
+10th row or sentence of the training file; figures are of other items. `gains`: difference of the first model to each other
 start, with the central 95% of a paired bootstrap over items and seeds.
 
 With `--peer` a model is compared with the Trainer on its export instead (`benchmarks/peers/hf_finetune.py`): fp32, equal learning rate,
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import json
 import random
 import shlex
@@ -45,12 +44,10 @@ RANDOM = "random weights"
 # one in this many members of a training file is used to choose the best weights
 EVERY = 10
 OURS, PEER = ("megabert", "finetune"), ("benchmarks.peers.hf_finetune",)
-# tasks that the peer has, and the options of both sides beside it
-PEER_TASKS, FP32 = ("SST-2", "RTE", "WNUT-17"), ("--precision", "fp32")
+# options of both sides with --peer
+FP32 = ("--precision", "fp32")
 # file of a finished run in its folder
 KEPT = "benchmark.json"
-# questions to train on, to choose on and to report: all 87,599 take hours
-SQUAD = {"train": 4_000, "chosen-on": 400, "reported": 800}
 DRAWS, MIDDLE = 10_000, 0.95
 # largest difference between a run's score and that computed here from its predictions
 NEAR = 1e-6
@@ -98,47 +95,29 @@ def hold_out(members: Sequence[Any], most: int = sys.maxsize) -> tuple[list[Any]
     return random.Random(0).sample(kept, most) if len(kept) > most else kept, list(members[::EVERY])
 
 
-def write_lines(path: Path, lines: Sequence[str]) -> Path:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+def split_file(
+    reported: Path, scratch: Path, name: str, members: Sequence[str], most: int, between: str, head: str = ""
+) -> TaskFiles:
+    """Files of `members` after a head, with `between` in the middle: at most so many to train on, and those to choose on."""
+    train, chosen_on = hold_out(members, most)
+    paths = [scratch / f"{name}-{part}{reported.suffix}" for part in (f"train-{len(train)}", "chosen-on")]
+    for path, chosen in zip(paths, (train, chosen_on), strict=True):
+        path.write_text(head + between.join(chosen) + "\n", encoding="utf-8")
+    return TaskFiles(paths[0], paths[1], reported)
 
 
 def tables(name: str, tasks: Path, scratch: Path, most: int) -> TaskFiles:
     """The tables of sst2 or rte."""
     head, *rows = (tasks / name / "train.tsv").read_text(encoding="utf-8").splitlines()
-    train, chosen_on = hold_out(rows, most)
-    return TaskFiles(
-        train=write_lines(scratch / f"{name}-train-{len(train)}.tsv", [head, *train]),
-        chosen_on=write_lines(scratch / f"{name}-chosen-on.tsv", [head, *chosen_on]),
-        reported=tasks / name / "dev.tsv",
-    )
+    return split_file(tasks / name / "dev.tsv", scratch, name, rows, most, "\n", f"{head}\n")
 
 
 def sentences(tasks: Path, scratch: Path, most: int) -> TaskFiles:
     """WNUT-17's sentences of tagged words."""
     text = (tasks / "wnut17/wnut17train.conll").read_text(encoding="utf-8")
     whole = "\n".join(line.strip() for line in text.splitlines())
-    train, chosen_on = hold_out([block for block in whole.split("\n\n") if block.strip()], most)
-    return TaskFiles(
-        train=write_lines(scratch / f"wnut17-train-{len(train)}.conll", ["\n\n".join(train)]),
-        chosen_on=write_lines(scratch / "wnut17-chosen-on.conll", ["\n\n".join(chosen_on)]),
-        reported=tasks / "wnut17/emerging.dev.conll",
-    )
-
-
-def questions(tasks: Path, scratch: Path, most: int) -> TaskFiles:
-    """SQuAD 1.1's training articles, limited to a number of questions (`most` is not used): the first paragraphs of each article."""
-    with gzip.open(tasks / "squad1.1/train-v1.1.json.gz", "rt") as file:
-        rest, reported = hold_out(json.load(file)["data"])
-    train, chosen_on = hold_out(rest)
-    paths = {}
-    for (name, most), articles in zip(SQUAD.items(), (train, chosen_on, reported), strict=True):
-        share = most / sum(len(p["qas"]) for a in articles for p in a["paragraphs"])
-        for article in articles:
-            article["paragraphs"] = article["paragraphs"][: max(1, round(share * len(article["paragraphs"])))]
-        paths[name] = scratch / f"squad-{name}.json"
-        paths[name].write_text(json.dumps({"version": "1.1", "data": articles}))
-    return TaskFiles(paths["train"], paths["chosen-on"], paths["reported"])
+    blocks = [block for block in whole.split("\n\n") if block.strip()]
+    return split_file(tasks / "wnut17/emerging.dev.conll", scratch, "wnut17", blocks, most, "\n\n")
 
 
 def label_tallies(reported: Path, predictions: Path) -> list[Tally]:
@@ -165,21 +144,10 @@ def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
     return tallies
 
 
-def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
-    """Tallies of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
-    from megabert.finetune.scores import overlap
-
-    predicted = json.loads(predictions.read_text(encoding="utf-8"))
-    articles = json.loads(reported.read_text(encoding="utf-8"))["data"]
-    asked = [q for a in articles for p in a["paragraphs"] for q in p["qas"]]
-    return [(max(overlap(predicted.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in asked]
-
-
 CASES = (
     TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", partial(tables, "sst2"), label_tallies),
     TaskCase("RTE", "--task rte --epochs 8", "accuracy", partial(tables, "rte"), label_tallies),
     TaskCase("WNUT-17", "--kind tag --epochs 8", "f1", sentences, entity_tallies),
-    TaskCase("SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", questions, answer_tallies),
 )
 
 
@@ -304,18 +272,17 @@ def sides_of(args: argparse.Namespace, about: dict[str, dict[str, Any]]) -> list
 def table(results: dict[str, Any]) -> str:
     """A Markdown table: tasks by starts, each with the difference to it, and seconds a run."""
     starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
-    lines = [f"| task | metric | {' | '.join(starts)} |", "|---|---|" + "---|" * len(starts)]
+    rows = []
     for task, result in results.items():
-        cells = []
+        rows.append([task, result["metric"]])
         for start in starts:
             row = result["rows"][start]
             figure = row["scores"][result["metric"]]
             cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}"
             if gain := result["gains"].get(start):
                 cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
-            cells.append(f"{cell}, {row['seconds']['mean']:.0f} s")
-        lines.append(f"| {task} | {result['metric']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows[-1].append(f"{cell}, {row['seconds']['mean']:.0f} s")
+    return hardware.markdown(("task", "metric", *starts), rows)
 
 
 def named(text: str) -> tuple[str, Path]:
@@ -327,18 +294,13 @@ def named(text: str) -> tuple[str, Path]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN",
-        help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
-    add("--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17, squad1.1")
+    parser = hardware.Parser(__doc__)
+    add, names = parser.add_argument, [case.name for case in CASES]
+    starts = "run folders, checkpoints or Hugging Face folders; the first is compared with all others"
+    add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN", help=starts)
+    add("--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
-    add(
-        "--only",
-        nargs="+",
-        choices=[case.name for case in CASES],
-        help="only these tasks; default: all, with --peer without SQuAD 1.1",
-    )
+    add("--only", nargs="+", choices=names, default=names, help="only these tasks")
     add("--peer", action="store_true", help="compare with Hugging Face's Trainer, not with random weights")
     add("--control", action="store_true", help="with --peer: also ours with the Trainer's dropout and weight decay")
     add("--seeds", type=int, default=3)
@@ -347,27 +309,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
     add("--threads", type=int, default=hardware.cores(), help="threads of a run")
-    hardware.add_json(parser)
-    args = parser.parse_args(argv)
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse(argv)
     if len(dict(args.models)) < len(args.models):
         parser.error("--models: two of one name")
-    args.only = args.only or [case.name for case in CASES if case.name in PEER_TASKS or not args.peer]
     if args.control and not args.peer:
         parser.error("--control: is for --peer")
-    if args.peer and (alone := set(args.only) - set(PEER_TASKS)):
-        parser.error(f"--only {' '.join(alone)}: --peer has {', '.join(PEER_TASKS)}")
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     about, results = {name: described(model) for name, model in args.models}, {}
     sides = sides_of(args, about)
-    for case in CASES:
-        if case.name not in args.only:
-            continue
+    for case in (case for case in CASES if case.name in args.only):
         files = case.files(args.tasks, args.work, args.rows)
         runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
         tallies: dict[str, list[list[Tally]]] = {side.name: [] for side in sides}
@@ -381,12 +336,10 @@ def main(argv: list[str] | None = None) -> int:
             rows = {name: row_of(of) for name, of in runs.items()}
             gains = {s.name: interval(tallies[s.against], tallies[s.name]) for s in sides if s.against}
             results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
-            if args.json:
-                report = {"models": about, "seeds": args.seeds, "threads": args.threads, "tasks": results}
-                hardware.write_json(args.json, report)
+            report = {"models": about, "seeds": args.seeds, "threads": args.threads, "tasks": results}
+            hardware.write_json(args.json, report)
     print(table(results))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

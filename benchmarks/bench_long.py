@@ -16,7 +16,6 @@ shown as "does not fit". Ratios are the peer's over ours, of p50 seconds and of 
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import resource
@@ -207,7 +206,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = hardware.Parser(__doc__)
     add = parser.add_argument
     usual = ["fp32"] + ["bf16"] * (precision.usual(torch.device("cpu")) == "bf16")
     add("--quick", action="store_true", help="two short lengths, one step each")
@@ -218,9 +217,7 @@ def main() -> int:
     add("--repeats", type=int, default=3, help="least number of steps of a measurement")
     add("--seconds", type=float, default=2.0, help="least seconds of all steps of a measurement")
     add("--memory-share", type=float, default=0.7, metavar="X", help="largest share of free memory for a measurement")
-    hardware.add_json(parser)
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     if args.quick:
         args.lengths, args.tokens, args.repeats, args.seconds = [128, 256], 256, 1, 0.0
     for length in args.lengths:
@@ -237,8 +234,7 @@ def main() -> int:
             result = {"precision": kind, "length": length, "tokens": args.tokens, "threads": args.threads}
             results.append(result | {"results": by_side, "comparisons": comparisons})
             show(results[-1])
-    if args.json:
-        hardware.write_json(args.json, {"benchmark": "long", "unit": "seconds of a step", "results": results})
+    hardware.write_json(args.json, {"benchmark": "long", "unit": "seconds of a step", "results": results})
     return 0
 
 

@@ -13,7 +13,6 @@ copy bandwidth. ratio is the peer's time over ours; above 1 is better.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -61,6 +60,10 @@ class OpCase:
     extra_memory: tuple[str, ...] = ()
     what: str = "forward and backward"
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.size}"
+
 
 class Maker:
     """Random tensors on the device, and forward and backward of a function as one call."""
@@ -91,10 +94,6 @@ class Maker:
 
 def first_of(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
-
-
-def size_of(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def products(make: Maker, small: bool) -> list[OpCase]:
@@ -239,20 +238,20 @@ def layer(make: Maker, small: bool) -> list[OpCase]:
     return [
         case(
             "bias_gelu", f"[{rows}, {ffn}]", lambda x, b: ops.bias_gelu(x, b, "native"), lambda x, b: F.gelu(x + b),
-            narrow, 5 * size_of(narrow[0]),
+            narrow, 5 * narrow[0].nbytes,
         ),
         case(
             "bias_geglu", f"[{rows}, 2 x {ffn}]", lambda x, b: ops.bias_geglu(x, b, "native"), geglu,
-            wide, 8 * size_of(narrow[0]),
+            wide, 8 * narrow[0].nbytes,
         ),
         case(
             "rotate", f"[{rows}, 3 x {width}]", lambda x: ops.rotate(x, heads, angles, "native"), rotated,
-            (qkv,), 4 * size_of(qkv),
+            (qkv,), 4 * qkv.nbytes,
         ),
         # x, residual, y, z; grad, z, dx, dresidual
         case(
             "dropout_add_layer_norm", f"[{rows}, {width}], dropout 0.1", our_norm, norm,
-            (y, residual, *vectors), 8 * size_of(y),
+            (y, residual, *vectors), 8 * y.nbytes,
         ),
     ]  # fmt: skip
 
@@ -327,59 +326,53 @@ def extra_memory(call: Call, device: torch.device) -> int:
 
 
 def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
-    sides = {
-        name: case.sides[name] for name in sorted(case.sides, key=[pair[0] for pair in case.comparisons].__contains__)
-    }
+    ours = {mine for mine, _ in case.comparisons}
+    sides = {name: case.sides[name] for name in sorted(case.sides, key=ours.__contains__)}  # the peers run first
     times = {name: quantiles(each) for name, each in kernel_times(sides, device, rounds, seconds).items()}
+    extra = {name: extra_memory(sides[name], device) / 2**20 for name in case.extra_memory if name in sides}
+    moved = {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items() if name in sides}
     return {
         "op": case.name,
         "size": case.size,
         "what": case.what,
         "seconds": times,
-        "extra_memory_mib": {
-            name: extra_memory(sides[name], device) / 2**20 for name in case.extra_memory if name in sides
-        },
+        "extra_memory_mib": extra,
         "tflops": {name: case.flops / s["p50"] / 1e12 for name, s in times.items()} if case.flops else {},
-        "bandwidth_share": {
-            name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items() if name in sides
-        },
+        "bandwidth_share": moved,
         "comparisons": [
-            {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer}
-            | {"ratio": times[peer]["p50"] / times[ours]["p50"]}
-            for ours, peer in case.comparisons
-            if ours in sides and peer in sides
+            {"what": case.label, "ours": mine, "peer": peer, "ratio": times[peer]["p50"] / times[mine]["p50"]}
+            for mine, peer in case.comparisons
+            if mine in sides and peer in sides
         ],
     }
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['op']} {result['size']}, {result['what']}")
+    forms = {
+        "extra_memory_mib": "{:,.0f} MiB more",
+        "bandwidth_share": "{:.0%} of the copy bandwidth",
+        "tflops": "{:,.2f} TFLOP/s",
+    }
     for name, s in result["seconds"].items():
-        more = [f"{result['extra_memory_mib'][name]:,.0f} MiB more"] if name in result["extra_memory_mib"] else []
-        if name in result["bandwidth_share"]:
-            more.append(f"{result['bandwidth_share'][name]:.0%} of the copy bandwidth")
-        if name in result["tflops"]:
-            more.append(f"{result['tflops'][name]:,.2f} TFLOP/s")
+        more = [form.format(result[key][name]) for key, form in forms.items() if name in result[key]]
         print(f"  {name:<22} {s['p50'] * 1e3:>10.3f} ms   {'   '.join(more)}")
     for c in result["comparisons"]:
         print(f"  ratio {c['ratio']:.2f}   {c['ours']} against {c['peer']}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: a test without meaningful figures")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"),
-        help="a side to leave out, and why")  # fmt: skip
-    hardware.add_json(parser)
-    args = parser.parse_args(argv)
-    hardware.refuse_dirty(parser, args)
+    parser = hardware.Parser(__doc__)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--small", action="store_true", help="tiny sizes: a test without meaningful figures")
+    add("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    add("--rounds", type=int, default=7)
+    add("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"), help="a side to leave out")
+    args = parser.parse(argv)
     warnings.filterwarnings("ignore")
     if ops.MISSING or not ops.has_kernel("mlm_loss", args.device):
-        print(f"error: {ops.MISSING or f'the native library has no {args.device} code'}", file=sys.stderr)
-        return 2
+        raise ValueError(ops.MISSING or f"the native library has no {args.device} code")
     device = torch.device(args.device)
     keep_freed_memory()
     print(hardware.describe(), flush=True)
@@ -387,28 +380,21 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = copy_bandwidth(device, 1 << 16 if args.small else 1 << 28)
     print(f"copy {bandwidth / 1e9:.1f} GB/s, bf16 matrix product {ceiling:.3f} TFLOP/s")
     results = []
-    for name in args.only:
-        for case in CASES[name](Maker(device), args.small):
-            for op, side, _ in args.without:
-                case.sides.pop(side if op == f"{case.name} {case.size}" else "", None)
-            try:
-                results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
-            except CaptureFailed as error:
-                left_out = ["--without", f"{case.name} {case.size}", error.side, str(error)]
-                print(f"starting again: {left_out}", flush=True)
-                os.execv(sys.executable, [sys.executable, *sys.argv, *left_out])
-            show(results[-1])
-    if args.json:
-        report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
-        report |= {
-            "copy_bytes_per_sec": bandwidth,
-            "matmul_ceiling_tflops": ceiling,
-            "results": results,
-            "left_out": args.without,
-        }
-        hardware.write_json(args.json, report)
+    for case in (case for name in args.only for case in CASES[name](Maker(device), args.small)):
+        for label, side, _ in args.without:
+            case.sides.pop(side if label == case.label else "", None)
+        try:
+            results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
+        except CaptureFailed as error:
+            left_out = ["--without", case.label, error.side, str(error)]
+            print(f"starting again: {left_out}", flush=True)
+            os.execv(sys.executable, [sys.executable, *sys.argv, *left_out])
+        show(results[-1])
+    report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
+    report |= {"copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling}
+    hardware.write_json(args.json, report | {"results": results, "left_out": args.without})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

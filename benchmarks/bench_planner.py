@@ -1,7 +1,7 @@
 """The planner against MLPerf's published BERT-LARGE runs: a third of the rows at most calibrate, all are predicted.
 
     python benchmarks/bench_planner.py --fit
-    python benchmarks/bench_planner.py --json FILE --plot FILE
+    python benchmarks/bench_planner.py --json FILE
 
 The first fits the constants to the calibrating rows; the second predicts all rows with the committed constants. Both only compute:
 they take a minute and a second on any machine.
@@ -9,13 +9,13 @@ they take a minute and a second on any machine.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from benchmarks.common import hardware
 from benchmarks.common.mlperf import FROZEN, OWN_SOFTWARE, Fit, blind, calibration, error, known, run_seconds, terms
 from megabert.commands.plan.published import PublishedRun, published_runs
 from megabert.commands.plan.quality import SUBMISSIONS, target_samples
-from megabert.commands.plan.step_time import DEVICES
 
 Result = dict[str, Any]
 # errors up to this size count as none
@@ -45,17 +44,17 @@ def loss(fit: Fit) -> float:
 def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
     """A function for each constant that multiplies it by a factor."""
 
-    def achieved(name: str) -> Callable[[Fit, float], Fit]:
-        return lambda fit, factor: replace(fit, achieved={**fit.achieved, name: min(1.0, fit.achieved[name] * factor)})
+    def achieved(name: str, fit: Fit, factor: float) -> Fit:
+        return replace(fit, achieved={**fit.achieved, name: min(1.0, fit.achieved[name] * factor)})
 
     def network(fit: Fit, factor: float) -> Fit:
         return replace(fit, constants=replace(fit.constants, network=min(1.0, fit.constants.network * factor)))
 
-    def software(name: str) -> Callable[[Fit, float], Fit]:
-        return lambda fit, factor: replace(fit, rounds={**fit.rounds, name: fit.rounds[name] * factor})
+    def software(name: str, fit: Fit, factor: float) -> Fit:
+        return replace(fit, rounds={**fit.rounds, name: fit.rounds[name] * factor})
 
     cards = dict.fromkeys(run.gpu for run in calibration())
-    return [*map(achieved, cards), network, *map(software, fit.rounds)]
+    return [*(partial(achieved, name) for name in cards), network, *(partial(software, name) for name in fit.rounds)]
 
 
 def fitted(fit: Fit) -> Fit:
@@ -86,15 +85,10 @@ def submissions() -> dict[int, float]:
 def report_fit() -> str:
     """The fitted constants, rounded, as lines for the sources."""
     fit = fitted(FROZEN)
-    parts: dict[str, Mapping[Any, float]] = {
-        "ACHIEVED": fit.achieved,
-        "rounds": fit.rounds,
-        "SUBMISSIONS": submissions(),
-    }
-    lines = [
-        f"loss {loss(FROZEN):.4f} as committed, {loss(fit):.4f} fitted",
-        f"Constants.network {fit.constants.network:.4g}",
-    ]
+    parts: dict[str, Mapping[Any, float]] = {"ACHIEVED": fit.achieved, "rounds": fit.rounds}
+    parts["SUBMISSIONS"] = submissions()
+    lines = [f"loss {loss(FROZEN):.4f} as committed, {loss(fit):.4f} fitted"]
+    lines += [f"Constants.network {fit.constants.network:.4g}"]
     lines += [f"{name} { {key: round(value, 4) for key, value in values.items()} }" for name, values in parts.items()]
     return "\n".join([*lines, "", *(f"{error(run, fit):+7.1%}  {run.name}" for run in calibration())])
 
@@ -115,18 +109,13 @@ def row(run: PublishedRun, side: str) -> Result:
     samples = target_samples(run.batch, run.year)
     wrong = error(run, FROZEN)
     figures: Result = {"run": run.name, "side": side, "gpu": run.gpu, "gpus": run.gpus, "nodes": run.nodes}
-    figures |= {
-        "batch": run.batch,
-        "rate": run.rate,
-        "predicted": round(run.rate / (1 + wrong), 1),
-        "error": round(wrong, 4),
-    }
+    figures |= {"batch": run.batch, "rate": run.rate, "predicted": round(run.rate / (1 + wrong), 1)}
+    figures |= {"error": round(wrong, 4)}
     if run.samples:
         minutes = run_seconds(run, samples, FROZEN) * run.rate / run.samples - 1
         figures |= {"samples_error": round(samples / run.samples - 1, 4), "minutes_error": round(minutes, 4)}
-    return figures | {
-        "milliseconds": {name: round(1e3 * value, 2) for name, value in terms(run, FROZEN).items() if value}
-    }
+    milliseconds = {name: round(1e3 * value, 2) for name, value in terms(run, FROZEN).items() if value}
+    return figures | {"milliseconds": milliseconds}
 
 
 def others(run: PublishedRun) -> float | None:
@@ -167,61 +156,26 @@ def score() -> Result:
 
 def table(result: Result) -> str:
     """Errors of the blind rows by kind of GPU, as Markdown."""
-    lines = ["| blind rows | rows | median error | 90th percentile | worst |", "|---|---|---|---|---|"]
-    for name, group in result["blind"].items():
-        cells = (f"{group[size]:.1%}" for size in ("median", "p90", "worst"))
-        lines.append(f"| {name} | {group['rows']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    names = ("median", "p90", "worst")
+    rows = [
+        (kind, str(group["rows"]), *(f"{group[name]:.1%}" for name in names)) for kind, group in result["blind"].items()
+    ]
+    return hardware.markdown(("blind rows", "rows", "median error", "90th percentile", "worst"), rows)
 
 
-def plot(result: Result, path: Path) -> None:
-    """Plot of predicted against measured samples a second of all rows: filled marks are blind, hollow ones were known."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planner"}
-    import matplotlib.pyplot as plt
-
-    kinds = [name for name in DEVICES if any(point["gpu"] == name for point in result["rows"])]
-    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
-    ends = [min(point["rate"] for point in result["rows"]) / 1.5, max(point["rate"] for point in result["rows"]) * 1.5]
-    for band in (1.0, 0.8, 1.2):
-        axes.plot(ends, [band * end for end in ends], color="0.6", linewidth=0.8, linestyle="-" if band == 1 else ":")
-    for number, kind in enumerate(kinds):
-        look: Result = {"color": f"C{number % 10}", "marker": "os"[number // 10], "linestyle": "", "markersize": 5}
-        axes.plot([], [], label=kind, **look)
-        for side, fill in (("calibration", "none"), ("known", "none"), ("blind", "full")):
-            rows = [point for point in result["rows"] if (point["gpu"], point["side"]) == (kind, side)]
-            axes.plot([point["rate"] for point in rows], [point["predicted"] for point in rows], fillstyle=fill, **look)
-    axes.set(xscale="log", yscale="log", xlabel="measured samples/s", ylabel="predicted samples/s")
-    axes.set_title(
-        "BERT-LARGE, MLPerf 0.7 to 5.0: full marks blind, hollow ones calibrating or known; dotted: 20% off", fontsize=9
-    )
-    axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hardware.add_json(parser)
+def main() -> None:
+    parser = hardware.Parser(__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants to the calibrating rows and exit")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot of predicted against measured, .svg or .png")
-    args = parser.parse_args(argv)
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     if args.fit:
         print(report_fit())
-        return 0
+        return
     result = score()
     print(table(result))
     for name in ("calibration", "known", "samples", "minutes", "where others measured the same"):
         print(f"{name}: {result[name]}")
-    if args.plot:
-        plot(result, args.plot)
-    if args.json:
-        hardware.write_json(args.json, result)
-    return 0
+    hardware.write_json(args.json, result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

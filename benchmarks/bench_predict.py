@@ -12,7 +12,6 @@ memory (glibc's mallopt), which the peers do not by default. ratio is ours over 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -212,15 +211,13 @@ def table(shapes: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("--vocab", type=Path, required=True, help="BERT's uncased vocab.txt")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)
-    hardware.add_json(parser)
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     keep_freed_memory()
     shapes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -236,9 +233,8 @@ def main() -> None:
                 except ValueError as error:
                     sys.exit(f"error: {shape}, {kind}: {error}")
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
-                if args.json:
-                    report = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
-                    hardware.write_json(args.json, report)
+                report = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
+                hardware.write_json(args.json, report)
     print(table(shapes))
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,23 +74,20 @@ def hugging_face(files: list[str], vocabulary: str, output: Path, text_bytes: in
     env = hardware.clone_environment(RAYON_NUM_THREADS="1")
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True)
     result = json.loads(done.stdout)
-    return result | {
-        "mb_per_second": text_bytes / 1e6 / result["seconds"],
-        "encode_mb_per_second": text_bytes / 1e6 / result["encode_seconds"],
-    }
+    rates = {f"{what}mb_per_second": text_bytes / 1e6 / result[f"{what}seconds"] for what in ("", "encode_")}
+    return result | rates
 
 
 def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The run with the median rate."""
-    middle = statistics.median_low(run["mb_per_second"] for run in runs)
-    return next(run for run in runs if run["mb_per_second"] == middle)
+    return sorted(runs, key=lambda run: run["mb_per_second"])[(len(runs) - 1) // 2]
 
 
 def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Summaries of the runs of each kind of build, and of the peers if there is a vocabulary for all."""
-    for name, module in PEERS.items():
-        if find_spec(module) is None:
-            print(f"{name}: left out, pip install {module}")
+    peers = [name for name, module in PEERS.items() if find_spec(module)]
+    for name in PEERS.keys() - peers:
+        print(f"{name}: left out, pip install {PEERS[name]}")
     tokenizer = args.tokenizer
     if tokenizer is None:
         build(files, folder / "trained")
@@ -101,16 +98,15 @@ def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dic
         kinds[OURS] = ("--tokenizer", args.vocab)
     if args.workers > 1:
         kinds["all"] = (*given, "--workers", str(args.workers))
-    runs: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for _ in range(args.repeats):
         for name, extra in kinds.items():
             made = {name: build(files, folder / "timed", "--workers", "1", *extra)}
             if name == OURS:
                 size = made[name]["read"]["bytes"]
-                for peer in (peer for peer, module in PEERS.items() if find_spec(module)):
-                    made[peer] = hugging_face(files, args.vocab, folder / "peer.npy", size, peer)
+                made |= {peer: hugging_face(files, args.vocab, folder / "peer.npy", size, peer) for peer in peers}
             for side, run in made.items():
-                runs.setdefault(side, []).append(run)
+                runs[side].append(run)
                 print(f"{side:12} {run['mb_per_second']:8.2f} MB/s", flush=True)
     return runs
 
@@ -125,12 +121,26 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
     stages = {name: figures["seconds"] for name, figures in one["stages"].items()}
     for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
         print(f"{name:18} {seconds:8.2f} s {seconds * 1e9 / text:8.1f} ns a byte")
-    result = {
+    comparisons = []
+    for peer in (peer for peer in PEERS if peer in middle):
+        mine, theirs = (middle[name]["mb_per_second"] for name in (OURS, peer))
+        encode = middle[peer]["encode_mb_per_second"]
+        what = f"MB/s of text to instances of 128 tokens, one core, the same WordPiece vocabulary; peer: {peer}"
+        comparison = {"what": what, "ours": mine, "peer": theirs, "vocabulary": Path(args.vocab).name}
+        comparisons.append(comparison | {"ratio": mine / theirs, "peer_encodes": encode})
+        print(f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s of {peer}, which encodes {encode:.2f}")
+    if not comparisons:
+        print("ratio not measured: it needs --vocab vocab.txt")
+    scaling = {}
+    if "all" in middle:
+        scaling = {"workers": args.workers, "over one": middle["all"]["mb_per_second"] / one["mb_per_second"]}
+        print(f"{args.workers} workers: {scaling['over one']:.2f} x one")
+    return {
         "unit": "MB/s a core",
         "text_bytes": text,
         "ours": one["mb_per_second"],
-        "ratio": None,
-        "comparisons": [],
+        "ratio": comparisons[0]["ratio"] if comparisons else None,
+        "comparisons": comparisons,
         "near_duplicates_add": middle["near"]["seconds"] / one["seconds"] - 1,
         "stages_seconds": stages,
         "peak_memory_bytes": max(run.get("peak_memory", 0) for of_kind in runs.values() for run in of_kind),
@@ -138,44 +148,25 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         "fill": dataset["fill"],
         "random_next_share": dataset["random_next_share"],
         "seconds": {name: [run["seconds"] for run in of_kind] for name, of_kind in runs.items()},
+        **({"scaling": scaling} if scaling else {}),
     }
-    for peer in (peer for peer in PEERS if peer in middle):
-        mine, theirs = (middle[name]["mb_per_second"] for name in (OURS, peer))
-        encode = middle[peer]["encode_mb_per_second"]
-        what = f"MB/s of text to instances of 128 tokens, one core, the same WordPiece vocabulary; peer: {peer}"
-        comparison = {"what": what, "ours": mine, "peer": theirs, "vocabulary": Path(args.vocab).name}
-        result["comparisons"].append(comparison | {"ratio": mine / theirs, "peer_encodes": encode})
-        print(f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s of {peer}, which encodes {encode:.2f}")
-    if result["comparisons"]:
-        result["ratio"] = result["comparisons"][0]["ratio"]
-    else:
-        print("ratio not measured: it needs --vocab vocab.txt")
-    if "all" in middle:
-        scaling = middle["all"]["mb_per_second"] / one["mb_per_second"]
-        print(f"{args.workers} workers: {scaling:.2f} x one")
-        result["scaling"] = {"workers": args.workers, "over one": scaling}
-    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    hardware.add_json(parser)
-    add, data = parser.add_argument, default_text()
+    parser, data = hardware.Parser(__doc__), default_text()
+    add = parser.add_argument
     add("--input", nargs="+", metavar="PATH")
     add("--megabytes", type=float, default=210, help="megabytes of unpacked input")
     add("--repeats", type=int, default=3)
     add("--tokenizer", metavar="FILE", help="default: trained on the input with 30,000 tokens, not timed")
     add("--vocab", metavar="FILE", default=str(data / "bert-base-uncased-vocab.txt"), help="vocabulary of `ratio`")
     add("--workers", type=int, default=hardware.cores())
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     # English Wikipedia if available, else Python's documentation
     inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else PYDOC]
     with tempfile.TemporaryDirectory() as folder:
-        result = speed(args, inputs, Path(folder))
-    if args.json:
-        hardware.write_json(args.json, result)
+        hardware.write_json(args.json, speed(args, inputs, Path(folder)))
 
 
 if __name__ == "__main__":
-    main()
+    hardware.run(main)

@@ -24,7 +24,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -87,13 +86,12 @@ class Command:
     stopped: int = -1
 
 
-def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> None:
+def run_rank(command: Command, rank: int, place: Mapping[str, str], gate: tuple[int, int]) -> None:
     """The process of one rank. It leaves its figures in the command's folder."""
     inherited = descriptors()
     for target, name in ((1, "output"), (2, "errors")):
         os.dup2(os.open(command.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
-    place = {"RANK": rank, "LOCAL_RANK": rank % command.per_node, "WORLD_SIZE": command.ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    os.environ.update({**place, "LOCAL_RANK": str(rank % command.per_node)})
     counts, holding, engines = Counts(command.places), dict[str, float](), list[RehearsedEngine]()
     counts.around(Session, "join", "meet")
     counts.around(Session, "watch", "watch")
@@ -125,12 +123,8 @@ def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> N
         trainer.world.barrier()  # all ranks are there while one looks
         return over
 
-    for owner, name, own in (
-        (open_run, "Engine", engine),
-        (Trainer, "train_update", train_update),
-        (Trainer, "train", train_and_measure),
-    ):
-        setattr(owner, name, own)
+    open_run.Engine = engine  # type: ignore[assignment, misc]
+    Trainer.train_update, Trainer.train = train_update, train_and_measure  # type: ignore[method-assign, assignment]
     os.close(gate[1])
     os.read(gate[0], 1)  # returns once all ranks are forked
     counts.enter("between")
@@ -145,11 +139,12 @@ def run_rank(command: Command, rank: int, port: int, gate: tuple[int, int]) -> N
 def run(command: Command) -> tuple[list[int | None], str]:
     """Exit codes of the ranks, and what they printed."""
     command.folder.mkdir(parents=True)
-    context, port, gate = multiprocessing.get_context("fork"), hardware.free_port(), os.pipe()
+    context, gate = multiprocessing.get_context("fork"), os.pipe()
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
     gc.freeze()  # no collection writes to the pages that ranks share
-    ranks = [context.Process(target=run_rank, args=(command, rank, port, gate)) for rank in range(command.ranks)]
+    places = enumerate(hardware.rank_places(command.ranks))
+    ranks = [context.Process(target=run_rank, args=(command, rank, place, gate)) for rank, place in places]
     try:
         for rank in ranks:
             rank.start()
@@ -163,9 +158,8 @@ def run(command: Command) -> tuple[list[int | None], str]:
             if rank.pid:
                 rank.kill()
                 rank.join()
-    return [rank.exitcode for rank in ranks], "".join(
-        (command.folder / name).read_text() for name in ("output", "errors")
-    )
+    output = "".join((command.folder / name).read_text() for name in ("output", "errors"))
+    return [rank.exitcode for rank in ranks], output
 
 
 def finish(command: Command) -> list[Rank]:
@@ -265,13 +259,8 @@ def fitted(ranks: Sequence[int], values: Sequence[float]) -> tuple[str, float]:
     mean = statistics.fmean(values)
     if len(ranks) < 3 or max(abs(value - mean) for value in values) <= 0.02 * abs(mean):
         return "constant", mean
-    shapes: dict[str, Callable[[Any], Any]] = {
-        "N": np.asarray,
-        "N^2": np.square,
-        "N^3": lambda n: n**3,
-        "log2 N": np.log2,
-        "/ N": np.reciprocal,
-    }
+    shapes: dict[str, Callable[[Any], Any]] = {"N": np.asarray, "N^2": np.square, "N^3": lambda n: n**3}
+    shapes |= {"log2 N": np.log2, "/ N": np.reciprocal}
     fits, counts = [], np.array(ranks, float)
     for name, shape in shapes.items():
         basis = np.stack([np.ones(len(counts)), shape(counts)], 1)
@@ -312,22 +301,19 @@ def build_data(folder: Path) -> Path:
 
     text = folder / "topics.jsonl"
     text.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)))
-    build = ("--input", text, "--output", folder / "data", "--seq-len", 64, "--vocab-size", 2000, "--held-out", 0)
-    command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--nsp", "--quiet"]
-    subprocess.run(command, cwd=hardware.ROOT, check=True, stdout=subprocess.DEVNULL)
-    return folder / "data"
+    options = ("--input", text, "--seq-len", 64, "--vocab-size", 2000, "--held-out", 0, "--nsp")
+    return hardware.build_data(folder / "data", *options)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128], metavar="N")
-    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="ranks that are taken for those of a node")
-    parser.add_argument("--updates", type=int, default=6, help="of each command, four at least")
-    parser.add_argument("--timeout", type=float, default=10, help="the watchdog's, where a rank stops; 0: none stops")
-    parser.add_argument("--data", type=Path, help="dataset with pairs and without held-out rows; default: built now")
-    hardware.add_json(parser)
-    args = parser.parse_args(argv)
-    hardware.refuse_dirty(parser, args)
+def main() -> int:
+    parser = hardware.Parser(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[8, 32, 128], metavar="N")
+    add("--per-node", type=int, default=8, metavar="N", help="ranks that are taken for those of a node")
+    add("--updates", type=int, default=6, help="of each command, four at least")
+    add("--timeout", type=float, default=10, help="the watchdog's, where a rank stops; 0: none stops")
+    add("--data", type=Path, help="dataset with pairs and without held-out rows; default: built now")
+    args = parser.parse()
     rehearsed: dict[int, tuple[list[list[Rank]], dict[str, float]]] = {}
     failures: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench_ranks_") as scratch:
@@ -345,11 +331,10 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         values = "".join(f"{value:>12.6g}" for value in row["values"].values())
         print(f"{row['quantity']:60}{values}   {row['fit']:26}{row[f'at {TARGET}']:>12.6g}")
-    if args.json:
-        setting = {name: getattr(args, name) for name in ("ranks", "per_node", "updates", "timeout")}
-        hardware.write_json(args.json, {"benchmark": "ranks", "setting": setting, "failures": failures, "rows": rows})
+    setting = {name: getattr(args, name) for name in ("ranks", "per_node", "updates", "timeout")}
+    hardware.write_json(args.json, {"benchmark": "ranks", "setting": setting, "failures": failures, "rows": rows})
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

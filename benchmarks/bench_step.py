@@ -8,8 +8,7 @@ compute in `--precision`, by default the fastest of the device, with the same se
 so that real tokens, predictions and losses are equal (the losses are shown). Batches are made before timing. On a GPU a time is
 that of several consecutive updates, without waits of the host. Ours keeps freed memory like `megabert train`; the peer has the
 same pool, and glibc's mappings for blocks from 32 MiB on, as without this package. MFU is relative to the best matrix product
-measured in the same run, and to the datasheet's peak if the device is known; "real" counts FLOPs of real tokens, "executed" all
-computed ones. Memory is the growth of the process by weights and optimizer plus the peak of a step. Ratio is the median of the
+measured in the same run, and to the datasheet's peak if the device is known; FLOPs are those of real tokens. Memory is the growth of the process by weights and optimizer plus the peak of a step. Ratio is the median of the
 ratios of adjacent times.
 """
 
@@ -20,9 +19,9 @@ import ctypes
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 import torch
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, costliest_kernels, quantiles, synchronise
-from benchmarks.peers.hf_step import HuggingFaceStep, padded
+from benchmarks.common.measure import Memory, costliest_kernels, order_of, quantiles, seconds_of
 from megabert import config as configuration
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import M_MMAP_MAX, keep_freed_memory
@@ -91,21 +89,11 @@ class OurStep:
             torch.manual_seed(cfg.seed)
             module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
         self.backends = {name: f"{c.name} ({c.reason})" for name, c in module.backends._asdict().items()}
-        self.engine, self.model = Engine(cfg, module, world), cfg.model
+        self.engine = Engine(cfg, module, world)
 
     def step(self, update: Update) -> torch.Tensor:
         """The loss, on the device."""
         return self.engine.train_update(update, LR).losses.sum()
-
-    def executed_flops(self, update: Update) -> float:
-        """FLOPs of all rows with pads; of the last layer after attention, and the heads, only at read positions."""
-        tokens = sum(b.input_ids.numel() for b in update.batches)
-        slots = sum(b.mlm_positions.numel() for b in update.batches)
-        sequences = sum(b.cls_positions.numel() for b in update.batches)
-        squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
-        d, f = self.model.hidden, self.model.ffn_inputs + self.model.ffn
-        skipped = 6 * (d * d + d * f) * (tokens - slots - sequences)
-        return training_flops(self.model, tokens, squares, slots, sequences) - skipped
 
 
 def map_large_blocks() -> None:
@@ -125,57 +113,47 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     if dataset.manifest.seq_len != args.seq_len:
         raise ValueError(f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}")
     loader = Loader.from_config(replace(cfg, "data.workers", 0), dataset, tokenizer)
-    memory = Memory(device)
-    sides: dict[str, Any] = {}
-    static: dict[str, int] = {}
+    memory, static = Memory(device), dict[str, int]()
     builders: dict[str, Callable[[], Any]] = {"ours": lambda: OurStep(cfg, world)}
     if args.vs == "hf":
-        builders[HF] = lambda: HuggingFaceStep(cfg, device)
+        from benchmarks.peers import hf_step  # not on every machine
+
+        builders[HF] = lambda: hf_step.HuggingFaceStep(cfg, device)
+    sides: dict[str, Any] = {}
     for name, build in builders.items():
         before = memory.now()
         sides[name] = build()
         static[name] = memory.now() - before
-    by_side: dict[str, dict[str, list[float]]] = {
-        name: {key: [] for key in ("seconds", "tokens", "sequences", "real", "executed", "loss")} for name in sides
-    }
-    peak = dict.fromkeys(sides, 0)
-    ceiling = 0.0
-    in_a_row = IN_A_ROW[device.type]
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    peak, ceiling, in_a_row = dict.fromkeys(sides, 0), 0.0, IN_A_ROW[device.type]
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
+        work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
+        work["flops"] = sum(needed_flops(cfg, update) for update in updates)
         inputs: dict[str, Any] = {"ours": updates}
         if HF in sides:
-            inputs[HF] = [padded(update, args.seq_len) for update in updates]
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
+            inputs[HF] = [hf_step.padded(update, args.seq_len) for update in updates]
+        for name in order_of(sides, number):
             (keep_freed_memory if name == "ours" else map_large_blocks)()
             before = memory.now() if number < WARM_UP else 0
             memory.restart()
-            synchronise(device)
-            start = time.perf_counter()
-            losses = [sides[name].step(given) for given in inputs[name]]
-            synchronise(device)
-            seconds = time.perf_counter() - start
+            losses: list[torch.Tensor] = []
+            seconds = seconds_of(partial(losses.extend, map(sides[name].step, inputs[name])), device)
             if number == 0:  # optimizer state is allocated, kernels are chosen
                 static[name] += max(0, memory.now() - before)
             elif number < WARM_UP:  # memory is read in a separate pass, since reading empties the pool
                 peak[name] = memory.peak() - before
             else:
-                work = sum(sides[name].executed_flops(given) for given in inputs[name])
-                real = sum(needed_flops(cfg, update) for update in updates)
-                tokens, sequences = (sum(getattr(u, what) for u in updates) for what in ("tokens", "sequences"))
-                values = (seconds, tokens, sequences, real, work, float(losses[-1]))
-                for key, value in zip(by_side[name], values, strict=True):
-                    by_side[name][key].append(value)
+                times[name].append(work | {"seconds": seconds, "loss": float(losses[-1])})
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
     kernels = costliest_kernels(lambda: sides["ours"].step(next(loader)), device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
         sheet = datasheet_tflops(torch.cuda.get_device_name(device))
-    results = {name: summary(by_side[name], in_a_row, ceiling, sheet, static[name], peak[name]) for name in sides}
     comparisons = []
     if HF in sides:
-        pairs = zip(by_side["ours"]["seconds"], by_side[HF]["seconds"], strict=True)
-        ratio = statistics.median(theirs / mine for mine, theirs in pairs)
+        pairs = zip(times["ours"], times[HF], strict=True)
+        ratio = statistics.median(theirs["seconds"] / mine["seconds"] for mine, theirs in pairs)
         what = f"real tokens/s, {args.model}, seq {args.seq_len}, dropout {dropout}"
         comparisons = [{"what": what, "ours": "ours", "peer": HF, "ratio": ratio}]
     setting = {name: getattr(args, name) for name in ("model", "seq_len", "precision", "accumulation", "optimizer")}
@@ -183,7 +161,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "dropout": dropout,
         "zero_stage": args.zero,
         "rows_per_micro_step": cfg.batch.micro_size,
-        "real_tokens_per_update": statistics.mean(by_side["ours"]["tokens"]) / in_a_row,
+        "real_tokens_per_update": statistics.mean(time["tokens"] for time in times["ours"]) / in_a_row,
         "fill": dataset.manifest.statistics.get("fill"),
         "times": args.steps,
         "updates_in_a_time": in_a_row,
@@ -191,7 +169,12 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "matmul_ceiling_tflops": ceiling,
         "datasheet_tflops": sheet,
         "backends": sides["ours"].backends,
-        "results": results,
+        "results": {
+            name: summary(of, in_a_row, ceiling, sheet)
+            | {"memory_static_gib": static[name] / 2**30}
+            | {"memory_peak_gib": (static[name] + peak[name]) / 2**30}
+            for name, of in times.items()
+        },
         "comparisons": comparisons,
         "kernels": kernels,
     }
@@ -203,24 +186,17 @@ def needed_flops(cfg: Config, update: Update) -> float:
     return training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
 
 
-def summary(
-    values: dict[str, list[float]], in_a_row: int, ceiling: float, sheet: float | None, static: int, peak: int
-) -> dict[str, Any]:
+def summary(times: list[dict[str, float]], in_a_row: int, ceiling: float, sheet: float | None) -> dict[str, Any]:
     """Figures of one side; `ceiling` and `sheet` are the measured and the datasheet's peak in TFLOP/s."""
-    seconds = values["seconds"]
-    rate = {key: [v / s for v, s in zip(values[key], seconds, strict=True)] for key in values}
-    tflops = {key: statistics.median(rate[key]) / 1e12 for key in ("real", "executed")}
+    rate = {key: [time[key] / time["seconds"] for time in times] for key in times[0]}
+    tflops = statistics.median(rate["flops"]) / 1e12
     return {
-        "step_seconds": quantiles([value / in_a_row for value in seconds]),
+        "step_seconds": quantiles([time["seconds"] / in_a_row for time in times]),
         "real_tokens_per_sec": quantiles(rate["tokens"]),
         "sequences_per_sec": quantiles(rate["sequences"]),
-        "mfu_real": tflops["real"] / ceiling,
-        "mfu_executed": tflops["executed"] / ceiling,
-        "mfu_datasheet_real": tflops["real"] / sheet if sheet else None,
-        "mfu_datasheet_executed": tflops["executed"] / sheet if sheet else None,
-        "memory_static_gib": static / 2**30,
-        "memory_peak_gib": (static + peak) / 2**30,
-        "losses": [round(v, 4) for v in values["loss"]],
+        "mfu_real": tflops / ceiling,
+        "mfu_datasheet_real": tflops / sheet if sheet else None,
+        "losses": [round(time["loss"], 4) for time in times],
     }
 
 
@@ -237,8 +213,8 @@ def show(result: dict[str, Any]) -> None:
         of = f"{sheet:.1%} of the datasheet, " if sheet else ""
         print(
             f"  {name:<22} step p20 {s['p20']:.2f} p50 {s['p50']:.2f} p80 {s['p80']:.2f} s   "
-            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {of}{r['mfu_real']:.1%} real, "
-            f"{r['mfu_executed']:.1%} executed   memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
+            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {of}{r['mfu_real']:.1%}   "
+            f"memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
         )
     for c in result["comparisons"]:
         print(f"  ratio {c['ratio']:.2f}   {c['what']}")
@@ -248,18 +224,13 @@ def prepare(args: argparse.Namespace, folder: Path) -> Path:
     """The dataset to use: --data, or one built from the English documentation on this machine."""
     if args.data:
         return Path(args.data)
-    from data_prep.__main__ import main as data_prep
-
     print("no --data: building a dataset from the documentation installed here", flush=True)
-    build = ["build", "--input", "pydoc", "--output", str(folder / "data"), "--nsp", "--quiet"]
-    code = data_prep([*build, "--seq-len", str(args.seq_len), "--vocab-size", str(VOCABULARY)])
-    if code:
-        raise ValueError("data_prep failed; give a dataset with --data DIR")
-    return folder / "data"
+    options = ("--nsp", "--seq-len", args.seq_len, "--vocab-size", VOCABULARY)
+    return hardware.build_data(folder / "data", "--input", "pydoc", *options)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser() -> hardware.Parser:
+    parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("--vs", choices=["hf"], help="compare with Hugging Face's BertForPreTraining")
     add("--model", choices=list(SIZES), default="base")
@@ -274,13 +245,11 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5, help="measured times, after two for warm-up")
     add("--profile", action="store_true", help="print the costliest kernels of our update")
     add("--data", metavar="DIR", help="dataset of data_prep; default: built from pydoc")
-    hardware.add_json(parser)
     return parser
 
 
-def main() -> int:
-    args = parser().parse_args()
-    hardware.refuse_dirty(parser(), args)
+def main() -> None:
+    args = parser().parse()
     warnings.filterwarnings("ignore")
     results = []
     try:
@@ -292,15 +261,10 @@ def main() -> int:
             for dropout in args.dropout:
                 results.append(measure(args, dropout, world, data))
                 show(results[-1])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         ranks.shutdown()
-    if args.json:
-        hardware.write_json(args.json, {"benchmark": "step", "unit": "real tokens/s", "results": results})
-    return 0
+    hardware.write_json(args.json, {"benchmark": "step", "unit": "real tokens/s", "results": results})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

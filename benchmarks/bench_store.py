@@ -10,7 +10,6 @@ rate of the second and third epochs with the whole cache over the folder's, of m
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -91,21 +90,17 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows_per_sec": rates, "wait_s": median(run["wait_s"] for run in runs), "rounds": runs}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    hardware.add_json(parser)
+def main() -> None:
+    parser = hardware.Parser(__doc__)
     parser.add_argument("--rate", type=float, default=50, help="MB a second of the store")
     parser.add_argument("--delay", type=float, default=100, help="milliseconds before each answer")
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
-    scratch = Path(tempfile.mkdtemp(prefix="bench_store_"))
-    (scratch / "data").mkdir()
+    args = parser.parse()
     print(hardware.describe())
-    try:
+    with tempfile.TemporaryDirectory(prefix="bench_store_") as name:
+        scratch = Path(name)
+        (scratch / "data").mkdir()
         with s3_server(scratch / "log") as port:
             result = measure(scratch, args.rate * 1e6, args.delay / 1e3, port)
-    finally:
-        shutil.rmtree(scratch)
     local, cached = (result["sides"][name]["rows_per_sec"] for name in list(result["sides"])[:2])
     ratio = min(a / b for a, b in zip(cached[1:], local[1:], strict=True))
     print(f"\n{result['dataset_mb']:,.0f} MB, {result['bytes_a_row']:.0f} bytes a row; rows/s of an epoch on one core")
@@ -113,11 +108,9 @@ def main() -> int:
         rates = "".join(f"{rate:>10,.0f}" for rate in side["rows_per_sec"])
         print(f"  {name:<34}{rates}   waited {side['wait_s']:.1f} s, {side['rounds'][0]['sent_mb']:,.0f} MB sent")
     print(f"  ratio after the first epoch {ratio:.3f}")
-    if args.json:
-        about = {"benchmark": "store", "unit": "rows/s on one core", "rate_mb_s": args.rate, "delay_ms": args.delay}
-        hardware.write_json(args.json, about | {"ratio": ratio} | result)
-    return 0
+    about = {"benchmark": "store", "unit": "rows/s on one core", "rate_mb_s": args.rate, "delay_ms": args.delay}
+    hardware.write_json(args.json, about | {"ratio": ratio} | result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

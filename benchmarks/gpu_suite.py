@@ -40,6 +40,7 @@ from megabert.common.environment import end_with_parent
 ROOT = hardware.ROOT
 # minutes of each call, of which the last seconds are kept in hand; remaining seconds below which no item is started
 MINUTES, KEPT_IN_HAND, LEAST = {"first": 5.0, "second": 8.0}, 60, 10
+ITEMS = "benchmarks/gpu/items.py"
 # seconds between looks at the results of a process of several items
 LOOK = 0.5
 NATIVE = "attention=native layer=native mlm_loss=native"
@@ -114,7 +115,7 @@ class Suite:
         part, _, name = keys[0].partition("/")
         if part == "steps":
             pairs = [text for pair in zip(keys, options, strict=True) for text in (pair[0], self.step_options(*pair))]
-            return ["benchmarks/gpu/steps.py", str(target), *pairs]
+            return [ITEMS, "steps", str(target), *pairs]
         if part == "tests":
             chosen = ["-n", "2"] if self.device == "cpu" else ["-n", "6", "-m", "gpu"]
             return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "tests/ops"]
@@ -126,8 +127,8 @@ class Suite:
             config, more, steps = ("large_24h", SHORT_DAY, "16") if name == "large_24h" else ("tiny", SMALL_MODEL, "60")
             sizes = f"{more} {QUICK}" if self.quick else more
             data = ["--data", f"{self.pack}/data/seq128", "--steps", "8" if self.quick else steps]
-            return ["benchmarks/gpu/training.py", "--config", config, *data, *result, *f"{sizes} {NAMED}".split()]
-        return ["benchmarks/gpu/probe.py", part, *result]
+            return [ITEMS, "training", *f"{sizes} {NAMED}".split(), "--config", config, *data, *result]
+        return [ITEMS, part, *result]
 
 
 def figure(key: str, value: dict[str, Any]) -> str:
@@ -250,8 +251,9 @@ def results(
                 yield key, result
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
+    parser = hardware.Parser(__doc__, help="result, written after each item", default=ROOT / name)
     add = parser.add_argument
     add("calls", nargs="*", choices=[*CALLS, []], metavar="CALL", help="first, second; default: both")
     add("--make-pack", nargs="+", metavar="TEXT", help="write the pack with datasets of these inputs (10 MB), and exit")
@@ -261,13 +263,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="tiny sizes: a test without meaningful figures")
-    add(
-        "--minutes", type=float, default=0, help=f"of this command, {KEPT_IN_HAND} s of them in hand; 0: 5 and 8 a call"
-    )
+    minutes = f"of this command, {KEPT_IN_HAND} s of them in hand; 0: 5 and 8 a call"
+    add("--minutes", type=float, default=0, help=minutes)
     add("--only", nargs="+", metavar="PART", help="machine, ranks, tests, training, steps, kernels, or keys of items")
-    name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
-    hardware.add_json(parser, "result, written after each item", default=ROOT / name)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     args.pack, args.calls = args.pack.resolve(), args.calls or list(CALLS)
     args.minutes = args.minutes or sum(MINUTES[call] for call in args.calls)
     if not args.make_pack:
@@ -275,40 +274,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if not record:
             parser.error(f"--pack {args.pack}: is not a finished pack; --make-pack makes one")
         hardware.carry(record["about"]["revision"], record["about"].get("changes", ()))
-        hardware.refuse_dirty(parser, args)
+        parser.refuse_dirty(args)
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main() -> int:
+    args = parse()
     end, found = time.monotonic() + 60 * args.minutes - KEPT_IN_HAND, dict[str, dict[str, Any]]()
-    try:
-        if args.make_pack:
-            record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
-            size = pack.transfer_size(args.pack) / 2**20
-            print(f"{args.pack}: {len(record['wheels'])} wheels; with the tree {size:.1f} MiB")
-            return 0
-        with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
-            setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
-            env = hardware.clone_environment()
-            env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
-            if args.device == "cpu":
-                env["CUDA_VISIBLE_DEVICES"] = ""
-            setup["library"] = pack.place_library(args.pack, args.device)
-            for line in setup.values():
-                print(line, flush=True)
-            listed = {key: options for call in args.calls for key, options in CALLS[call].items()}
-            only = set(args.only or listed)
-            chosen = {key: options for key, options in listed.items() if {key, key.partition("/")[0]} & only}
-            for key, result in results(Suite(args.device, args.quick, args.pack), chosen, env, end):
-                found[key] = result
-                line = figure(key, result["value"]) if "value" in result else result.get("reason", "")
-                print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
-                report = {"benchmark": "gpu", "device": args.device, "quick": args.quick, **setup, "results": found}
-                hardware.write_json(args.json, report)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.make_pack:
+        record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
+        size = pack.transfer_size(args.pack) / 2**20
+        print(f"{args.pack}: {len(record['wheels'])} wheels; with the tree {size:.1f} MiB")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
+        setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
+        env = hardware.clone_environment()
+        env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
+        if args.device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        setup["library"] = pack.place_library(args.pack, args.device)
+        for line in setup.values():
+            print(line, flush=True)
+        listed = {key: options for call in args.calls for key, options in CALLS[call].items()}
+        only = set(args.only or listed)
+        chosen = {key: options for key, options in listed.items() if {key, key.partition("/")[0]} & only}
+        for key, result in results(Suite(args.device, args.quick, args.pack), chosen, env, end):
+            found[key] = result
+            line = figure(key, result["value"]) if "value" in result else result.get("reason", "")
+            print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
+            report = {"benchmark": "gpu", "device": args.device, "quick": args.quick, **setup, "results": found}
+            hardware.write_json(args.json, report)
     failed = [key for key, result in found.items() if result["state"] == "failed"]
     if failed:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)
@@ -316,4 +311,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

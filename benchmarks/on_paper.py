@@ -9,7 +9,6 @@ the datasheet, attention at `ATTENTION`. One rank, bf16, ZeRO-1, dropout 0.1, fu
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -167,15 +166,13 @@ def milliseconds(kind: str, cost: Cost, gpu: str) -> float:
     return moving + cost.flops / (tflops * ATTENTION * 1e9)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("--gpu", choices=GPUS, default="h100")
     add("--shapes", nargs="+", default=["128x128", "256x128", "32x512", "128x512"], metavar="ROWSxLENGTH")
     add("--optimizers", nargs="+", choices=RULES, default=list(RULES))
-    hardware.add_json(parser)
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse()
     results = []
     for shape, optimizer, (name, backends) in product(args.shapes, args.optimizers, BACKENDS.items()):
         rows, seq_len = map(int, shape.split("x"))
@@ -191,11 +188,9 @@ def main() -> int:
         print(f"\n{name}, {rows} rows of {seq_len}, {optimizer}, {args.gpu}, on paper: MFU {mfu:.1%}")
         for kind, line in (kinds | {"total": total}).items():
             print(f"  {kind:<14}{line['launches']:>6} launches {line['gigabytes']:>7.1f} GB {line['ms']:>7.2f} ms")
-    if args.json:
-        shares = {"products": PRODUCTS, "attention": ATTENTION, "memory": MEMORY}
-        hardware.write_json(args.json, {"benchmark": "on paper", "gpu": args.gpu, "shares": shares, "results": results})
-    return 0
+    shares = {"products": PRODUCTS, "attention": ATTENTION, "memory": MEMORY}
+    hardware.write_json(args.json, {"benchmark": "on paper", "gpu": args.gpu, "shares": shares, "results": results})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

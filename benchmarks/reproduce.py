@@ -11,7 +11,6 @@ for `git checkout`, are printed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -48,8 +47,8 @@ def band(bits: list[float], result: float) -> float | None:
     return next((share for share in BANDS if within <= share), None)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("record", metavar="TRACK/RECIPE")
     add("--records", type=Path, default=records.RECORDS, help="records file")
@@ -58,39 +57,30 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=speedrun.FIRST_SEED)
     add("--in-tokens", action="store_true", help="train for the record's tokens instead of its minutes")
     add("--share", type=float, default=1.0, help="share of the budget; below 1 nothing is compared")
-    hardware.add_json(parser)
-    args = parser.parse_args(argv)
-    try:
-        entry, recipe = Records(args.records).find(args.record)
-        data = dataset.prepare(args.run, args.text, recipe.vocabulary)
-        for name, digest in data.identity().items():
-            if digest == entry["data"][name]:
-                continue
-            if name == "documents":
-                raise ValueError(f"--text {args.text}: its held-out documents are not those of the record")
+    args = parser.parse()
+    entry, recipe = Records(args.records).find(args.record)
+    data = dataset.prepare(args.run, args.text, recipe.vocabulary)
+    for name, digest in data.identity().items():
+        if digest != entry["data"][name] and name == "documents":
+            raise ValueError(f"--text {args.text}: its held-out documents are not those of the record")
+        if digest != entry["data"][name]:
             print(f"note: the shards of {name} are not the record's ({digest[:12]}, not {entry['data'][name][:12]})")
-        revisions = sorted({seed["revision"] for seed in entry["seeds"].values()})
-        print(f"code: revision {hardware.revision()}, the record's {', '.join(revisions)}", flush=True)
-        track = budget(entry, args.in_tokens, args.share)
-        run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{args.seed}"
-        result = records.circumstances() | speedrun.run_seed(track, recipe, data, run, args.seed)
-        if args.json:
-            hardware.write_json(args.json, {"record": args.record, "track": track.name, "seed": args.seed} | result)
-        print(
-            f"{track.name}, seed {args.seed}: {result['bits']:.4f} bits a byte after {result['tokens'] / 1e6:.2f} M tokens"
-        )
-        if args.share != 1:
-            print("a trial: not compared")
-            return 0
-        seeds = entry["seeds"].values()
-        inside = band([seed["bits"] for seed in seeds], result["bits"])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    revisions = sorted({seed["revision"] for seed in entry["seeds"].values()})
+    print(f"code: revision {hardware.revision()}, the record's {', '.join(revisions)}", flush=True)
+    track = budget(entry, args.in_tokens, args.share)
+    run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{args.seed}"
+    result = records.circumstances() | speedrun.run_seed(track, recipe, data, run, args.seed)
+    hardware.write_json(args.json, {"record": args.record, "track": track.name, "seed": args.seed} | result)
+    figures = f"{result['bits']:.4f} bits a byte after {result['tokens'] / 1e6:.2f} M tokens"
+    print(f"{track.name}, seed {args.seed}: {figures}")
+    if args.share != 1:
+        print("a trial: not compared")
+        return 0
+    inside = band([seed["bits"] for seed in entry["seeds"].values()], result["bits"])
     where = f"inside the {inside:.0%} band" if inside else f"outside the {BANDS[-1]:.0%} band"
     print(f"{where} of {records.with_spread(entry, 'bits', '.4f')}, {records.mean(entry, 'tokens') / 1e6:.2f} M tokens")
     return 0 if inside and inside <= 0.95 else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

@@ -31,30 +31,29 @@ FIRST_SEED = 42
 BUSY = 0.5
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    parser = hardware.Parser(__doc__, help="the records file", default=records.RECORDS)
     add = parser.add_argument
     tracks = f"{', '.join(recipes.TRACKS)}; or another budget, as 6min-1cores or 300k-tokens; several with --show"
+    text = "folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python"
+    as_set = f"the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before"
     add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
     add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
     add("--seeds", type=int, default=1, help="runs of each recipe")
     add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")
-    add("--text", type=Path, default=dataset.default_text(),
-        help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
+    add("--text", type=Path, default=dataset.default_text(), help=text)
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
     add("--keep", action="store_true", help="keep the folders of finished runs in RUN/runs, to fine-tune their models")
     add("--threads", type=int, default=2, help="threads of a run on a track of tokens")
     add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
-    add("--history", action="store_true",
-        help=f"only print the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before")  # fmt: skip
+    add("--history", action="store_true", help=f"only print {as_set}")
     add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
-    hardware.add_json(parser, "the records file", default=records.RECORDS)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     args.show |= args.history
     if len(args.track) > 1 and not args.show:
         parser.error("--track: several only with --show")
     if not args.show:
-        hardware.refuse_dirty(parser, args)
+        parser.refuse_dirty(args)
     return args
 
 
@@ -112,29 +111,24 @@ def compare(args: argparse.Namespace, kept: Records) -> None:
         kept.write()
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main() -> None:
+    args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the training run is ended too
-    try:
-        track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
-        chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
-        if track.cores > (os.cpu_count() or 1):
-            raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
-        kept = Records(args.json)
-        for recipe in chosen:
-            enter(args, track, recipe, kept)
-        if args.plot:
-            records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
-        table = records.history_table if args.history else records.table
-        for name in args.track:
-            print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))
-        if args.against:
-            compare(args, kept)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
+    chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
+    if track.cores > (os.cpu_count() or 1):
+        raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
+    kept = Records(args.json)
+    for recipe in chosen:
+        enter(args, track, recipe, kept)
+    if args.plot:
+        records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
+    table = records.history_table if args.history else records.table
+    for name in args.track:
+        print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))
+    if args.against:
+        compare(args, kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

@@ -70,8 +70,7 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
     shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
     folder, held_out = args.run / f"words-{args.words}-vocab-{shown}", args.run / "race-text/held_out"
     digest = hashlib.sha256((work / "words.jsonl").read_bytes()).hexdigest()
-    options = [*dataset.vocabulary_options(vocabulary), "--held-out", "0.01"]
-    return dataset.build_both(work / "words.jsonl", held_out, folder, digest, *options)
+    return dataset.build_both(work / "words.jsonl", held_out, folder, digest, vocabulary, 0.01)
 
 
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = hardware.Parser(__doc__, required=True)
     add = parser.add_argument
     add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="in benchmarks/recipes, or .toml files")
     add("--seeds", type=int, default=1, help="runs of each recipe")
@@ -113,9 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--pairs", type=Path, required=True, help=f"folder with {' and '.join(JUDGES)}")
     add("--run", type=Path, default=Path("runs/words"), help="folder of text, shards and runs")
     add("--threads", type=int, default=2)
-    hardware.add_json(parser, required=True)
-    args = parser.parse_args(argv)
-    hardware.refuse_dirty(parser, args)
+    args = parser.parse(argv)
     if not 0 < args.epochs <= EPOCHS:
         parser.error(f"--epochs {args.epochs:g}: must be above 0 and at most {EPOCHS}")
     rows = json.loads(args.json.read_text())["rows"] if args.json.is_file() else []

@@ -1,4 +1,4 @@
-"""Result files of benchmarks with machine and revision, and commands that benchmarks run.
+"""What all benchmarks share: arguments, result files with machine and revision, commands that they run.
 
 `write_json(path, result)` adds command, revision, hardware and package versions under `"about"`. A file among the committed
 results is refused if the tree has uncommitted changes, since its figures would belong to no revision. Only the standard library.
@@ -18,9 +18,9 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
@@ -116,6 +116,19 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def build_data(output: Path, *options: object) -> Path:
+    """Build a dataset with these options. Raises ValueError if that fails; the output is beside the folder, in NAME.log."""
+    command = [sys.executable, "-m", "data_prep", "build", "--output", str(output), "--quiet", *map(str, options)]
+    call(command, threads=1, log=output.with_name(f"{output.name}.log"))
+    return output
+
+
+def rank_places(ranks: int) -> list[dict[str, str]]:
+    """The environment variables of each of so many ranks that meet on this machine."""
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 def free_port() -> int:
     """A free port below the range of outgoing connections, which could take it first."""
     while True:
@@ -125,26 +138,52 @@ def free_port() -> int:
                 return port
 
 
-def add_json(parser: argparse.ArgumentParser, what: str = "write all figures there", **more: Any) -> None:
-    """Add the options for the result file of a benchmark."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help=what, **more)
-    text = f"write into {RESULTS} from a tree with uncommitted changes too; the file lists them"
-    parser.add_argument("--allow-dirty", action="store_true", help=text)
+class Parser(argparse.ArgumentParser):
+    """Arguments of a script, with its docstring as help, `--json` (more of its fields: `json`) and `--allow-dirty`."""
+
+    def __init__(self, doc: str | None, **json: Any) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        fields: dict[str, Any] = {"type": Path, "metavar": "FILE", "help": "write all figures there"} | json
+        self.add_argument("--json", **fields)
+        text = f"write into {RESULTS} from a tree with uncommitted changes too; the file lists them"
+        self.add_argument("--allow-dirty", action="store_true", help=text)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The arguments; ends the command where `refuse_dirty` does."""
+        args = self.parse_args(argv)
+        self.refuse_dirty(args)
+        return args
+
+    def refuse_dirty(self, args: argparse.Namespace) -> None:
+        """End the command before it measures if its result would be among the committed ones and belong to no revision."""
+        if args.allow_dirty or not args.json or not changes():
+            return
+        if args.json.resolve().is_relative_to(ROOT / RESULTS):
+            self.error(
+                f"--json {args.json}: {len(changes())} uncommitted changes, the first: {changes()[0]}; "
+                "commit them, write elsewhere, or say --allow-dirty"
+            )
 
 
-def refuse_dirty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the command before it measures if its result would be among the committed ones and belong to no revision."""
-    if args.allow_dirty or not args.json or not changes():
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script: end with the code that `main` returns, or with 2 and one line where it raises ValueError or OSError."""
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of these cells."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def write_json(path: str | os.PathLike[str] | None, result: dict[str, Any]) -> None:
+    """Write `result` with `about()`, atomically; nothing where no path is given."""
+    if path is None:
         return
-    if args.json.resolve().is_relative_to(ROOT / RESULTS):
-        parser.error(
-            f"--json {args.json}: {len(changes())} uncommitted changes, the first: {changes()[0]}; "
-            "commit them, write elsewhere, or say --allow-dirty"
-        )
-
-
-def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
-    """Write `result` with `about()`, atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,28 +51,33 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
 
 
+def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Seconds of a call, the mean of so many, until the device has done them."""
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronise(device)
+    return (time.perf_counter() - start) / calls
+
+
+def order_of(names: Iterable[str], number: int) -> list[str]:
+    """The names in the order of a round: the other way round in every second one."""
+    return list(names)[:: 1 if number % 2 else -1]
+
+
 def in_turn(
     sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
     """Seconds of a call of each side, `rounds` times, alternately; each time is over enough calls to take `seconds`."""
-    calls: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in sides}
+    calls = {}
     for name, side in sides.items():
-        for _ in range(2):  # warm-up of kernels and memory
-            side()
-        synchronise(device)
-        start = time.perf_counter()
-        side()
-        synchronise(device)
-        calls[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-6)))
+        seconds_of(side, device, 2)  # warm-up of kernels and memory
+        calls[name] = max(1, round(seconds / max(seconds_of(side, device), 1e-6)))
     for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
-            synchronise(device)
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                sides[name]()
-            synchronise(device)
-            times[name].append((time.perf_counter() - start) / calls[name])
+        for name in order_of(sides, number):
+            times[name].append(seconds_of(sides[name], device, calls[name]))
     return times
 
 

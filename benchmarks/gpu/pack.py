@@ -151,18 +151,8 @@ def make(
             f"{library or TREES_LIBRARY} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}"
         )
     shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
-    build = [
-        sys.executable,
-        "-m",
-        "data_prep",
-        "build",
-        "--output",
-        str(folder / "data"),
-        "--quiet",
-        "--held-out",
-        "0.02",
-    ]
-    run([*build, "--nsp", "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])
+    lengths = ("--held-out", 0.02, "--nsp", "--vocab-size", vocabulary, "--seq-len", 128, 512)
+    hardware.build_data(folder / "data", *lengths, "--input", *corpus)
     there, carried, needs = of_the_machine(), set[str](), list[Requirement]()
     if wheels:
         needs = requirements(there, dependencies())
@@ -210,18 +200,15 @@ def unpack_wheels(folder: Path, site: Path) -> str:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
-    places = importlib.metadata.distributions(path=[str(site), *sys.path])
-    versions: dict[str, str] = {}
-    for found in places:
-        versions.setdefault(canonicalize_name(found.metadata["Name"]), found.version)
+    found = importlib.metadata.distributions(path=[str(site), *sys.path])
+    versions: dict[str, str] = {
+        canonicalize_name(one.metadata["Name"]): one.version for one in reversed(list(found))
+    }  # the first counts
     needs = map(Requirement, record["needs"])
-    lacking = [
-        f"{need} ({versions.get(canonicalize_name(need.name), 'missing')})"
-        for need in needs
-        if not meets(versions, need)
-    ]
+    lacking = [need for need in needs if not meets(versions, need)]
     if lacking:
-        raise ValueError(f"this machine and {folder} lack {', '.join(lacking)}")
+        there = [f"{need} ({versions.get(canonicalize_name(need.name), 'missing')})" for need in lacking]
+        raise ValueError(f"this machine and {folder} lack {', '.join(there)}")
     return f"{len(wheels)} wheels unpacked, {len(record['needs'])} requirements met"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.common import hardware
 from megabert.common.files import write_whole
 from megabert.finetune import __main__ as ours
 from megabert.finetune import datasets, encoding, scores
@@ -39,21 +39,9 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "tag": (AutoModelForTokenClassification, DataCollatorForTokenClassification),
 }
 # options that both sides obey; the others must be at their defaults
-OBEYED = {
-    "model",
-    "output",
-    "train",
-    "dev",
-    "test",
-    "seeds",
-    "lr",
-    "batch",
-    "epochs",
-    "warmup",
-    "max_length",
-    "precision",
-}
-OBEYED |= {"task", "kind", "text", "label", "labels", "metric"}
+OBEYED = (
+    "model output train dev test seeds lr batch epochs warmup max_length precision task kind text label labels metric"
+)
 RESULT = "result.json"
 # label of tokens that the loss ignores
 IGNORED = -100
@@ -132,25 +120,19 @@ def train(args: argparse.Namespace, task: Task, settings: Settings, folder: Path
     return {"scores": {"test": scores.score(task, examples["test"], predictions, labels)}, "seconds": seconds}
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = ours.parse(argv)
-    usual = vars(ours.parse(["--model=", "--output="]))
-    try:
-        ours.check(args)
-        task = ours.parse_task(args)
-        foreign = [name for name, value in vars(args).items() if name not in OBEYED and value != usual[name]]
-        if foreign or args.precision != "fp32" or task.kind not in CLASSES:
-            raise ValueError(f"the peer is for --precision fp32, texts and tags, not {' '.join(foreign) or task.kind}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: list[str] | None = None) -> None:
+    args, usual = ours.parse(argv), vars(ours.parse(["--model=", "--output="]))
+    ours.check(args)
+    task = ours.parse_task(args)
+    foreign = [name for name, value in vars(args).items() if name not in OBEYED.split() and value != usual[name]]
+    if foreign or args.precision != "fp32" or task.kind not in CLASSES:
+        raise ValueError(f"the peer is for --precision fp32, texts and tags, not {' '.join(foreign) or task.kind}")
     for name, settings in list_runs(args, task.max_length, task.stride).items():
         folder = Path(args.output) / name
         if not (folder / RESULT).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / RESULT, json.dumps(train(args, task, settings, folder)).encode())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

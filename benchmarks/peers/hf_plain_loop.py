@@ -3,9 +3,8 @@
 Text, tokenizer and size are ours. The rest is as usual with transformers: one sequence a row, shuffled, padded to the longest of
 the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the device's fastest precision, torch's fused AdamW (no
 decay of biases and LayerNorm, as in the Trainer), clipped gradients, and a learning rate with linear warm-up and linear decay to
-zero over the budget of time or tokens. Time is that of the loop, including data. With `causal` a first part is causal, like
-`BertLMHeadModel` (the same weights under a causal mask), followed by masked LM. As a process it writes the points of its curve to
-a folder, with weights under our names.
+zero over the budget of time or tokens. Time is that of the loop, including data. As a process it writes the points of its curve to a
+folder, with weights under our names.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,14 +24,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.common import hardware
+from benchmarks.peers.hf_step import peer_config
 from benchmarks.race.recipes import collect_overrides
 from benchmarks.race.training import WEIGHTS
 from megabert import config as configuration
@@ -41,7 +35,7 @@ from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
-from megabert.hf.mapping import from_huggingface, to_huggingface_config
+from megabert.hf.mapping import from_huggingface
 
 # ids 0 to 4 in all our tokenizers
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -59,8 +53,6 @@ class PeerRecipe:
     dropout: float = 0.1
     # share of the budget
     warmup: float = 0.06
-    # share of the budget trained causally at first
-    causal: float = 0.0
     # share of predicted tokens
     masking: float = 0.15
     weight_decay: float = 0.01
@@ -112,10 +104,9 @@ def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageM
 def model_of(size: ModelConfig, dropout: float) -> PreTrainedModel:
     """Hugging Face's class of this size, newly initialised; ModernBERT computes logits only at masked positions, as in its authors'
     training."""
-    dropouts = {"dropout": dropout, "attention_dropout": dropout}
-    tree = to_huggingface_config(size.model_copy(update=dropouts))
+    size = size.model_copy(update={"dropout": dropout, "attention_dropout": dropout})
     sparse = {"sparse_prediction": True} if size.modern else {}
-    return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**tree, **sparse), attn_implementation="sdpa")
+    return AutoModelForMaskedLM.from_config(peer_config(size, **sparse))
 
 
 def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.AdamW:
@@ -145,24 +136,6 @@ def rate(recipe: PeerRecipe, used: float) -> float:
     """Learning rate at a share of the budget: linear warm-up over `warmup` of it, then linear decay to zero."""
     up = used / recipe.warmup if recipe.warmup else 1.0
     return recipe.lr * min(up, (1 - used) / (1 - recipe.warmup))
-
-
-def causal_batch(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch of the collator as input of the causal model: without masks, each token predicts the next.
-
-    `original` [B, T]: the ids before masking. Padding is at the end, where no real token attends.
-    """
-    length = original.shape[1]
-    labels = original.new_full(original.shape, -100)
-    real = batch["attention_mask"][:, 1:].bool()
-    labels[:, :-1] = original[:, 1:].where(real, -100)
-    mask = torch.ones(length, length, dtype=torch.bool).tril().expand(len(original), 1, length, length)
-    return {"input_ids": original, "attention_mask": mask, "labels": labels}
-
-
-def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The ids [B, T] before masking."""
-    return batch["labels"].where(batch["labels"] >= 0, batch["input_ids"])
 
 
 def device() -> torch.device:
@@ -198,8 +171,6 @@ def train(
         started = time.perf_counter()
         batch = next(stream)
         real = int(batch["attention_mask"].sum())
-        if used < recipe.causal:
-            batch = causal_batch(batch, unmasked(batch))
         batch = {name: value.to(where) for name, value in batch.items()}
         for group in optimizer.param_groups:
             group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the rate of the first step is above 0
@@ -227,24 +198,20 @@ def recipe_of(fields: dict[str, Any]) -> tuple[PeerRecipe, list[str]]:
     return recipe, collect_overrides(sizes)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--data", required=True, type=Path)
     add("--run", required=True, type=Path, help="folder to write, replaced if it exists")
     add("--preset", required=True, help="our preset with the model's size, which model. keys of the recipe change")
     add("--recipe", required=True, type=json.loads, help="JSON of the loop's PeerRecipe, and model. keys")
     add("--points", required=True, type=int, help="points of the curve")
-    args = parser.parse_args(argv)
-    try:
-        recipe, sizes = recipe_of(args.recipe)
-        tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
-        norm = "pre" if "model.kind=modern" in sizes else "post"
-        fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", f"model.norm={norm}"]
-        cfg = configuration.load(args.preset, [*sizes, *fixed])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args()
+    recipe, sizes = recipe_of(args.recipe)
+    tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
+    norm = "pre" if "model.kind=modern" in sizes else "post"
+    fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", f"model.norm={norm}"]
+    cfg = configuration.load(args.preset, [*sizes, *fixed])
     shutil.rmtree(args.run, ignore_errors=True)
     args.run.mkdir(parents=True)
     before = {"seconds": 0.0, "tokens": 0}
@@ -252,8 +219,7 @@ def main(argv: list[str] | None = None) -> int:
         theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
         weights = from_huggingface(theirs, cfg.model)
         if not all(torch.isfinite(value).all() for value in weights.values()):
-            print(f"error: weights that are not finite at step {point['step']}", file=sys.stderr)
-            return 3
+            raise ValueError(f"weights that are not finite at step {point['step']}")
         folder = args.run / f"step-{point['step']:08d}"
         folder.mkdir()
         save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS)
@@ -264,8 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         with (args.run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
     (args.run / "finished.json").write_text(json.dumps({"config": cfg.model_dump() | {"precision": usual(device())}}))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers.hf_step import bert_config
+from benchmarks.peers.hf_step import peer_config
 from megabert.config import ModelConfig
 
 LENGTH = 512
@@ -23,7 +23,7 @@ def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) ->
     logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = BertTokenizerFast(str(vocab), do_lower_case=True, model_max_length=LENGTH)
-    config = bert_config(size)
+    config = peer_config(size)
     config.initializer_range = 0.05  # labels differ
     BertForPreTraining(config).save_pretrained(folder / "encoder")
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}

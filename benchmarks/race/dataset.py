@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,16 +105,14 @@ def split(text: Path, target: Path) -> None:
     if (target / MARK).is_file():
         return
     named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
-    named = named or [("built-in.jsonl", built_in())]
     counts, digest = {"train": 0, "held_out": 0}, hashlib.sha256()
     with appearing(target, MARK, overwrite=True) as folder:
-        for name, documents in named:
-            parts: dict[str, list[bytes]] = {"train": [], "held_out": []}
+        for name, documents in named or [("built-in.jsonl", built_in())]:
+            parts: dict[str, list[bytes]] = {part: [] for part in counts}
             for document in documents:
-                part = "held_out" if is_held_out(document) else "train"
-                parts[part].append(document)
-                if part == "held_out":
-                    digest.update(hashlib.sha256(document).digest())
+                parts["held_out" if is_held_out(document) else "train"].append(document)
+            for document in parts["held_out"]:
+                digest.update(hashlib.sha256(document).digest())
             for part, chosen in parts.items():
                 counts[part] += len(chosen)
                 if chosen:
@@ -134,31 +131,28 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
     name = "built-in"
     if files_of(text):
         name = f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
-    split(text, work / name / "text")
+    texts = work / name / "text"
+    split(text, texts)
     shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
-    documents = json.loads((work / name / "text" / MARK).read_text())["documents"]
-    texts, options = work / name / "text", [*vocabulary_options(vocabulary), "--held-out", str(1 / ONE_IN)]
-    return build_both(texts / "train", texts / "held_out", work / name / f"vocab-{shown}", documents, *options)
+    folder, documents = work / name / f"vocab-{shown}", json.loads((texts / MARK).read_text())["documents"]
+    return build_both(texts / "train", texts / "held_out", folder, documents, vocabulary, 1 / ONE_IN)
 
 
-def vocabulary_options(vocabulary: int | str) -> list[str]:
-    """Options of a build for a vocabulary of this size, or that of a tokenizer file."""
-    return ["--vocab-size" if isinstance(vocabulary, int) else "--tokenizer", str(vocabulary)]
-
-
-def build_both(train: Path, held_out: Path, folder: Path, documents: str, *options: str) -> RaceData:
-    """The shards of a text, by `options`, and of its held-out documents, with the same tokenizer; built if missing."""
+def build_both(
+    train: Path, held_out: Path, folder: Path, documents: str, vocabulary: int | str, share: float
+) -> RaceData:
+    """The shards of a text, of which `share` is held out, with a vocabulary as of `prepare`, and of its held-out documents, with the same
+    tokenizer; built if missing."""
     data = RaceData(folder / "train", folder / "held_out", documents)
-    build(train, data.train, *options)
-    tokenizer = str(data.train / data.manifest.tokenizer["file"])
-    build(held_out, data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
+    option = "--vocab-size" if isinstance(vocabulary, int) else "--tokenizer"
+    build(train, data.train, option, vocabulary, "--held-out", share)
+    tokenizer = data.train / data.manifest.tokenizer["file"]
+    build(held_out, data.held_out, "--tokenizer", tokenizer, "--held-out", 0)
     return data
 
 
-def build(text: Path, output: Path, *options: str) -> None:
-    command = [sys.executable, "-m", "data_prep", "build", "--input", str(text), "--output", str(output)]
-    command += ["--seq-len", str(SEQ_LEN), "--quiet", *options]
-    hardware.call(command, threads=1, log=output.with_name(f"{output.name}.log"))
+def build(text: Path, output: Path, *options: object) -> None:
+    hardware.build_data(output, "--input", text, "--seq-len", SEQ_LEN, *options)
 
 
 class Scorer:

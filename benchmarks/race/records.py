@@ -113,16 +113,13 @@ def mean(entry: Entry, figure: str) -> float:
 
 def table(records: Records, track: str) -> str:
     """The entries of a track as a Markdown table, the best first."""
-    lines = [
-        "| recipe | bits a byte | loss | accuracy | tokens | seeds | what made it |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("recipe", "bits a byte", "loss", "accuracy", "tokens", "seeds", "what made it")
+    rows = []
     for entry in records.of(track):
-        cells = [entry["recipe"], with_spread(entry, "bits", ".4f"), with_spread(entry, "loss", ".3f")]
-        cells += [with_spread(entry, "accuracy", ".1%"), f"{mean(entry, 'tokens') / 1e6:.2f} M"]
-        cells += [str(len(entry["seeds"])), entry["change"] or entry["about"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        figures = [with_spread(entry, *form) for form in (("bits", ".4f"), ("loss", ".3f"), ("accuracy", ".1%"))]
+        about = f"{mean(entry, 'tokens') / 1e6:.2f} M", str(len(entry["seeds"])), entry["change"] or entry["about"]
+        rows.append((entry["recipe"], *figures, *about))
+    return hardware.markdown(head, rows)
 
 
 def history(entries: list[Entry]) -> list[tuple[Entry, float | None]]:
@@ -132,16 +129,14 @@ def history(entries: list[Entry]) -> list[tuple[Entry, float | None]]:
 
     found: list[tuple[Entry, float | None]] = []
     for entry in sorted(entries, key=last_date):
-        bits = [seed["bits"] for seed in entry["seeds"].values()]
+        bits, p = [seed["bits"] for seed in entry["seeds"].values()], 0.0
         if len(bits) < 2:
             continue
-        if not found:
-            found.append((entry, None))
-            continue
-        before = [seed["bits"] for seed in found[-1][0]["seeds"].values()]
-        p = float(ttest_ind(bits, before, equal_var=False, alternative="less").pvalue)
+        if found:
+            before = [seed["bits"] for seed in found[-1][0]["seeds"].values()]
+            p = float(ttest_ind(bits, before, equal_var=False, alternative="less").pvalue)
         if p < RECORD_P:
-            found.append((entry, p))
+            found.append((entry, p if found else None))
     return found
 
 
@@ -151,12 +146,11 @@ def last_date(entry: Entry) -> str:
 
 def history_table(records: Records, track: str) -> str:
     """The records of a track as a Markdown table, the first one first."""
-    lines = ["| date | recipe | bits a byte | seeds | p | what made it |", "|---|---|---|---|---|---|"]
+    rows = []
     for entry, p in history(records.of(track)):
         cells = [last_date(entry)[:10], entry["recipe"], with_spread(entry, "bits", ".4f"), str(len(entry["seeds"]))]
-        cells += ["" if p is None else f"{p:.1g}", entry["change"] or entry["about"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([*cells, "" if p is None else f"{p:.1g}", entry["change"] or entry["about"]])
+    return hardware.markdown(("date", "recipe", "bits a byte", "seeds", "p", "what made it"), rows)
 
 
 def with_spread(entry: Entry, figure: str, form: str) -> str:
@@ -182,16 +176,11 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
     end, rows = theirs["curve"][-1], []
     for entry in entries:
         for seed, run in entry["seeds"].items() if entry is not peer else ():
+            sides = {"ours": entry["recipe"], "peer": peer["recipe"], "seed": seed}
             for what in ("seconds", "tokens"):
-                taken = reached(run["curve"], end["loss"], what)
-                if taken:
-                    row = {
-                        "ours": entry["recipe"],
-                        "peer": peer["recipe"],
-                        "seed": seed,
-                        "what": f"{what} to the peer's loss",
-                    }
-                    rows.append(row | {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken})
+                if taken := reached(run["curve"], end["loss"], what):
+                    figures = {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken}
+                    rows.append(sides | {"what": f"{what} to the peer's loss"} | figures)
     return rows
 
 
@@ -210,31 +199,31 @@ def plot(entries: list[Entry], path: Path) -> None:
     minutes and some of tokens.
     """
     tracks = sorted({track_of(entry["track"]) for entry in entries}, key=lambda t: (t.minutes, t.tokens))
-    names = ", ".join(track.name for track in tracks)
+    names, several = ", ".join(track.name for track in tracks), len(tracks) > 1
     in_tokens = {track.tokens > 0 for track in tracks}
     if len(in_tokens) > 1:
         raise ValueError(f"--plot: {names} count minutes and tokens; plot either")
+    what, unit, axis = (
+        ("tokens", 1e6, "million real tokens") if True in in_tokens else ("seconds", 60, "minutes of training")
+    )
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tokens, several = True in in_tokens, len(tracks) > 1
-    across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for colour, entry in enumerate(entries):
-        ours = entry["system"] == "megabert"
+        ours, recipe = entry["system"] == "megabert", str(entry["recipe"])
         look = {"linestyle": "-" if ours else "--", "color": f"C{colour}", "marker": "."}
-        recipe = str(entry["recipe"])
         label = f"MegaBERT, {recipe}" if ours else NAMES.get(recipe, recipe)
         label += f", {entry['track']}" if several else ""
         for number, run in enumerate(entry["seeds"].values()):
-            points = [point for point in run["curve"] if across(point) > 0 or not several]
+            points = [point for point in run["curve"] if point[what] > 0 or not several]
+            across = [point[what] / unit for point in points]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
-                values = [across(point) for point in points], [point[name] for point in points]
-                panel.plot(*values, label=None if number else label, **look)
+                panel.plot(across, [point[name] for point in points], label=None if number else label, **look)
     for panel, title in zip(panels, ("held-out loss (masked LM, nats)", "held-out accuracy"), strict=True):
-        panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
+        panel.set(xlabel=axis, title=title)
         if several:
             panel.set_xscale("log")
         panel.grid(alpha=0.3)

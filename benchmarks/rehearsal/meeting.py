@@ -88,11 +88,8 @@ def be_a_rank(folder: Path, per_node: int) -> int:
     signals.leave_when_signalled()
     kept_rank.follow()
     kept_rank.wait_for_place()
-    rank, ranks, own = (
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        Path(os.environ[kept_rank.KEEPER_DIR_ENV]),
-    )
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = Path(os.environ[kept_rank.KEEPER_DIR_ENV])
     if Generation.read(own) is not None:
         leave(folder / f"again-{rank}", str(time.monotonic()))
         return 0

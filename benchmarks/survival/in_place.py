@@ -15,52 +15,19 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
+from benchmarks.survival import life, records
 from benchmarks.survival.kills import differences
-from benchmarks.survival.life import (
-    MODERN_MUON,
-    Case,
-    Failure,
-    Forked,
-    Server,
-    children_of,
-    failure,
-    in_sessions,
-    last_step,
-    saved_steps,
-    saves_of,
-    start_logged,
-    wait,
-    wait_or_fail,
-)
-from benchmarks.survival.records import (
-    AGAIN,
-    ALL_KEEPERS,
-    DELAYS,
-    ENDS,
-    FINISHED,
-    IN_EVALUATION,
-    IN_SAVE,
-    INTERVAL,
-    KILLS,
-    LIMIT,
-    REQUEUE,
-    TERM,
-    Event,
-    Record,
-    account,
-    check_best,
-    count_kills,
-    missing_best,
-    totals,
-)
+from benchmarks.survival.life import Case, Failure, Ranks, Server, last_step, saved_steps
+from benchmarks.survival.records import FINISHED, IN_EVALUATION, IN_SAVE, INTERVAL, LIMIT, TERM, Event, Record
 
 TRAIN = str(hardware.ROOT / "megabert/train.py")
 # updates of a run for each of its kills, and between evaluations; the most updates from one event to the next
@@ -73,7 +40,7 @@ CASES = (
     (Case("3 ranks on 2 hosts, ZeRO-3", 3, 0, INTERVAL, ("zero.stage=3", *BEST)), (0, 0, 1)),
     (Case("2 hosts, ZeRO-0, fp32", 2, 0, INTERVAL, ("zero.stage=0", "precision=fp32", *BEST)), (0, 1)),
     (Case("3 ranks on 2 hosts, ZeRO-2, LAMB, a loader process", 3, 0, INTERVAL, (*LAMB, *BEST)), (0, 1, 1)),
-    (Case("2 hosts, ZeRO-1, Muon, modern, no checkpoints", 2, 0, 0, ("zero.stage=1", *MODERN_MUON)), (0, 1)),
+    (Case("2 hosts, ZeRO-1, Muon, modern, no checkpoints", 2, 0, 0, ("zero.stage=1", *life.MODERN_MUON)), (0, 1)),
 )
 MOST_KILLS = 5  # of a job before its end
 # seconds of `--max-time`, of which a start and 5 s for saving are not training
@@ -84,58 +51,40 @@ SLOW = (0.05, 1.0)
 A_RUN, MOST_JOBS = 12, 60
 
 
-class KeptRanks:
+class KeptRanks(Ranks):
     """The ranks of one start, each the child of its keeper; `hosts`: the host of each."""
 
     def __init__(self, argv: list[str], run: Path, hosts: tuple[int, ...]) -> None:
-        self.run, self.log = run, run.with_name(f"{run.name}.log")
-        run.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(run)
         self.processes = self._start([*argv, "--run", str(run)], hosts)
 
     def _start(self, argv: list[str], hosts: tuple[int, ...]) -> list[Any]:
-        port, processes = hardware.free_port(), []
-        for rank, host in enumerate(hosts):
-            env: dict[str, object] = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": hosts[:rank].count(host)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURMD_NODENAME": f"n{host}"}
-            processes.append(self._process([sys.executable, TRAIN, *argv, "--in-place"], env))
+        command, processes = [sys.executable, TRAIN, *argv, "--in-place"], []
+        for rank, place in enumerate(hardware.rank_places(len(hosts))):
+            of_host = {"LOCAL_RANK": str(hosts[:rank].count(hosts[rank])), "SLURMD_NODENAME": f"n{hosts[rank]}"}
+            processes.append(self._process(command, place | of_host))
         return processes
 
-    def _process(self, command: list[str], env: dict[str, object]) -> Any:
-        return start_logged(command, {name: str(value) for name, value in env.items()}, self.log)
+    def _process(self, command: list[str], env: dict[str, str]) -> Any:
+        env = os.environ | env | {"OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as file:
+            return subprocess.Popen(command, env=env, cwd=hardware.ROOT, stdout=file, stderr=file)
 
     def wait_for_step(self, step: int) -> None:
         """Raises Failure where the run ends or hangs before that update is logged."""
         self.wait_until(lambda: last_step(self.run) >= step or self.ended(), f"no update {step}")
         if last_step(self.run) < step:
-            raise failure(f"ended before step {step}", self.log)
-
-    def wait_until(self, condition: Any, what: str) -> None:
-        """Raises Failure, with the end of the log, where that takes too long."""
-        try:
-            wait_or_fail(condition, what, self.log)
-        except Failure:
-            self.stop()
-            raise
-
-    def ended(self) -> bool:
-        return all(process.poll() is not None for process in self.processes)
+            raise self.failure(f"ended before step {step}")
 
     def kill_rank(self, rank: int) -> None:
         """SIGKILL the child that trains, which is older than the one that waits to follow it, as soon as there is one."""
         keeper = self.processes[rank]
-        self.wait_until(lambda: keeper.poll() is not None or children_of(keeper.pid), f"rank {rank} is not started")
-        for child in children_of(keeper.pid)[:1]:
+        self.wait_until(
+            lambda: keeper.poll() is not None or life.children_of(keeper.pid), f"rank {rank} is not started"
+        )
+        for child in life.children_of(keeper.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):  # killed by its keeper meanwhile
                 os.kill(child, signal.SIGKILL)
-
-    def codes(self) -> list[int]:
-        """Exit codes of all processes, once they have ended."""
-        self.wait_until(self.ended, "hangs")
-        return [process.poll() for process in self.processes]
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
 
     def curve(self) -> dict[int, tuple[float, float, str]]:
         """By step: loss, gradient norm, digest of the rows."""
@@ -154,26 +103,18 @@ class Job(KeptRanks):
         self.folders: dict[int, Path] = {}
         self.sessions: set[int] = set()
         self._newest = -1
-        log = run.with_name(f"{run.name}.log")
-        log.touch()
-        self._begin = log.stat().st_size
         self._started = time.monotonic()
         limit = [f"--max-time={record.max_time}s"] if record.max_time else []
         super().__init__([*case.words(data), *limit], run, hosts)
 
-    def _process(self, command: list[str], env: dict[str, object]) -> Forked:
-        texts = {name: str(value) for name, value in (env | {"OMP_NUM_THREADS": 1}).items()}
-        slow = self.record.slow.get(int(texts["RANK"]), 0.0)
-        return Forked(self.server, self.server.ask(argv=command[2:], env=texts, log=str(self.log), slow=slow)["pid"])
-
-    def output(self) -> bytes:
-        return self.log.read_bytes()[self._begin :]
+    def _process(self, command: list[str], env: dict[str, str]) -> life.Forked:
+        return self.server.start(command[2:], env, self.log, self.record.slow.get(int(env["RANK"]), 0.0))
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def wait_until(self, condition: Any, what: str) -> None:
+    def wait_until(self, condition: Callable[[], Any], what: str) -> None:
         def watched() -> Any:
             self._look()
             return condition()
@@ -192,18 +133,18 @@ class Job(KeptRanks):
             reasons = [f"best leads nowhere: {self.record.best}"]
         if (newest := max(saved_steps(self.run), default=-1)) != self._newest:
             self._newest = newest
-            reasons += missing_best(self.run, newest)
+            reasons += records.missing_best(self.run, newest)
         self.record.failures += [reason for reason in reasons if reason not in self.record.failures]
 
     def note(self, kind: str) -> None:
         """Record an event, which follows."""
         place = round(self.seconds, 3), last_step(self.run), self.log.stat().st_size - self._begin
         self.record.events.append(Event(kind, *place))
-        self.sessions |= {pid for keeper in self.processes for pid in (keeper.pid, *children_of(keeper.pid))}
+        self.sessions |= {pid for keeper in self.processes for pid in (keeper.pid, *life.children_of(keeper.pid))}
 
     def wait_for_processes(self) -> None:
         """Wait for the ends of all processes of the job. Raises TimeoutError."""
-        wait(lambda: not in_sessions(self.sessions), 15.0, "processes are left behind")
+        life.wait(lambda: not life.in_sessions(self.sessions), 15.0, "processes are left behind")
 
     def codes(self) -> list[int]:
         while self.reach(BETWEEN, FINISHED, 0.0):
@@ -219,11 +160,11 @@ class Job(KeptRanks):
     def reach(self, updates: int, kind: str, within: float) -> bool:
         """Wait for that many updates, and for the situation in which the event `kind` is to be, then up to `within` seconds; whether the
         job has not ended by then."""
-        goal, stale = last_step(self.run) + updates, set(saves_of(self.run))
+        goal, stale = last_step(self.run) + updates, set(life.saves_of(self.run))
 
         def due() -> bool:
             step = last_step(self.run)
-            met = {IN_EVALUATION: step % EVALUATION == 0, IN_SAVE: bool(set(saves_of(self.run)) - stale)}
+            met = {IN_EVALUATION: step % EVALUATION == 0, IN_SAVE: bool(set(life.saves_of(self.run)) - stale)}
             return (step >= goal and met.get(kind, True)) or self.ended()
 
         self.wait_until(due, f"no update {goal}")
@@ -234,7 +175,7 @@ class Job(KeptRanks):
         self.note(kind)
         for rank in chance.sample(range(size), chance.randint(2, size) if kind == "several ranks" else 1):
             self.kill_rank(rank)
-        if kind == AGAIN and self.pause(chance.uniform(0.0, 1.5)):
+        if kind == records.AGAIN and self.pause(chance.uniform(0.0, 1.5)):
             self.note(kind)
             self.kill_rank(chance.randrange(size))
 
@@ -274,7 +215,9 @@ def target_of(link: Path) -> str | None:
 def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
     """Kill ranks, at most `most` times, then end the job by `end`, unless it has ended before."""
     kinds = {
-        kind: weight for kind, weight in KILLS.items() if job.case.interval or kind not in (IN_EVALUATION, IN_SAVE)
+        kind: weight
+        for kind, weight in records.KILLS.items()
+        if job.case.interval or kind not in (IN_EVALUATION, IN_SAVE)
     }
     if end == TERM and chance.random() < 0.3:  # during the start
         if job.pause(chance.uniform(0.0, 2.0)):
@@ -297,13 +240,13 @@ def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
         return
     if end == TERM:
         job.note(TERM)
-    elif end in DELAYS:
+    elif end in records.DELAYS:
         job.kill_ranks(end, chance)
-        job.pause(DELAYS[end])
+        job.pause(records.DELAYS[end])
     else:
         size = len(job.processes)
-        job.kill_keepers(end, range(size) if end == ALL_KEEPERS else [chance.randrange(size)])
-        if end == ALL_KEEPERS or not job.reach(chance.randint(1, BETWEEN), end, 0.0):
+        job.kill_keepers(end, range(size) if end == records.ALL_KEEPERS else [chance.randrange(size)])
+        if end == records.ALL_KEEPERS or not job.reach(chance.randint(1, BETWEEN), end, 0.0):
             return
     job.terminate(chance, all_keepers=False)
 
@@ -312,17 +255,17 @@ def train_disturbed(
     case: Case, hosts: tuple[int, ...], data: Path, run: Path, server: Server, seed: str, kills: int
 ) -> list[Record]:
     """Train a run in disturbed jobs, until it is finished, with about `kills` kills."""
-    records: list[Record] = []
+    jobs: list[Record] = []
     left: set[Path] = set()  # folders of killed keepers, which the next start removes
     before = record = Record(case.name, len(set(hosts)), seed)
     while left or before.others != {0}:
-        if len(records) == MOST_JOBS:
+        if len(jobs) == MOST_JOBS:
             before.failures.append(f"the run is not finished after {MOST_JOBS} jobs")
             break
-        chance = random.Random(f"{seed}-{len(records)}")
-        most = 0 if before.others == {0} else kills - sum(map(count_kills, records))
-        end = chance.choices(list(ENDS), list(ENDS.values()))[0] if most > 0 else FINISHED
-        record = Record(case.name, len(set(hosts)), f"{seed}-{len(records)}")
+        chance = random.Random(f"{seed}-{len(jobs)}")
+        most = 0 if before.others == {0} else kills - sum(map(records.count_kills, jobs))
+        end = chance.choices(list(records.ENDS), list(records.ENDS.values()))[0] if most > 0 else FINISHED
+        record = Record(case.name, len(set(hosts)), f"{seed}-{len(jobs)}")
         record.max_time = round(chance.uniform(*LIMITS), 2) if end == LIMIT else None
         record.slow = {chance.randrange(case.world): chance.uniform(*SLOW)} if chance.random() < 0.5 else {}
         job = Job(case, hosts, data, run, server, record)
@@ -330,7 +273,7 @@ def train_disturbed(
             if end != FINISHED:
                 disturb(job, chance, end, most)
             record.codes, record.seconds = job.codes(), round(job.seconds, 2)
-            if record.max_time and record.others == {REQUEUE}:
+            if record.max_time and record.others == {records.REQUEUE}:
                 job.note(LIMIT)
             job.wait_for_processes()
         except (Failure, TimeoutError) as error:
@@ -338,8 +281,8 @@ def train_disturbed(
             record.failures.append(str(error))
             record.killed, record.codes = list(range(len(hosts))), job.codes()
         record.saved = max(saved_steps(run), default=0)
-        account(record, job.output(), before.last, before.saved)
-        check_best(record, run, job.output())
+        records.account(record, job.printed(), before.last, before.saved)
+        records.check_best(record, run, job.printed())
         lost = {folder for rank, folder in job.folders.items() if rank in record.killed}
         if len(job.folders) < len(hosts):  # some keepers were not started
             lost |= left
@@ -347,9 +290,9 @@ def train_disturbed(
         if there - lost:
             record.failures.append(f"left in memory: {sorted(map(str, there - lost))}")
         left, before = there & lost, record
-        records.append(record)
+        jobs.append(record)
         print(json.dumps(asdict(record)), flush=True)
-    return records
+    return jobs
 
 
 def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -360,13 +303,13 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
     differ: list[str] = []
     runs, steps = 0, STEPS_A_KILL * min(kills, A_RUN)
     try:
-        while (done := sum(map(count_kills, jobs))) < kills:
+        while (done := sum(map(records.count_kills, jobs))) < kills:
             case, hosts = CASES[runs % len(CASES)]
             case, whole, run = replace(case, steps=steps), folder / case.name, folder / f"run-{runs}"
             if not whole.exists():
                 plain = Job(case, hosts, data, whole, server, Record(case.name, 0, ""))
                 if any(plain.codes()):
-                    raise failure(f"{case.name}: {plain.codes()}", plain.log)
+                    raise plain.failure(f"{case.name}: {plain.codes()}")
             jobs += train_disturbed(case, hosts, data, run, server, f"{seed}-{runs}", min(A_RUN, kills - done))
             starts = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
             exact = min((start["step"] for start in starts if start["ranks"] < case.world), default=None)
@@ -376,4 +319,4 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
         print(f"interrupted after {runs} runs", flush=True)
     finally:
         server.close()
-    return totals(jobs) | {"runs": runs, "differences": differ, "seconds": round(time.monotonic() - started, 1)}
+    return records.totals(jobs) | {"runs": runs, "differences": differ, "seconds": round(time.monotonic() - started, 1)}

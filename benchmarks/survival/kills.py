@@ -98,7 +98,7 @@ def kill_again_and_again(
         slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" and number < kills else (0, 0.0)
         newest = max(saved_steps(run), default=0)
         life = Life(case, data, run, server, slow)
-        outcome.sessions |= {rank.pid for rank in life.ranks}
+        outcome.sessions |= {rank.pid for rank in life.processes}
         try:
             if number < kills:
                 await_instant(life, aim, case.steps / (kills + 1), rng, save_seconds)
@@ -128,14 +128,14 @@ def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
     if resumed := re.search(r"resuming from \S+ at step (\d+)", output):
         outcome.resumed_at.append(int(resumed[1]))
         if int(resumed[1]) != newest:
-            raise Failure(f"{name}: resumed at {resumed[1]}, {newest} was committed\n{output[-3000:]}")
+            raise life.failure(f"{name}: resumed at {resumed[1]}, {newest} was committed")
         followed = RESUMED
     elif re.search(r"^step ", output, re.M):
         if newest:
-            raise Failure(f"{name}: started over although {newest} was committed\n{output[-3000:]}")
+            raise life.failure(f"{name}: started over although {newest} was committed")
         followed = FROM_NOTHING
     if "going back" in output or "is whole" in output:
-        raise Failure(f"{name}: a kill damaged a committed checkpoint\n{output[-3000:]}")
+        raise life.failure(f"{name}: a kill damaged a committed checkpoint")
     return followed
 
 

@@ -47,6 +47,11 @@ class Server:
         assert answer, "the server has ended; its error is on stderr"
         return json.loads(answer)
 
+    def start(self, argv: list[str], place: Mapping[str, str], log: Path, slow: float = 0.0) -> Forked:
+        """A rank or keeper of this environment; `slow`: seconds of delay of its first write of a checkpoint."""
+        env = {**place, "OMP_NUM_THREADS": "1"}
+        return Forked(self, self.ask(argv=argv, env=env, log=str(log), slow=slow)["pid"])
+
     def close(self) -> None:
         self._process.communicate()  # the end of its input ends it with all remaining ranks
 
@@ -80,9 +85,6 @@ class Case:
     interval: int
     overrides: tuple[str, ...] = ()
 
-    def argv(self, data: Path, run: Path) -> list[str]:
-        return [*self.words(data), "--run", str(run)]
-
     def words(self, data: Path) -> list[str]:
         """The arguments without the run folder."""
         steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")
@@ -93,31 +95,64 @@ class Failure(AssertionError):
     """A run failed; the text says how, with the end of its log."""
 
 
-class Life:
-    """The ranks of one start of a case's command, and their state observed from outside."""
+class Ranks:
+    """Processes of a run, and its state observed from outside."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.log = run, run.with_name(f"{run.name}.log")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch()
+        self._begin = self.log.stat().st_size
+        self.processes: list[Any] = []
+
+    def printed(self) -> bytes:
+        return self.log.read_bytes()[self._begin :]
+
+    def output(self) -> str:
+        return self.printed().decode(errors="replace")
+
+    def failure(self, reason: object) -> Failure:
+        """The reason, with the end of the output."""
+        return Failure(f"{reason}\n{self.output()[-3000:]}")
+
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
+
+    def wait_until(self, condition: Callable[[], Any], what: str) -> None:
+        """Ends the processes and raises Failure where that takes too long."""
+        try:
+            wait(condition, LIFE_ENDS_WITHIN, what)
+        except TimeoutError as error:
+            self.stop()
+            raise self.failure(error) from None
+
+    def codes(self) -> list[int]:
+        """Exit codes of all processes, once they have ended."""
+        self.wait_until(self.ended, "hangs")
+        return [process.poll() for process in self.processes]
+
+    def stop(self) -> None:
+        """End the remaining processes."""
+        for process in self.processes:
+            process.kill()
+
+
+class Life(Ranks):
+    """The ranks of one start of a case's command."""
 
     def __init__(self, case: Case, data: Path, run: Path, server: Server, slow: tuple[int, float] = (0, 0.0)) -> None:
         """`slow`: rank and seconds of delay of its first write."""
-        self.run, self.case, self.slow = run, case, slow
-        self.log = run.with_name(f"{run.name}.log")
-        self._begin = self.log.stat().st_size if self.log.exists() else 0
+        super().__init__(run)
+        self.case, self.slow = case, slow
         self._stale = set(saves_of(run))
-        argv, port = case.argv(data, run), hardware.free_port()
-        self.ranks: list[Forked] = []
-        for rank in range(case.world):
-            env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            texts = {name: str(value) for name, value in env.items()}
-            delay = slow[1] if rank == slow[0] else 0.0
-            self.ranks.append(Forked(server, server.ask(argv=argv, env=texts, log=str(self.log), slow=delay)["pid"]))
+        argv = [*case.words(data), "--run", str(run)]
+        self.processes = [
+            server.start(argv, place, self.log, slow[1] if rank == slow[0] else 0.0)
+            for rank, place in enumerate(hardware.rank_places(case.world))
+        ]
 
     def running(self) -> bool:
-        return all(rank.poll() is None for rank in self.ranks)
-
-    def output(self) -> str:
-        with self.log.open("rb") as file:
-            file.seek(self._begin)
-            return file.read().decode(errors="replace")
+        return all(rank.poll() is None for rank in self.processes)
 
     def step(self) -> int:
         """The last logged update, of this life or one before."""
@@ -132,17 +167,16 @@ class Life:
         before = self.saving()
         trained = "step" in self.output() and self.step()
         for victim in victims:
-            os.kill(self.ranks[victim].pid, signal.SIGKILL)
-        wait(lambda: all(self.ranks[v].poll() is not None for v in victims), 10, "a killed rank stays")
+            os.kill(self.processes[victim].pid, signal.SIGKILL)
+        wait(lambda: all(self.processes[v].poll() is not None for v in victims), 10, "a killed rank stays")
         committed = saved_steps(self.run)
         try:
-            wait(lambda: all(rank.poll() is not None for rank in self.ranks), SURVIVORS_END_WITHIN, "")
+            wait(self.ended, SURVIVORS_END_WITHIN, "")
         except TimeoutError:
             self.stop()
-            wait(lambda: all(rank.poll() is not None for rank in self.ranks), 10, "a killed rank stays")
+            wait(self.ended, 10, "a killed rank stays")
             if "parameters," in self.output():  # printed after the rendezvous of all ranks
-                text = f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}"
-                raise Failure(text) from None
+                raise self.failure(f"{self.case.name}: ranks outlive a killed one") from None
             return ENDED_BY_LAUNCHER
         if before:
             written = all(int(name.split("-")[1]) in committed for name, _ in before)
@@ -151,19 +185,8 @@ class Life:
 
     def end(self) -> None:
         """Wait for every rank to end with 0."""
-        try:
-            wait(lambda: all(rank.poll() is not None for rank in self.ranks), LIFE_ENDS_WITHIN, "hangs")
-        except TimeoutError as error:
-            self.stop()
-            raise Failure(f"{self.case.name}: {error}\n{self.output()[-3000:]}") from None
-        codes = [rank.poll() for rank in self.ranks]
-        if any(codes):
-            raise Failure(f"{self.case.name}: exit codes {codes}\n{self.output()[-3000:]}")
-
-    def stop(self) -> None:
-        """End the remaining processes."""
-        for rank in self.ranks:
-            rank.kill()
+        if any(codes := self.codes()):
+            raise self.failure(f"{self.case.name}: exit codes {codes}")
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
@@ -185,26 +208,6 @@ def in_sessions(sessions: set[int]) -> list[int]:
 def children_of(parent: int) -> list[int]:
     """Child processes, the oldest first."""
     return [pid for _, pid in sorted((int(fields[19]), pid) for pid, fields in processes() if int(fields[1]) == parent)]
-
-
-def start_logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process of one thread, whose output is appended to a file."""
-    with log.open("ab") as file:
-        env = os.environ | env | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=env, cwd=hardware.ROOT, stdout=file, stderr=file)
-
-
-def failure(reason: object, log: Path) -> Failure:
-    """The reason, with the end of the log."""
-    return Failure(f"{reason}\n{log.read_text(errors='replace')[-3000:]}")
-
-
-def wait_or_fail(condition: Callable[[], bool], what: str, log: Path) -> None:
-    """Raises Failure, with the end of the log, where that takes too long."""
-    try:
-        wait(condition, LIFE_ENDS_WITHIN, what)
-    except TimeoutError as error:
-        raise failure(error, log) from None
 
 
 def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -54,7 +54,7 @@ def look_at(pids: list[int]) -> Sample:
 
 def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
     """(step, figures of its processes) repeatedly until update `until` is reached or the life has ended."""
-    sessions = {rank.pid for rank in life.ranks}
+    sessions = {rank.pid for rank in life.processes}
     samples: list[tuple[int, Sample]] = []
     while life.running() and (until is None or life.step() < until):
         samples.append((life.step(), look_at(in_sessions(sessions))))
@@ -94,12 +94,12 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
         for number in range(restarts):
             first = max(saved_steps(run), default=0)
             life = Life(case, data, run, server)
-            sessions |= {rank.pid for rank in life.ranks}
+            sessions |= {rank.pid for rank in life.processes}
             share = (updates - first) / (restarts + 1 - number)
             until = first + int(max(share, 70) * rng.uniform(0.8, 1.2)) if number else alone
             samples = watch(life, min(until, updates - 10))
             if not life.running():
-                raise Failure(f"soak: it ended before its restart\n{life.output()[-3000:]}")
+                raise life.failure("soak: it ended before its restart")
             if not number:
                 parts = [
                     typical([sample for step, sample in samples if low * alone < step <= high * alone])
@@ -109,7 +109,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
                 lives.append(typical([sample for step, sample in samples if step >= first + 30]))
             ends[end(life, bool(number % 2))] += 1
         life = Life(case, data, run, server)
-        sessions |= {rank.pid for rank in life.ranks}
+        sessions |= {rank.pid for rank in life.processes}
         life.end()
         wait(lambda: not in_sessions(sessions), 15.0, "soak: processes are left behind")
     finally:
@@ -137,10 +137,10 @@ def end(life: Life, gently: bool) -> str:
     if not gently:
         life.kill(range(life.case.world))
         return "SIGKILL"
-    for rank in life.ranks:
+    for rank in life.processes:
         rank.send_signal(signal.SIGTERM)
-    wait(lambda: all(rank.poll() is not None for rank in life.ranks), 60, "soak: SIGTERM")
-    codes = [rank.poll() for rank in life.ranks]
+    wait(life.ended, 60, "soak: SIGTERM")
+    codes = [rank.poll() for rank in life.processes]
     if codes != [REQUEUE] * life.case.world:
-        raise Failure(f"soak: exit codes {codes} after SIGTERM\n{life.output()[-3000:]}")
+        raise life.failure(f"soak: exit codes {codes} after SIGTERM")
     return "SIGTERM"

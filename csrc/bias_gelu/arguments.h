@@ -1,10 +1,13 @@
-// Checks of the arguments of bias_gelu and bias_geglu and of their gradients, on any device. `inputs`: columns of x for each column of
-// the result, 1 or, with a gate, 2.
+// Checks of the arguments of bias_gelu and bias_geglu and of their gradients, on any device.
 #pragma once
 
 #include "common/check.h"
 
 namespace megabert {
+
+// Columns of x for one of the result, `inputs` of the checks.
+template <bool Gate>
+constexpr int64_t kInputs = Gate ? 2 : 1;
 
 inline void check_activation(const char* op, const Tensor& x, const Tensor& bias, int64_t inputs) {
   check_compute_dtype(op, "x", x);

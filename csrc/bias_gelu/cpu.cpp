@@ -6,10 +6,6 @@
 namespace megabert {
 namespace {
 
-// Columns of x for one of the result.
-template <bool Gate>
-constexpr int64_t kInputs = Gate ? 2 : 1;
-
 template <bool Gate>
 Tensor activate(const Tensor& x, const Tensor& bias) {
   constexpr const char* op = Gate ? "bias_geglu" : "bias_gelu";

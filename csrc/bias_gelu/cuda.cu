@@ -10,12 +10,9 @@
 namespace megabert {
 namespace {
 
-// Columns of x for one of the result.
 template <bool Gate>
-constexpr int64_t kInputs = Gate ? 2 : 1;
-
-template <bool Gate>
-Tensor activate(const char* op, const Tensor& x, const Tensor& bias) {
+Tensor activate(const Tensor& x, const Tensor& bias) {
+  constexpr const char* op = Gate ? "bias_geglu" : "bias_gelu";
   check_cuda(op, "x", x);
   check_activation(op, x, bias, kInputs<Gate>);
   const OnDevice device(x);
@@ -38,7 +35,8 @@ Tensor activate(const char* op, const Tensor& x, const Tensor& bias) {
 
 // -> dx, dbias
 template <bool Gate>
-std::tuple<Tensor, Tensor> gradient(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias) {
+std::tuple<Tensor, Tensor> gradient(const Tensor& grad, const Tensor& x, const Tensor& bias) {
+  constexpr const char* op = Gate ? "bias_geglu_backward" : "bias_gelu_backward";
   check_cuda(op, "x", x);
   check_activation_backward(op, grad, x, bias, kInputs<Gate>);
   const OnDevice device(x);
@@ -65,25 +63,13 @@ std::tuple<Tensor, Tensor> gradient(const char* op, const Tensor& grad, const Te
   return {dx, dbias};
 }
 
-Tensor bias_gelu(const Tensor& x, const Tensor& bias) { return activate<false>("bias_gelu", x, bias); }
-
-std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  return gradient<false>("bias_gelu_backward", grad, x, bias);
-}
-
-Tensor bias_geglu(const Tensor& x, const Tensor& bias) { return activate<true>("bias_geglu", x, bias); }
-
-std::tuple<Tensor, Tensor> bias_geglu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  return gradient<true>("bias_geglu_backward", grad, x, bias);
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
-  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
-  m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
-  m.impl("bias_geglu", TORCH_BOX(&bias_geglu));
-  m.impl("bias_geglu_backward", TORCH_BOX(&bias_geglu_backward));
+  m.impl("bias_gelu", TORCH_BOX(&activate<false>));
+  m.impl("bias_gelu_backward", TORCH_BOX(&gradient<false>));
+  m.impl("bias_geglu", TORCH_BOX(&activate<true>));
+  m.impl("bias_geglu_backward", TORCH_BOX(&gradient<true>));
 }
 
 }  // namespace megabert

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,24 +33,6 @@ def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path) -> None:
         assert len(train) == min(most, 18)
 
 
-def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    articles = [
-        {"title": f"t{a}", "paragraphs": [{"context": f"{a} {p}", "qas": [{"id": f"{a}-{p}"}]} for p in range(8)]}
-        for a in range(30)
-    ]
-    (tmp_path / "squad1.1").mkdir()
-    with gzip.open(tmp_path / "squad1.1/train-v1.1.json.gz", "wt") as file:
-        json.dump({"data": articles}, file)
-    monkeypatch.setattr(bench, "SQUAD", {"train": 96, "chosen-on": 6, "reported": 6})
-    files = bench.questions(tmp_path, tmp_path, 30)
-    paths = files.train, files.chosen_on, files.reported
-    train, chosen_on, reported = (json.loads(path.read_text())["data"] for path in paths)
-    assert [a["title"] for a in reported] == ["t0", "t10", "t20"]
-    assert [a["title"] for a in chosen_on] == ["t1", "t12", "t23"]
-    assert len(train) == 24 and not {a["title"] for a in train} & {a["title"] for a in (*chosen_on, *reported)}
-    assert [len(a["paragraphs"]) for a in train] == [4] * 24 and [len(a["paragraphs"]) for a in reported] == [2] * 3
-
-
 def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
     draw = random.Random(3)
     lengths = [draw.randint(1, 9) for _ in range(40)]
@@ -62,18 +42,6 @@ def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
     scores.write(task, [(examples, predictions)], tmp_path / "found.conll")
     found = bench.entity_tallies(tmp_path / "unused", tmp_path / "found.conll")
     assert len(found) == 40 and bench.ratio(found) == pytest.approx(scores.score(task, examples, predictions)["f1"])
-
-
-def test_a_question_counts_its_best_answer(tmp_path: Path) -> None:
-    def question(name: str, *answers: str) -> dict[str, Any]:
-        return {"id": name, "answers": [{"text": text, "answer_start": 0} for text in answers]}
-
-    asked = [question("p", "the red house", "red"), question("q", "blue"), question("r", "green")]
-    dev = {"data": [{"paragraphs": [{"qas": asked[:2]}, {"qas": asked[2:]}]}]}
-    (tmp_path / "dev.json").write_text(json.dumps(dev))
-    (tmp_path / "found.json").write_text(json.dumps({"q": "dark blue", "p": "red"}))
-    found = bench.answer_tallies(tmp_path / "dev.json", tmp_path / "found.json")
-    assert found == [(1.0, 1.0), (pytest.approx(2 / 3), 1.0), (0.0, 1.0)]
 
 
 def test_the_interval_is_paired_over_items_and_wider_where_seeds_differ() -> None:
@@ -135,7 +103,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
     def run(*given: str) -> list[str]:
         started.clear()
-        assert bench.main([*given, *fixed, "--allow-dirty"]) == 0
+        bench.main([*given, *fixed, "--allow-dirty"])
         return list(started)
 
     return run
@@ -173,9 +141,3 @@ def test_finished_runs_are_kept_and_checked(stand_in: Callable[..., list[str]], 
     (tmp_path / "work/sst-2-ours/seed1/predictions-test.tsv").write_text("index\tprediction\n0\t1\n1\t1\n")
     with pytest.raises(ValueError, match=r"its run scores 1.0, its predictions 0.5"):
         stand_in(*given, "2")
-
-
-def test_peer_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.parse(["--models", "ours=x", "--tasks", "t", "--peer", "--only", "SQuAD 1.1"])
-    assert "--only SQuAD 1.1: --peer has SST-2, RTE, WNUT-17" in capsys.readouterr().err

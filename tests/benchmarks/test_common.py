@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import json
@@ -43,29 +42,28 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     hardware.changes.cache_clear()
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    hardware.add_json(parser)
-    args = parser.parse_args(arguments)
-    hardware.refuse_dirty(parser, args)
-    return args
-
-
 def test_only_a_clean_tree_writes_results_unless_allowed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tree / hardware.RESULTS / "new.json"
     target.write_text("{}\n")  # results do not make it dirty
-    hardware.write_json(parse("--json", str(target)).json, {"ratio": 2.0})
+    parse = hardware.Parser("").parse
+    hardware.write_json(parse(["--json", str(target)]).json, {"ratio": 2.0})
     about = json.loads(target.read_text())["about"]
     assert "+changes" not in about["revision"] and "changes" not in about
     (tree / "source.py").write_text("2\n")
     hardware.changes.cache_clear()
     with pytest.raises(SystemExit, match="2"):
-        parse("--json", str(target))
+        parse(["--json", str(target)])
     assert "source.py" in capsys.readouterr().err
-    parse("--json", str(tree / "elsewhere.json"))
-    hardware.write_json(parse("--json", str(target), "--allow-dirty").json, {})
+    parse(["--json", str(tree / "elsewhere.json")])
+    hardware.write_json(parse(["--json", str(target), "--allow-dirty"]).json, {})
     about = json.loads(target.read_text())["about"]
     assert about["revision"].endswith("+changes") and about["changes"] == [" M source.py"]
+
+
+def test_a_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        hardware.run(lambda: int("x"))
+    assert capsys.readouterr().err == "error: invalid literal for int() with base 10: 'x'\n"
 
 
 class Cuda:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import tables
 
-RESULTS = "benchmarks/results"
+RESULTS, PAGE = "benchmarks/results", "docs/measurements.md"
 NAMED = re.compile(r"([\w.-]+_\d{4}-\d\d-\d\d\.(?:json|svg)|\b(?:speedrun|search_[\w-]+)\.json)")
 
 
@@ -32,28 +32,24 @@ def test_committed_pages_are_what_the_results_give(capsys) -> None:
     assert sorted(shown) == sorted(tables.TABLES), "each table is on one page"
 
 
-def test_a_changed_result_is_found_and_written(copy: Path, capsys) -> None:
-    before = (copy / "docs/measurements.md").read_text()
-    path = copy / RESULTS / "data_cpu2_2026-11-22.json"
-    result = json.loads(path.read_text())
-    result["results"][0]["comparisons"][0]["ratio"] = 7.654
-    path.write_text(json.dumps(result))
-    assert tables.main(["--check"], copy) == 1
-    assert "docs/measurements.md: table peers is not" in capsys.readouterr().out
-    assert (copy / "docs/measurements.md").read_text() == before, "--check writes nothing"
+@pytest.mark.parametrize(
+    ("file", "old", "new", "table"),
+    [
+        (f"{RESULTS}/data_cpu2_2026-11-22.json", "4.0883938864541225", "7.654", "peers"),
+        (PAGE, "-1.050 ± 0.278", "-1.050 ± 0.178", "changes"),
+    ],
+)
+def test_a_change_is_found_and_written(file: str, old: str, new: str, table: str, copy: Path, capsys) -> None:
+    committed = (copy / PAGE).read_text()
+    text = (copy / file).read_text()
+    assert old in text
+    (copy / file).write_text(text.replace(old, new))
+    changed = (copy / PAGE).read_text()
+    assert tables.main(["--check"], copy) == 1 and (copy / PAGE).read_text() == changed, "--check writes nothing"
+    expected = f"{PAGE}: table {table} is not what the results give; run python benchmarks/tables.py\n"
+    assert expected in capsys.readouterr().out
     assert tables.main([], copy) == tables.main(["--check"], copy) == 0
-    assert (copy / "docs/measurements.md").read_text() == before.replace("| 4.09; 21.3 |", "| 7.65; 21.3 |") != before
-
-
-def test_a_changed_page_is_found_and_mended(copy: Path, capsys) -> None:
-    page = copy / "docs/measurements.md"
-    before = page.read_text()
-    page.write_text(before.replace("-1.050 ± 0.278", "-1.050 ± 0.178"))
-    assert tables.main(["--check"], copy) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "docs/measurements.md: table changes is not what the results give; run python benchmarks/tables.py"
-    ]
-    assert tables.main([], copy) == 0 and page.read_text() == before
+    assert (copy / PAGE).read_text() == (committed if file == PAGE else committed.replace("4.09; 21.3", "7.65; 21.3"))
 
 
 def test_an_unknown_table_is_one_clear_line(copy: Path, capsys) -> None:

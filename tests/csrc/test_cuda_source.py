@@ -134,13 +134,14 @@ SIZES = [(1, 1), (4, 3), (5, 1023), (7, 1024), (4, 2056)]
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_geglu"])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_gelu_with_and_without_a_gate(kernels: Kernels, rows: int, width: int, name: str, dtype: torch.dtype) -> None:
-    wide = 2 * width if name == "bias_geglu" else width
+    gate = name == "bias_geglu"
+    wide = 2 * width if gate else width
     given = normal(rows, wide, seed=1, scale=3), normal(wide, seed=2), normal(rows, width, seed=3)
     x, bias, grad = (t.to(dtype) for t in given)
-    (y,) = kernels.run(name, dtype, x, bias, result(dtype, rows, width), rows, width)
+    (y,) = kernels.run("activate", dtype, gate, x, bias, result(dtype, rows, width), rows, width)
     dx, dbias = kernels.run(
-        f"{name}_backward", dtype, grad, x, bias, result(dtype, rows, wide), empty(FP32, 3, wide), result(dtype, wide),
-        rows, width,
+        "activate_backward", dtype, gate, grad, x, bias, result(dtype, rows, wide), empty(FP32, 3, wide),
+        result(dtype, wide), rows, width,
     )  # fmt: skip
     plain, exact = getattr(ops, name), getattr(reference, name)
     agree([y, dx, dbias], lambda *a: [plain(*a, "torch")], lambda *a: [exact(*a)], [x, bias], [grad], dtype)

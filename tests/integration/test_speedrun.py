@@ -29,7 +29,6 @@ PEER = f"""{HEAD}system = "huggingface"
 
 [keys]
 batch = 16
-causal = 0.5
 "model.layers" = 1
 """
 

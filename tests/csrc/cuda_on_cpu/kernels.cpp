@@ -77,26 +77,6 @@ std::string reduce(bool backwards, const float* partial, const LineSums<T, Vecto
                 [&] { reduce_lines<T, Vectors>(partial, sums, lines, stride, width); });
 }
 
-template <bool Gate>
-const char* activate(int type, bool backwards, Pointer x, Pointer bias, Pointer y, int64_t rows, int64_t width) {
-  return with_groups(type, width, {x, bias, y}, [&](auto t, auto whole) {
-    const auto kernel = activation_forward<decltype(t), Gate, decltype(whole)::value>;
-    return launch_columns(width, backwards, [&] { kernel(x, bias, y, rows, width); });
-  });
-}
-
-template <bool Gate>
-const char* activate_backward(int type, bool backwards, Pointer grad, Pointer x, Pointer bias, Pointer dx,
-                              Pointer partial, Pointer dbias, int64_t rows, int64_t width) {
-  return with_groups(type, width, {grad, x, bias, dx}, [&](auto t, auto whole) {
-    using T = decltype(t);
-    const auto kernel = activation_gradient<T, Gate, decltype(whole)::value>;
-    const std::string result = launch_columns(width, backwards, [&] { kernel(grad, x, bias, dx, partial, rows, width); });
-    const int64_t columns = (1 + Gate) * width;
-    return result.empty() ? reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, columns, columns) : result;
-  });
-}
-
 template <class T>
 AttentionRows<T> attention_rows(Pointer qkv, Pointer start, Pointer end, Pointer context, Pointer lse, int64_t tokens,
                                 int64_t heads, int64_t size) {
@@ -145,20 +125,29 @@ const char* softmax_mask_backward(int type, bool backwards, Pointer grad, Pointe
   });
 }
 
-const char* bias_gelu(int type, bool backwards, Pointer x, Pointer bias, Pointer y, int64_t rows, int64_t width) {
-  return activate<false>(type, backwards, x, bias, y, rows, width);
-}
-const char* bias_geglu(int type, bool backwards, Pointer x, Pointer bias, Pointer y, int64_t rows, int64_t width) {
-  return activate<true>(type, backwards, x, bias, y, rows, width);
+const char* activate(int type, bool backwards, bool gate, Pointer x, Pointer bias, Pointer y, int64_t rows, int64_t width) {
+  return with_groups(type, width, {x, bias, y}, [&](auto t, auto whole) {
+    std::string result;
+    with_bool(gate, [&](auto gated) {
+      const auto kernel = activation_forward<decltype(t), decltype(gated)::value, decltype(whole)::value>;
+      result = launch_columns(width, backwards, [&] { kernel(x, bias, y, rows, width); });
+    });
+    return result;
+  });
 }
 
-const char* bias_gelu_backward(int type, bool backwards, Pointer grad, Pointer x, Pointer bias, Pointer dx,
-                               Pointer partial, Pointer dbias, int64_t rows, int64_t width) {
-  return activate_backward<false>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
-}
-const char* bias_geglu_backward(int type, bool backwards, Pointer grad, Pointer x, Pointer bias, Pointer dx,
-                                Pointer partial, Pointer dbias, int64_t rows, int64_t width) {
-  return activate_backward<true>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
+const char* activate_backward(int type, bool backwards, bool gate, Pointer grad, Pointer x, Pointer bias, Pointer dx,
+                              Pointer partial, Pointer dbias, int64_t rows, int64_t width) {
+  return with_groups(type, width, {grad, x, bias, dx}, [&](auto t, auto whole) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(gate, [&](auto gated) {
+      const auto kernel = activation_gradient<T, decltype(gated)::value, decltype(whole)::value>;
+      result = launch_columns(width, backwards, [&] { kernel(grad, x, bias, dx, partial, rows, width); });
+    });
+    const int64_t columns = (1 + gate) * width;
+    return result.empty() ? reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, columns, columns) : result;
+  });
 }
 
 const char* rotate(int type, bool backwards, Pointer x, Pointer cos, Pointer sin, Pointer y, int64_t rows, int64_t heads,
