@@ -47,7 +47,7 @@ from benchmarks.rehearsal import meeting
 from benchmarks.rehearsal.counts import Counts, descriptors, held
 from benchmarks.rehearsal.engine import RehearsedEngine
 from megabert import open_run, train
-from megabert.checkpoint.saves import Saves
+from megabert.checkpoint import Checkpoints
 from megabert.common.errors import FAILED
 from megabert.data.shards import Dataset
 from megabert.distributed.session import Session
@@ -97,7 +97,7 @@ def run_rank(command: Command, rank: int, place: Mapping[str, str], gate: tuple[
     counts.around(Session, "watch", "watch")
     for name, stage in (("open_data", "open"), ("open_run_folder", "verify"), ("resume", "restore")):
         counts.around(open_run, name, stage)
-    counts.around(Saves, "complete", "save")
+    counts.around(Checkpoints, "complete", "save")
     take, training = Trainer.train_update, Trainer.train
 
     def engine(*args: Any) -> RehearsedEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,24 +121,16 @@ def bytes_a_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
     return float(counts @ sizes / max(counts.sum(), 1))
 
 
-@dataclass(frozen=True)
-class SampledBatch:
-    """The samples of one micro-batch: their texts, and the positions of the needed logits (int64 [N], flat)."""
-
-    batch: Batch
-    samples: list[dict[str, Any]]
-    at: Tensor
-
-
 class HeldOutSamples:
     """The samples of some batches: predictions for the masks of a few held-out rows. The batches stay on the CPU."""
 
     def __init__(self, batches: Iterable[Batch], tokenizer: Tokenizer, causal: bool) -> None:
         """`batches` under the mask of evaluation; `causal`: each token predicts the next."""
         self._vocabulary, self._causal = tokenizer.tokens, causal
-        self._batches = [sampled for sampled in map(self._sampled, batches) if len(sampled.at)]
+        self._batches = [sampled for sampled in map(self._sampled, batches) if sampled[1]]
 
-    def _sampled(self, batch: Batch) -> SampledBatch:
+    def _sampled(self, batch: Batch) -> tuple[Batch, list[dict[str, Any]], Tensor]:
+        """A micro-batch, its samples without predictions, and the flat positions of the logits that they need, int64 [N]."""
         samples, at = [], []
         width = batch.input_ids.shape[1]
         for row, row_id in enumerate(batch.row_ids.tolist()):
@@ -153,7 +145,7 @@ class HeldOutSamples:
             if chosen:
                 at += [p for p, _ in chosen]
                 samples.append(self._sample(batch, row_id, first, last + self._causal, chosen))
-        return SampledBatch(batch, samples, torch.tensor(at, dtype=torch.int64))
+        return batch, samples, torch.tensor(at, dtype=torch.int64)
 
     def _sample(self, batch: Batch, row_id: int, first: int, end: int, chosen: list[tuple[int, int]]) -> dict[str, Any]:
         """A sample without predictions: its original tokens and, for each mask, its index and the token in the input."""
@@ -172,13 +164,13 @@ class HeldOutSamples:
         Leaves train/eval as it was, and draws no random numbers. At ZeRO stage 3 a collective.
         """
         samples, no_dropout = [], torch.zeros(1, dtype=torch.int64, device=device)
-        for sampled in self._batches:
-            inputs = sampled.batch.to(device).inputs()
+        for batch, without, at in self._batches:
+            inputs = batch.to(device).inputs()
             with evaluating(module):
-                logits = module(**inputs, seed=no_dropout, logits_at=sampled.at.to(device))
+                logits = module(**inputs, seed=no_dropout, logits_at=at.to(device))
             best = logits.float().softmax(-1).topk(min(SAMPLE_WORDS, logits.shape[1]))
             words = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            for sample in sampled.samples:
+            for sample in without:
                 masks = [mask | {"predicted": self._words(*next(words))} for mask in sample["masks"]]
                 samples.append(sample | {"masks": masks})
         return samples

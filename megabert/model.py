@@ -339,41 +339,33 @@ class BertForPreTraining(nn.Module):
         assert self.embeddings.word.bias is not None
         self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
 
-    def encode(
+    def encode(self, *inputs: Tensor, **more: Any) -> Tensor:
+        """Hidden states [B, T, D], with `keep` [N, D] or [B, J, D]: the last ones of `states`, whose arguments these are."""
+        for normed, _residual in self.states(*inputs, **more):
+            last = normed
+        return last
+
+    def hidden_states(self, *inputs: Tensor, count: int | None = None, **more: Any) -> list[Tensor]:
+        """L + 1 tensors [B, T, D]: the embeddings, then each layer's result; the last is `encode`'s. With `count` the first
+        so many, and no later layer is computed. Other arguments as of `states`.
+
+        Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
+        the last layer is normalised.
+        """
+        states = enumerate(islice(self.states(*inputs, **more), count))
+        return [normed if index == len(self.layers) else residual for index, (normed, residual) in states]
+
+    def states(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
         lengths: Tensor, keep: Tensor | None = None, seed: Tensor | None = None, causal: Any = False,
-    ) -> Tensor:  # fmt: skip
-        """Hidden states [B, T, D] of int32 [B, T] inputs (lengths [B, S]); a token attends to [key_start, key_end), of which
-        varlen attention knows only whether they are `causal`.
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """(normed, residual) [B, T, D] of the embeddings and of each layer, as they are computed, of int32 [B, T] inputs (lengths
+        [B, S]); a token attends to [key_start, key_end), of which varlen attention knows only whether they are `causal`.
 
         With `keep` (int flat positions [N] or [B, J]) the last layer computes only those: [N, D] or [B, J, D], the same
         values. seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
         With a second element, the index of the batch's first row in the update, a row's masks do not depend on its batch.
         """
-        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        for normed, _residual in self._states(*inputs, keep, seed, causal):
-            last = normed
-        return last
-
-    def hidden_states(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, seed: Tensor | None = None, count: int | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """L + 1 tensors [B, T, D]: the embeddings, then each layer's result; the last is `encode`'s. With `count` the first
-        so many, and no later layer is computed.
-
-        Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
-        the last layer is normalised. Arguments as in `encode`.
-        """
-        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        states = enumerate(islice(self._states(*inputs, None, seed), count))
-        return [normed if index == len(self.layers) else residual for index, (normed, residual) in states]
-
-    def _states(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, keep: Tensor | None, seed: Tensor | None, causal: bool = False,
-    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """(normed, residual) of the embeddings and of each layer, as they are computed."""
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
         size = self.cfg.hidden // self.cfg.heads
@@ -401,7 +393,7 @@ class BertForPreTraining(nn.Module):
         mlm_labels: Tensor | None = None, seed: Tensor | None = None, logits_at: Tensor | None = None,
         causal: Any = False, sources: Tensor | None = None,
     ) -> Output | Tensor | tuple[Tensor, ...]:  # fmt: skip
-        """Loss sums and correct counts of a packed batch (shapes as in `encode`); with `logits_at`, int flat positions [N],
+        """Loss sums and correct counts of a packed batch (shapes as in `states`); with `logits_at`, int flat positions [N],
         only the logits there over the real vocabulary [N, V]. Of ids alone, as in `unpacked_inputs`, all logits [B, T, V].
 
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
@@ -409,28 +401,22 @@ class BertForPreTraining(nn.Module):
         sums and correct counts of each source follow those of `terms`.
         """
         if key_end is None:
-            hidden = self.encode(
-                **unpacked_inputs(input_ids, segment_ids, causal), seed=seed, causal=causal
-            )  # (B, T, D)
+            unpacked = unpacked_inputs(input_ids, segment_ids, causal)
+            hidden = self.encode(**unpacked, seed=seed, causal=causal)  # (B, T, D)
             return self.mlm_logits(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
         assert segment_ids is not None and position_ids is not None and key_start is not None and lengths is not None
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
         if logits_at is not None:
-            return self.mlm_logits(self.encode(*inputs, logits_at, seed, causal))
-        assert (
-            mlm_positions is not None
-            and mlm_labels is not None
-            and cls_positions is not None
-            and nsp_labels is not None
-        )
+            return self.mlm_logits(self.encode(*inputs, keep=logits_at, seed=seed, causal=causal))
+        assert mlm_positions is not None and mlm_labels is not None
+        assert cls_positions is not None and nsp_labels is not None
         slots = mlm_positions.shape[1]
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
-        hidden = self.encode(*inputs, keep, seed, causal)  # (B, K + S, D)
+        hidden = self.encode(*inputs, keep=keep, seed=seed, causal=causal)  # (B, K + S, D)
         predicted = self.mlm(hidden[:, :slots].flatten(0, 1))  # (B * K, D)
         groups = None if sources is None else sources.flatten(1)  # (N, B * K)
-        mlm_loss, mlm_correct, *by_source = self.embeddings.word(
-            hidden=predicted, labels=mlm_labels.flatten(), groups=groups
-        )
+        labels = mlm_labels.flatten()
+        mlm_loss, mlm_correct, *by_source = self.embeddings.word(hidden=predicted, labels=labels, groups=groups)
         nsp_loss, nsp_correct = mlm_loss.new_zeros(()), torch.zeros_like(mlm_correct)
         if self.cfg.nsp:
             logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
@@ -456,7 +442,7 @@ class BertForPreTraining(nn.Module):
 
 
 def unpacked_inputs(ids: Tensor, segment_ids: Tensor | None = None, causal: bool = False) -> dict[str, Tensor]:
-    """The inputs of `encode` for int [B, T] ids that hold one sequence a row, and behind it padding (id 0). `causal`: a token
+    """The inputs of `states` for int [B, T] ids that hold one sequence a row, and behind it padding (id 0). `causal`: a token
     attends only to the tokens before it, and to itself."""
     ids = ids.int()
     places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device).expand_as(ids)

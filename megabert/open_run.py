@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_whole
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.config import Config, DataConfig, fit_micro_size, list_phases
+from megabert.config import Config, DataConfig, fit_micro_size, list_phases, replace
 from megabert.data import mixture
 from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts, with_vocabulary_size
-from megabert.data.shards import Cache
+from megabert.data.shards import Cache, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
 from megabert.distributed.signals import Stop
@@ -51,7 +52,6 @@ from megabert.workload import NO_EXTRAS, Extras, Pretraining
 class Origin:
     """The state that a run folder has to resume from."""
 
-    run_dir: Path
     checkpoints: Checkpoints
     # the newest checkpoint; None without one
     path: Path | None
@@ -60,25 +60,6 @@ class Origin:
     copy: NewestCopy | None
     # state of the copy or the checkpoint; {} for a new run
     state: Mapping[str, Any]
-
-    @property
-    def precision(self) -> str:
-        """Of the run that resumes; "" for a new one."""
-        return str(self.state["config"]["precision"]) if self.state else ""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training starts."""
-
-    # the state that was restored; None for a new run
-    saved: dict[str, Any] | None = None
-    # the update of the data at which a new run starts
-    cursor: int = 0
-
-    @property
-    def step(self) -> int:
-        return self.saved["step"] if self.saved else 0
 
 
 def open_run(
@@ -105,27 +86,26 @@ def open_run(
     watchdog.progress()  # each step may take minutes
     config = resolve_config(config, datasets)
     origin = open_run_folder(config, run_dir, world)
-    config = precision.with_precision(config, world, origin.precision)
+    saved = origin.state["config"]["precision"] if origin.state else ""
+    config = replace(config, "precision", precision.choose(config.precision, world, saved))
     watchdog.progress()
     engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra, extras)
     watchdog.progress()
     provenance = describe(config, datasets, tokenizer, engine)
-    start = resume(engine, config, datasets, provenance, origin, world, extend)
+    cursor = resume(engine, config, datasets[0].manifest, provenance, origin, extend)
     watchdog.progress()
-    record(origin, provenance, tokenizer, start, world)
+    record(origin, provenance, tokenizer)
     return Trainer(
         config=config,
-        world=world,
         engine=engine,
-        workload=Pretraining(config, world, engine, datasets, tokenizer, extras),
+        workload=Pretraining(config, engine, datasets, tokenizer, extras),
         checkpoints=origin.checkpoints,
         copies=origin.copies,
         stop=stop,
         watchdog=watchdog,
-        run_dir=run_dir,
         provenance=provenance,
-        saved=start.saved,
-        cursor=start.cursor,
+        saved=origin.state or None,
+        cursor=cursor,
         stop_after=stop_after,
         profile=profile,
     )
@@ -158,14 +138,12 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     """Open a dataset or mixture. The first rank of each node reads the manifests and checks that all shards are there; rank 0
     broadcasts the manifests to the other ranks. A collective. Raises RankRefused if a rank cannot open the dataset or finds another
     one."""
-    dataset: AnyDataset | None = None
-    problem, code, cache = "", errors.OK, Cache(data.cache_dir, data.cache_gib)
-    if world.local_rank == 0:
-        try:
-            dataset = mixture.open_mixture(data.path, data.mix, cache=cache)
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    refuse_together(world, problem, code)
+    cache = Cache(data.cache_dir, data.cache_gib)
+
+    def open_on_first() -> AnyDataset | None:
+        return mixture.open_mixture(data.path, data.mix, cache=cache) if world.local_rank == 0 else None
+
+    dataset = on_every_rank(world, open_on_first)
     if world.size == 1:
         assert dataset is not None
         return dataset
@@ -173,9 +151,10 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     rank_0_dataset = mixture.from_json(content, data.mix, cache)
     for part in members(rank_0_dataset):
         part.fetches = False  # the first rank of the node does it
+    problem = ""
     if dataset is not None and dataset.manifest.fingerprint != rank_0_dataset.manifest.fingerprint:
-        problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
-    refuse_together(world, problem, code)
+        problem = f"{dataset.folder}: is not the dataset that rank 0 sees there"
+    refuse_together(world, problem, errors.USER_ERROR * bool(problem))
     return dataset or rank_0_dataset
 
 
@@ -208,9 +187,9 @@ def open_run_folder(config: Config, run_dir: Path, world: World) -> Origin:
         copied.changed()  # the last job may have ended before
     state = {} if path is None else checkpoints.state
     copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
-    saved = world.broadcast(checkpoints.steps() if world.is_main else None)
+    saved = on_main(world, checkpoints.steps)
     copy = None if copies is None else copies.newest(state.get("cursor", -1), saved)
-    return Origin(run_dir, checkpoints, path, copies, copy, state if copy is None else copy.state)
+    return Origin(checkpoints, path, copies, copy, state if copy is None else copy.state)
 
 
 # -- 4. model and engine ---------------------------------------------------------------------------------------------
@@ -237,51 +216,37 @@ def build_engine(
         if config.distill.teacher:
             assert extras.build is not None, "see Extras.check"
             return extras.build(config, tokenizer.sha256, world.device)
-        return new_model(config, world, counts)
+        model = BertForPreTraining(config.model, config.ops, world.device.type, precision.DTYPES[config.precision])
+        if counts is not None:
+            model.start_from_frequencies(torch.tensor(counts))
+        return model
 
     return Engine(config, lambda: on_every_rank(world, build), world, deepspeed_extra)
-
-
-def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:
-    """BERT with fp32 weights. With `counts` of the vocabulary's ids, the decoder's bias is initialised from their frequencies."""
-    dtype = precision.DTYPES[config.precision]
-    model = BertForPreTraining(config.model, config.ops, world.device.type, dtype)
-    if counts is not None:
-        model.start_from_frequencies(torch.tensor(counts))
-    return model
 
 
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
     """Number of occurrences of each id that the run predicts, counted by rank 0. A collective. Raises ValueError if rows cannot be
     read."""
-    counts: list[int] = []
 
-    def count() -> None:
+    def count() -> list[int]:
         predicted = np.ones(tokenizer.vocab_size, dtype=bool)
         predicted[list(tokenizer.special_ids.values())] = False
         predicted[tokenizer.special_ids["sep"]] = config.causal_updates
-        counts.extend(token_counts(dataset, predicted).tolist())
+        return token_counts(dataset, predicted).tolist()
 
-    on_main(world, count)
-    return world.broadcast(counts)
+    return on_main(world, count)
 
 
 # -- 5. resume -------------------------------------------------------------------------------------------------------
 
 
 def resume(
-    engine: Engine,
-    config: Config,
-    datasets: Sequence[AnyDataset],
-    provenance: Mapping[str, Any],
-    origin: Origin,
-    world: World,
-    extend: bool,
-) -> Start:
-    """Restore the engine from the run's newest state, or from `init_from`. A collective. Raises ValueError naming the field in which the
-    checkpoint differs from the run."""
+    engine: Engine, config: Config, manifest: Manifest, provenance: Mapping[str, Any], origin: Origin, extend: bool
+) -> int:
+    """Restore the engine from the run's newest state, or from `init_from`; returns the update of the data at which a new run starts. A
+    collective. Raises ValueError naming the field in which the checkpoint differs from the run."""
     if not origin.state:
-        return Start(cursor=initialise(engine, config, datasets, world) if config.init_from else 0)
+        return initialise(engine, config, manifest) if config.init_from else 0
     check_compatible(origin.state, provenance)
     note_changes(origin.state, config, extend)
     if origin.copy is not None:
@@ -296,33 +261,25 @@ def resume(
         origin.checkpoints.load(engine, origin.path)
     place = origin.path if origin.copy is None else "copies in memory"
     log.info(f"resuming from {place} at step {origin.state['step']}, {duration(origin.state['seconds'])} trained")
-    return Start(saved=dict(origin.state))
+    return int(origin.state.get("cursor", 0))
 
 
-def initialise(engine: Engine, config: Config, datasets: Sequence[AnyDataset], world: World) -> int:
+def initialise(engine: Engine, config: Config, manifest: Manifest) -> int:
     """Load the weights, and with `init_moments` the moments, of the run `init_from`; returns the update of the data at which to start."""
-
-    def check(source: Mapping[str, Any]) -> None:
-        refuse_other_tokenizer(config, source, datasets[0].manifest)
-
-    source = start_engine(engine, config.init_from, world, config.init_moments, check)
+    check = partial(refuse_other_tokenizer, config, manifest=manifest)
+    source = start_engine(engine, config.init_from, config.init_moments, check)
     parts = "weights and moments" if config.init_moments else "the weights"
     log.info(f"starting from {parts} of {config.init_from} at step {source['step']}")
-    return cursor_after(source, config, datasets[0].manifest)
+    return cursor_after(source, config, manifest)
 
 
 def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
     """The provenance that every checkpoint has: config and its hash, fingerprints of data and tokenizer, backends, machine,
     versions, revision, command. A collective."""
     module: Any = engine.module
-    program: dict[str, Any] = {}
-    if engine.world.is_main:  # of a thousand ranks one asks git and reads the package's files
-        program = {
-            "versions": environment.versions(),
-            "revision": environment.revision(),
-            "source": environment.source(),
-            "command": environment.command(),
-        }
+    # of a thousand ranks one asks git and reads the package's files
+    of_program = ("versions", "revision", "source", "command")
+    program = on_main(engine.world, lambda: {name: getattr(environment, name)() for name in of_program})
     cuda = engine.world.device.type == "cuda"
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     return {
@@ -334,7 +291,7 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
         "backends": backends | {"optimizer": engine.optimizer_kernels},
         "machine": torch.cuda.get_device_name(engine.world.device) if cuda else environment.processor(),
         "threads": torch.get_num_threads(),
-        **engine.world.broadcast(program),
+        **program,
         **getattr(module, "provenance", {}),
     }
 
@@ -342,16 +299,17 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
 # -- 6. record -------------------------------------------------------------------------------------------------------
 
 
-def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, start: Start, world: World) -> None:
+def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with
     step, time and hardware of this start. Rank 0 only."""
+    world, run_dir = origin.checkpoints.world, origin.checkpoints.run_dir
     if not world.is_main:
         return
-    write_whole(origin.run_dir / CONFIG, canonical(provenance))
+    write_whole(run_dir / CONFIG, canonical(provenance))
     for name, data in tokenizer.files().items():
-        write_whole(origin.run_dir / name, data)
+        write_whole(run_dir / name, data)
     line = {
-        "step": start.step,
+        "step": origin.state.get("step", 0),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "ranks": world.size,
         "device": provenance["machine"],
@@ -359,5 +317,5 @@ def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, 
         "memory_gib": environment.memory_gib(),
         **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
     }
-    with open(origin.run_dir / STARTS, "a") as file:
+    with open(run_dir / STARTS, "a") as file:
         file.write(json.dumps(line) + "\n")

@@ -135,17 +135,16 @@ class SpikePolicy:
                 then = {"warn": "", "skip": "; the update is skipped on every rank", "rollback": "; rolling back"}
                 text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"
                 troubles.append(Trouble("spike", policy, score, text))
-        judged = tuple(troubles)
-        if self.bad >= self.max_bad_steps:
-            reason = f"{self.bad} updates in a row were not applied, the last ones for non-finite numbers or a spike"
-            return Judgement(Decision.ABORT, judged, reason)
+        decision, reason = Decision.SKIP if skipped else Decision.OK, ""
         if spike and policy == "rollback":
-            self.rollbacks += 1
+            decision, self.rollbacks = Decision.ROLLBACK, self.rollbacks + 1
             if self.rollbacks > self.settings.max_rollbacks:
+                decision = Decision.ABORT
                 reason = f"a spike after {self.settings.max_rollbacks} rollbacks (spikes.max_rollbacks)"
-                return Judgement(Decision.ABORT, judged, reason)
-            return Judgement(Decision.ROLLBACK, judged)
-        return Judgement(Decision.SKIP if skipped else Decision.OK, judged)
+        if self.bad >= self.max_bad_steps:
+            decision = Decision.ABORT
+            reason = f"{self.bad} updates in a row were not applied, the last ones for non-finite numbers or a spike"
+        return Judgement(decision, tuple(troubles), reason)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from megabert.distributed.session import Session
     from megabert.trainer import Trainer
 
-TIMES = "90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00"
-
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.train"), description=__doc__)
@@ -62,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-time",
         default="",
         metavar="TIME",
-        help=f"save and exit 85 within this time: {TIMES}; SLURM's time limit also applies",
+        help="save and exit 85 within this time: 90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00; SLURM's time limit also applies",
     )
     add(
         "--in-place",

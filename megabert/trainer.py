@@ -11,19 +11,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.agreement import REQUESTED, UNREAD, StepReports, Sync
 from megabert.checkpoint import Checkpoints
-from megabert.checkpoint.saves import Saves
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS
 from megabert.config import Config
 from megabert.data.batch import RowDigest
-from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.ranks import RankRefused, on_main
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankMetrics, UpdateResult
@@ -45,13 +43,11 @@ class Trainer:
         self,
         *,
         config: Config,
-        world: World,
         engine: Engine,
         workload: Workload,
         checkpoints: Checkpoints,
         stop: Stop,
         watchdog: Watchdog,
-        run_dir: Path,
         provenance: Mapping[str, Any],
         saved: Mapping[str, Any] | None = None,
         cursor: int = 0,
@@ -62,14 +58,15 @@ class Trainer:
         """`provenance` is saved in every checkpoint. `cursor`: the first update of the data if nothing was `saved`. `copies`: copies of
         the training state in memory, if ranks restart in place. `stop_after`: step at which to end before the schedule does.
         `profile`: the first and the last update to profile."""
+        world, run_dir = engine.world, checkpoints.run_dir
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.copies, self.stop, self.watchdog = checkpoints, copies, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         engine.progress = checkpoints.progress = watchdog.progress
+        checkpoints.saved = stop.saved
         self.schedule = RunSchedule(config, workload, stop_after)
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.judge = UpdateJudge(self.spike_policy, world, run_dir, engine.terms)
-        self.saves = Saves(checkpoints, stop, watchdog)
         self.reports = StepReports(world)
         # the newest report of all ranks, and the largest `Sync.stop` so far
         self.last_report: Sync | None = None
@@ -106,7 +103,7 @@ class Trainer:
         """The loop of `train`: gives each update, after its log line, evaluation and save. Whoever leaves it before its end leaves the run
         at the newest checkpoint."""
         self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
-        if self.stopping and not self.schedule.over and self.state.step <= max(self.saves.step, 0):
+        if self.stopping and not self.schedule.over and self.state.step <= max(self.checkpoints.saved_step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
             return
         self.watchdog.opened()
@@ -129,9 +126,9 @@ class Trainer:
             if not self.stopping and self.save_due:
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
-                self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
+                self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
             yield self.newest
-        self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
+        self.checkpoints.complete(self.engine, self.state.step, self.checkpoint_state)
         self.checkpoints.finish_mirror()
         self.finished = self.schedule.over and not self.state.evaluation_owed
         saved = f"saved at step {self.state.step:,}; the same command resumes"
@@ -145,7 +142,7 @@ class Trainer:
         """Evaluate and save before the first update, where this is due."""
         if self.stopping:
             return
-        new = self.saves.step < 0
+        new = self.checkpoints.saved_step < 0
         if self.state.evaluation_owed or (new and not self.state.step and self.workload.evaluation_due(0)):
             self.evaluate_in_time()
         if self.save_due or (new and self.config.spikes.policy == "rollback"):
@@ -158,7 +155,7 @@ class Trainer:
             # with a time budget, a repeated update has the same phase and rate as before
             self.state.seconds = recorded[0]
         self.enter_phase(self.schedule.next_phase)
-        lr = recorded[1] if recorded else self.schedule.rate()
+        lr = self.schedule.rate()
         update = self.rank_stats.take(self.updates)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto(update.objective))
 
@@ -193,8 +190,14 @@ class Trainer:
             result.wait()  # before the time is taken, so that it counts as training time
         seconds = time.perf_counter() - started
         self.state.step, self.state.cursor = step, update.step + 1
-        place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
-        self.newest = PendingUpdate(**place, row_ids=update.row_ids.tolist(), objective=update.objective, result=result)
+        self.newest = PendingUpdate(
+            step=step,
+            cursor=update.step,
+            epoch=update.epoch,
+            row_ids=update.row_ids.tolist(),
+            objective=update.objective,
+            result=result,
+        )
         self.judge.pending.append(self.newest)
         self.workload.meter.add(result, update)
         self.row_digest.add(update)
@@ -230,7 +233,7 @@ class Trainer:
         self.state.seconds += sync.nanoseconds / 1e9
         self.state.tokens += sync.tokens
         self.workload.meter.synced(sync.nanoseconds / 1e9, sync.counts)
-        self.saves.synced(sync.saving)
+        self.checkpoints.advance(sync.saving)
         self.stopping = max(self.stopping, sync.stop)
 
     def write_log_line(self, lr: float) -> None:
@@ -259,7 +262,7 @@ class Trainer:
         if self.stopping:
             return
         if state.step and self.world.agree_any(not state.evaluation_seconds and left < math.inf):
-            self.saves.complete(self.engine, state.step, self.checkpoint_state)
+            self.checkpoints.complete(self.engine, state.step, self.checkpoint_state)
         self.evaluate()
 
     def evaluate(self) -> None:
@@ -268,7 +271,7 @@ class Trainer:
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
         state.evaluation_owed = False
         state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
-        self.save_due |= self.saves.step == state.step  # was saved without the evaluation
+        self.save_due |= self.checkpoints.saved_step == state.step  # was saved without the evaluation
         if not metrics:
             return
         self.last_eval = metrics
@@ -288,7 +291,7 @@ class Trainer:
         """Resume from the newest checkpoint before `spike`, skipping the data up to and including it (PaLM, Chowdhery et al. 2022,
         section 5.1). Updates done after the spike are discarded. Raises BadTraining if there is no such checkpoint."""
         self.receive_reports()
-        self.saves.finish()
+        self.checkpoints.finish()
         path = self.checkpoints.latest(spike.step - 1)
         if path is None:
             raise BadTraining(f"a spike at step {spike.step} and no checkpoint before it to roll back to")
@@ -320,9 +323,9 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
         self.schedule.state = state = TrainState.of(saved)
-        self.saves.step = self.checkpoints.step
+        self.checkpoints.saved_step = self.checkpoints.step
         if state.best_step >= 0:
-            state.forget_missing_best(self.world.broadcast(self.checkpoints.steps() if self.world.is_main else None))
+            state.forget_missing_best(on_main(self.world, self.checkpoints.steps))
         self.row_digest, self.last_report = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved.get("losses_by_objective", {}), self.state.bad)
         self.workload.meter.resume(saved["meter"])
@@ -331,13 +334,13 @@ class Trainer:
     def save(self) -> None:
         """Start saving a checkpoint of the current state, and keep a copy of that in memory until it is committed."""
         self.state.saved_seconds = self.state.seconds
-        self.saves.start(self.engine, self.checkpoint_state)
+        self.checkpoints.save(self.engine, self.checkpoint_state())
         if self.copies is not None:
-            self.copies.take(self.engine, self.checkpoint_state(), self.saves.in_flight)
+            self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
 
     def open_sinks(self) -> Sinks:
         """The run's sinks, which write on rank 0 only. Log lines after the current step are removed."""
-        resumed = self.state.step > 0 or self.saves.step >= 0
+        resumed = self.state.step > 0 or self.checkpoints.saved_step >= 0
         folder = self.run_dir if self.world.is_main else None
         return Sinks(folder, self.config, self.state.step if resumed else -1)
 

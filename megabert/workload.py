@@ -110,14 +110,13 @@ class Pretraining:
     def __init__(
         self,
         config: Config,
-        world: World,
         engine: Engine,
         datasets: Sequence[AnyDataset],
         tokenizer: Tokenizer,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        self.extras = extras
-        self.config, self.world, self.engine = fit_micro_size(config, world.size), world, engine
+        world = engine.world
+        self.config, self.world, self.engine, self.extras = fit_micro_size(config, world.size), world, engine, extras
         self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
         self.phases = [fit_micro_size(phase.config, world.size) for phase in list_phases(config)]
         ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
@@ -170,9 +169,7 @@ class Pretraining:
 
     def bytes_a_token(self, dataset: Dataset) -> float:
         """`evaluation.bytes_a_token`, computed on rank 0. A collective. Raises ValueError if rows cannot be read."""
-        values: list[float] = []
-        on_main(self.world, lambda: values.append(evaluation.bytes_a_token(dataset, self.tokenizer)))
-        return self.world.broadcast(values)[0]
+        return on_main(self.world, lambda: evaluation.bytes_a_token(dataset, self.tokenizer))
 
     @cached_property
     def evaluate_pairs(self) -> Callable[[Callable[[], None]], dict[str, float]] | None:

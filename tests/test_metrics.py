@@ -223,10 +223,10 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
     if slow == "data":
         ours.updates = (time.sleep(2 * LATE) or update for update in ours.updates)
     if slow == "elsewhere":
-        first, save = iter([ONCE]), ours.saves.start
+        first, save = iter([ONCE]), ours.checkpoints.save
         ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(next(first, 0.0)))
         ours.workload.evaluate = lambda *_: time.sleep(ONCE) or {}
-        ours.saves.start = lambda *state: (time.sleep(ONCE), save(*state))
+        ours.checkpoints.save = lambda *state: (time.sleep(ONCE), save(*state))
     with pytest.raises(Killed):
         ours.train()
     if stops is not None:

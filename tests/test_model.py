@@ -278,7 +278,8 @@ def test_twenty_bf16_steps_repeat_bit_for_bit(choice: OpsConfig) -> None:
 @pytest.mark.parametrize("choice", [pytest.param(PLAIN, id="torch"), native])
 @KINDS
 def test_compiles(fields: dict[str, Any], choice: OpsConfig) -> None:
-    built, inputs = model(choice, **fields, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+    changes: dict[str, Any] = fields | {"layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    built, inputs = model(choice, **changes), batch([[30], [12, 20]], 32)
     torch.compiler.reset()  # one function may be compiled eight times
     compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs), built(**inputs), rtol=1e-5, atol=1e-4)

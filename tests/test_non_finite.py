@@ -114,16 +114,15 @@ def test_resume_init_from_and_average_are_refused(world, tmp_path, capsys):
         engine = tiny.engine(cfg, world)
         tiny.train(engine, range(1))
         saved = Checkpoints(tmp_path / kind, world, CheckpointConfig(asynchronous=False))
-        parts = engine.layout.weights() if kind == WEIGHT else engine.layout.moments(engine.optimizer)
         saved.save(engine, state(1, cfg))
-        part = next(part for part in parts if part.name == "layers.1.qkv.bias")
+        part = next(part for part in engine.layout.slices(engine.optimizer) if part.name == "layers.1.qkv.bias")
         part.values[kind][0] = NAN
         saved.save(engine, state(2, cfg))
         fresh = tiny.engine(cfg, world)
         with pytest.raises(ValueError, match=f"step-00000002: layers.1.qkv.bias{SAYS}"):
             saved.load(fresh, saved.latest())
         with pytest.raises(ValueError, match=f"step-00000002: layers.1.qkv.bias{SAYS}"):
-            checkpoint.start_engine(fresh, tmp_path / kind, world, moments=True)
+            checkpoint.start_engine(fresh, tmp_path / kind, moments=True)
     assert SAYS in refusal(capsys, average.main, "--run", tmp_path / WEIGHT, "--output", tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 

@@ -136,7 +136,7 @@ def open_where_rank_1_has_no_model(world, folder):
         raise ValueError("no weights fit here")
 
     if world.rank == 1:
-        opening.new_model = fail
+        opening.BertForPreTraining = fail
     cfg, watchdog = config(DATA, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
     with pytest.raises(RankRefused) as found:
         open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)
@@ -163,9 +163,10 @@ def test_evaluations_reuse_what_the_first_left_open(tmp_path, reads):
     tokenizer.tokens = list(map(str, range(len(tokenizer.special))))
     sizes = {"vocab_size": len(tokenizer.tokens), "max_positions": 128}
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
-    engine = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
     world = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
-    workload = Pretraining(cfg, world, engine, [Dataset(tmp_path)], tokenizer)
+    parts = {"terms": 1, "dtype": torch.float32, "eval_sums": eval_sums, "module": module, "describe": str}
+    engine = SimpleNamespace(world=world, **parts)
+    workload = Pretraining(cfg, engine, [Dataset(tmp_path)], tokenizer)
     reads.clear()
     first = workload.evaluate(0, lambda: None)
     assert str(inner) in reads and rows == list(range(90))

@@ -67,13 +67,11 @@ def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, stop_a
     newest = checkpoints.latest()
     return Trainer(
         config=cfg,
-        world=world,
         engine=engine,
         workload=Workload(cfg, world, engine, updates, saved_at=3),
         checkpoints=checkpoints,
         stop=StopAt(stop_at),
         watchdog=Watchdog(world, folder, 0),
-        run_dir=folder,
         provenance={"config": cfg.model_dump()},
         saved=None if newest is None else checkpoints.load(engine, newest),
         stop_after=7,
@@ -193,7 +191,7 @@ def test_runs_end_only_with_their_last_updates_saved(stopped, asynchronous, worl
     with pytest.raises(Failed, match="could not be written") as found:
         ours.train()
     assert exit_code(found.value) == FAILED
-    assert newest_step(tmp_path) == ours.saves.step == 3
+    assert newest_step(tmp_path) == ours.checkpoints.saved_step == 3
 
 
 STEPS, LINES = 12, 4  # updates, updates between log lines

@@ -34,13 +34,13 @@ class RehearsedEngine(Engine):
         module = self.module = model()
         self.terms, self._counts, self.optimizer_kernels = module.terms, module.counts, "torch"
         self.optimizer = build_optimizer(config.optimizer, self.module)
-        names, parameters = zip(*self.module.named_parameters(), strict=True)
-        index_of, masters = {id(parameter): index for index, parameter in enumerate(parameters)}, []
+        named = dict(self.module.named_parameters())
+        index_of, masters = {id(parameter): index for index, parameter in enumerate(named.values())}, []
         for group in self.optimizer.param_groups:
             flat = torch.zeros(-(-sum(parameter.numel() for parameter in group["params"]) // world.size))
             masters.append(slice_of_group(flat, group["params"], world.rank, index_of))
             group["params"] = [flat]
-        self.layout = ZeroLayout(names, tuple(p.shape for p in parameters), tuple(masters), partitioned=True)
+        self.layout = ZeroLayout({name: p.shape for name, p in named.items()}, tuple(masters), partitioned=True)
         self.optimizer.attach({master.tensor: master.segments for master in masters}, world.device, world)
         self.own_time, self._skipped = OwnTime(world.device), torch.zeros((), dtype=torch.float64)
         self.progress: Callable[[], None] = lambda: None

@@ -96,7 +96,7 @@ def be_a_rank(folder: Path, per_node: int) -> int:
     leave(folder / f"place-{rank}", json.dumps([f"n{rank // per_node}", *kept_rank.listen(own, ("127.0.0.1", 9))]))
     wait_for(lambda: len(list(folder.glob("place-*"))) == ranks)
     places = [json.loads((folder / f"place-{other}").read_text()) for other in range(ranks)]
-    kept_rank.introduce(own, Generation(NAME, "secret", tuple(Member(*place) for place in places)), rank)
+    Generation(NAME, "secret", tuple(Member(*place) for place in places), rank).write(own)
     (own / ".part").write_bytes(b"a copy")
     kept_rank.hand_over(own, own / ".part", CopyName(1, rank, ranks, NAME), hashlib.sha256(b"a copy").hexdigest())
     if ranks > per_node:

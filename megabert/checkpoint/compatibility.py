@@ -33,14 +33,11 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     _check_equal("dataset fingerprint", saved["dataset"], current["dataset"])
     _check_equal("tokenizer SHA-256", saved["tokenizer"], current["tokenizer"])
     _check_equal("distill.teacher's weights (SHA-256)", saved.get("teacher"), current.get("teacher"))
-    old, new = saved["config"]["model"], current["config"]["model"]
-    for field in sorted((old.keys() | new.keys()) - set(FREE)):
-        _check_equal(f"model.{field}", old.get(field), new.get(field))
-    for name in FIXED:
-        _check_equal(name, _field(saved["config"], name), _field(current["config"], name))
-    strategies = _field(saved["config"], STRATEGY), _field(current["config"], STRATEGY)
-    if "causal" in strategies:
-        _check_equal(STRATEGY, *strategies)
+    old, new = flat(saved["config"]), flat(current["config"])
+    of_model = {name for name in old | new if name.startswith("model.") and name.removeprefix("model.") not in FREE}
+    causal = [STRATEGY] if "causal" in (old[STRATEGY], new[STRATEGY]) else []
+    for name in (*sorted(of_model), *FIXED, *causal):
+        _check_equal(name, old.get(name), new.get(name))
     _check_phases(saved, current)
 
 
@@ -61,7 +58,7 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         datasets = [state["phase_datasets"][number] for state in (saved, current)]
         _check_equal(f"phases.{number + 1}: dataset fingerprint", *datasets)
         for name in FIXED_IN_PHASE:
-            values = (_field(phase.config.model_dump(), name) for phase in (old, new))
+            values = (flat(phase.config.model_dump())[name] for phase in (old, new))
             _check_equal(f"phases.{number + 1}: {name}", *values)
 
 
@@ -83,13 +80,6 @@ def flatten_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     settings = flat(tree)
     phases = settings.pop("phases", [])
     return settings | flat({f"phases.{number}": phase for number, phase in enumerate(phases, 1)})
-
-
-def _field(tree: Mapping[str, Any], name: str) -> Any:
-    node: Any = tree
-    for part in name.split("."):
-        node = node[part]
-    return node
 
 
 def _check_equal(field: str, saved: Any, current: Any) -> None:

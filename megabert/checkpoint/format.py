@@ -15,7 +15,6 @@ import math
 import stat
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from megabert.common.chain import SEAL
 from megabert.common.errors import tried_again
 from megabert.common.files import refuse_newer, sealed, write_tensors
 from megabert.distributed.ranks import World
-from megabert.engine.zero_layout import WEIGHT, ParameterSlice
+from megabert.engine.zero_layout import WEIGHT, ParameterSlice, Snapshot
 from megabert.optim.guarded import MOMENTS as OPTIMIZER_MOMENTS
 
 SCHEMA = 3
@@ -49,36 +48,22 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint differs from what was committed."""
 
 
-class SliceIndex:
-    """Slices of every parameter as a manifest lists them, by parameter and by rank."""
+def list_slices(parameters: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Slice, int]]:
+    """Every slice that the field "parameters" of a manifest lists, in order, with its rank."""
+    for name, entry in parameters.items():
+        position = 0
+        for first, count, length in entry["pieces"]:
+            for rank in range(first, first + count):
+                yield (name, position, length), rank
+                position += length
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        self._parameters = parameters
-        self._slices: dict[str, list[tuple[int, int, int]]] = {}
 
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        return {name: entry["shape"] for name, entry in self._parameters.items()}
-
-    def slices(self, name: str) -> list[tuple[int, int, int]]:
-        """(first element, number of elements, rank) of a parameter's slices, in order."""
-        if name not in self._slices:
-            slices, position = [], 0
-            for first, count, length in self._parameters[name]["pieces"]:
-                for rank in range(first, first + count):
-                    slices.append((position, length, rank))
-                    position += length
-            self._slices[name] = slices
-        return self._slices[name]
-
-    @cached_property
-    def by_rank(self) -> dict[int, list[Slice]]:
-        """The slices of each rank that has any."""
-        by_rank: dict[int, list[Slice]] = {}
-        for name in self._parameters:
-            for offset, length, rank in self.slices(name):
-                by_rank.setdefault(rank, []).append((name, offset, length))
-        return by_rank
+def slices_by_rank(manifest: Mapping[str, Any]) -> dict[int, list[Slice]]:
+    """The slices of each rank that has any."""
+    by_rank: dict[int, list[Slice]] = {}
+    for part, rank in list_slices(manifest["parameters"]):
+        by_rank.setdefault(rank, []).append(part)
+    return by_rank
 
 
 def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[Slice]]) -> dict[str, Any]:
@@ -113,9 +98,17 @@ def file_name(group: str, rank: int, ranks: int) -> str:
     return f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def parse_group(name: str) -> str:
-    """The group of a file, WEIGHTS or MOMENTS."""
-    return name.partition("-")[0]
+def place_files(manifest: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Group and rank of each file that a manifest's slices may be in, by name."""
+    ranks, holders = manifest["ranks"], slices_by_rank(manifest)
+    return {file_name(group, rank, ranks): (group, rank) for group in (WEIGHTS, MOMENTS) for rank in holders}
+
+
+def describe_slices(snapshot: Snapshot) -> tuple[list[Slice], list[str]]:
+    """A rank's slices, and its parameters without a second moment."""
+    held = [(part.name, part.offset, part.length) for part in snapshot.weights]
+    assert not snapshot.moments or held == [(part.name, part.offset, part.length) for part in snapshot.moments]
+    return held, sorted({part.name for part in snapshot.moments if len(part.values) == 1})
 
 
 def has_moments(engine: Mapping[str, Any]) -> bool:
@@ -134,9 +127,9 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
 
     Raises DamagedCheckpoint unless its bytes are those that were written, OSError if reading fails repeatedly.
     """
-    manifest = parse_manifest(tried_again(lambda: _read_bytes(path / MANIFEST)), path.name)
+    manifest = parse_manifest(tried_again(lambda: _plain(path / MANIFEST).read_bytes()), path.name)
     if weights_only:
-        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if parse_group(n) == WEIGHTS}
+        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if n.startswith(WEIGHTS)}
     return manifest
 
 
@@ -161,16 +154,10 @@ def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
         return ""  # which is no damage
     if manifest["schema"] != SCHEMA:
         return f"layout {manifest['schema']}, where this program reads {SCHEMA}"
-    groups = [WEIGHTS, MOMENTS] if has_moments(manifest["engine"]) else [WEIGHTS]
-    holders = SliceIndex(manifest["parameters"]).by_rank
-    expected = {file_name(group, rank, manifest["ranks"]) for group in groups for rank in holders}
+    both = has_moments(manifest["engine"])
+    expected = {name for name, (group, _) in place_files(manifest).items() if both or group == WEIGHTS}
     wrong = sorted(expected ^ manifest["files"].keys())
     return f"its slices are in other files than it names ({wrong[0]!r})" if wrong else ""
-
-
-def _read_bytes(file: Path) -> bytes:
-    _check_plain(file)
-    return file.read_bytes()
 
 
 def share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> list[tuple[str, Mapping[str, Any]]]:
@@ -181,8 +168,7 @@ def share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> list
 def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Raises DamagedCheckpoint naming the first file that is missing, a link, of another size or with another SHA-256."""
     for name, entry in entries:
-        file = path / name
-        _check_plain(file)
+        file = _plain(path / name)
         if file.stat().st_size != entry["bytes"]:
             raise DamagedCheckpoint(f"{path.name}/{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
         with file.open("rb") as opened:
@@ -191,13 +177,15 @@ def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -
             raise DamagedCheckpoint(f"{path.name}/{name} has another SHA-256 than when it was saved")
 
 
-def _check_plain(file: Path) -> None:
+def _plain(file: Path) -> Path:
+    """`file`. Raises DamagedCheckpoint if it is missing or a link."""
     try:
         mode = file.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is missing") from None
     if not stat.S_ISREG(mode):
         raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is not a plain file")
+    return file
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -226,25 +214,18 @@ class StoredTensors:
     ) -> None:
         """`place`: its name in messages; `parameters`: as in a manifest; `single`: parameters without a second moment; `files`: files
         that this rank has opened, by group and the rank that wrote them. Each file is opened on one rank only."""
-        self._index, self._single, self._files, self._world = SliceIndex(parameters), single, files, world
-        self._place = place
+        self._place, self._single, self._files, self._world = place, single, files, world
+        self.shapes: dict[str, list[int]] = {name: entry["shape"] for name, entry in parameters.items()}
+        self._slices: dict[str, list[tuple[int, int, int]]] = {name: [] for name in parameters}
+        for (name, offset, length), rank in list_slices(parameters):
+            self._slices[name].append((offset, length, rank))
 
     @classmethod
     def of_checkpoint(cls, path: Path, manifest: Mapping[str, Any], world: World) -> StoredTensors:
         """Tensors of a verified checkpoint; each rank opens its share of the files (`share`)."""
-        parameters, ranks = manifest["parameters"], manifest["ranks"]
-        places = {
-            file_name(group, rank, ranks): (group, rank)
-            for group in set(GROUPS.values())
-            for rank in SliceIndex(parameters).by_rank
-        }
+        places = place_files(manifest)
         files = {places[name]: open_file(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
-        return cls(path, parameters, set(manifest["first_moment_only"]), files, world)
-
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of all parameters by name."""
-        return self._index.shapes
+        return cls(path, manifest["parameters"], set(manifest["first_moment_only"]), files, world)
 
     def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, name and all elements (flat, fp32) of every parameter that has this kind; the same on every rank. A collective.
@@ -269,7 +250,7 @@ class StoredTensors:
 
     def _read_slices(self, kind: str, name: str, into: Tensor) -> None:
         """Fill in the slices that are in files of this rank."""
-        for offset, length, rank in self._index.slices(name):
+        for offset, length, rank in self._slices[name]:
             file = self._files.get((GROUPS[kind], rank))
             if file is not None:
                 into[offset : offset + length].copy_(file.get_tensor(_key(kind, name, offset)))
@@ -287,15 +268,15 @@ def refuse_non_finite(tensors: Mapping[str, Tensor], place: str | Path) -> None:
 
 def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises DamagedCheckpoint unless each file has the fp32 slices that the manifest lists."""
-    index, ranks = SliceIndex(manifest["parameters"]), manifest["ranks"]
-    rank_of = {file_name(group, rank, ranks): rank for group in set(GROUPS.values()) for rank in index.by_rank}
+    places, by_rank = place_files(manifest), slices_by_rank(manifest)
     single = set(manifest["first_moment_only"])
     for file in names:
+        of_file, rank = places[file]
         listed = {
             _key(kind, name, offset): ("F32", [length])
-            for name, offset, length in index.by_rank[rank_of[file]]
+            for name, offset, length in by_rank[rank]
             for kind, group in GROUPS.items()
-            if group == parse_group(file) and not (kind == OPTIMIZER_MOMENTS[1] and name in single)
+            if group == of_file and not (kind == OPTIMIZER_MOMENTS[1] and name in single)
         }
         if _headers(path, file) != listed:
             raise DamagedCheckpoint(f"{path.name}/{file} holds other slices than the manifest lists")

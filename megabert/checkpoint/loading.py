@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megabert.checkpoint.format import (
-    MANIFEST,
-    WEIGHTS,
-    StoredTensors,
-    file_name,
-    has_moments,
-    index_slices,
-    seal,
-    write_slices,
-)
-from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
+from megabert.checkpoint.format import MANIFEST, StoredTensors, has_moments
+from megabert.checkpoint.store import STEP, Checkpoints, committed_step
 from megabert.common import errors
 from megabert.common.run_files import checkpoint_name
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import RankRefused, World, discover
-from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice
+from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice, Snapshot
 
 if TYPE_CHECKING:
     from megabert.engine import Engine
@@ -42,11 +33,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def start_engine(
-    engine: Engine,
-    source: str | Path,
-    world: World,
-    moments: bool,
-    check: Callable[[dict[str, Any]], None] = lambda state: None,
+    engine: Engine, source: str | Path, moments: bool, check: Callable[[dict[str, Any]], None] = lambda state: None
 ) -> dict[str, Any]:
     """Load the weights, with `moments` also the moments, of a run folder's newest complete checkpoint or of one checkpoint folder
     into `engine`, after a `check` of the saved state; returns the state. A collective. The update count for the moments' bias
@@ -54,7 +41,7 @@ def start_engine(
 
     Raises ValueError naming `source` if it has no complete checkpoint, or one without moments or with those of another optimizer.
     """
-    checkpoints = Checkpoints(source, world)
+    checkpoints = Checkpoints(source, engine.world)
     try:
         path = _find_newest(checkpoints, weights_only=not moments)
     except ValueError as error:
@@ -62,8 +49,8 @@ def start_engine(
     if moments:
         _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
     check(checkpoints.state)
-    engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, world), START | {"primed": moments})
-    world.barrier()
+    engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, engine.world), START | {"primed": moments})
+    engine.world.barrier()
     return checkpoints.state
 
 
@@ -98,21 +85,12 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
 
     No other process may write to the run folder. `state` as in `Checkpoints.save`, without "step".
     """
-    checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
-    folder = checkpoints.folder / f"{SAVING}{0:08d}"
-    folder.mkdir(parents=True)
-    file = file_name(WEIGHTS, 0, 1)
     slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    fields = {
-        "ranks": 1,
-        "files": {file: write_slices(folder / file, slices)},
-        "parameters": index_slices(shapes, [[(part.name, 0, part.length) for part in slices]]),
-        "first_moment_only": [],
-    }
-    state = dict(state) | {"step": 0, "world_size": 1}
-    checkpoints.commit(folder, 0, seal(fields, state, START))
-    return checkpoints.folder / checkpoint_name(0)
+    checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
+    path = checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0})
+    assert path is not None
+    return path
 
 
 def _lone_rank() -> World:

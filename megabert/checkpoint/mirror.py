@@ -40,16 +40,11 @@ BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 def opened(settings: CheckpointConfig, run_dir: Path, world: World) -> Mirror | None:
     """The mirror of a run whose lock this job has, after copying from it what the run folder lacks; on rank 0. A collective. Raises
     ValueError if another job writes there or another run is there, Failed if the store fails."""
-    mirrors: list[Mirror] = []
-
-    def open_it() -> None:
-        mirrors.append(Mirror(settings, run_dir))
-        mirrors[0].lock.take()
-        mirrors[0].restore()
-
-    if settings.mirror:
-        on_main(world, open_it)
-    return mirrors[0] if mirrors else None
+    if not settings.mirror:
+        return None
+    mirror = Mirror(settings, run_dir)
+    on_main(world, mirror.open)
+    return mirror if world.is_main else None
 
 
 class Mirror:
@@ -65,6 +60,11 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     # -- downloading -------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the lock, and copy what the run folder lacks."""
+        self.lock.take()
+        self.restore()
 
     def restore(self) -> None:
         """Copy the newest whole checkpoint, the best one, and the run's other files here, unless the run folder has one as new. Raises

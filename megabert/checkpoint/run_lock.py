@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -123,12 +123,10 @@ def take(run_dir: str | Path, world: World, predecessor: str = "") -> str:
     Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails. Raises RankRefused
     if a node does not see the owner's file, because the run folder is not on a file system of all nodes.
     """
-    on_main(world, lambda: _take(Path(run_dir), predecessor))
-    owned = _owned[str(Path(run_dir).resolve())] if world.is_main else None
-    name, token, host = world.broadcast([owned.path.name, owned.owner.token, owned.owner.host] if owned else None)
+    name, token, host = on_main(world, lambda: _take(Path(run_dir), predecessor))
     if_first = (lambda: _find(Path(run_dir) / "lock" / name, token, host)) if world.local_rank == 0 else lambda: None
     on_every_rank(world, if_first)
-    return str(token)
+    return token
 
 
 def check(run_dir: str | Path) -> None:
@@ -136,16 +134,6 @@ def check(run_dir: str | Path) -> None:
     checkpoint."""
     if ownership := _owned.get(str(Path(run_dir).resolve())):
         ownership.check()
-
-
-@contextlib.contextmanager
-def naming_next_owner(run_dir: str | Path) -> Iterator[None]:
-    """Context in which an OSError is replaced by the error of `check`, if any: a later owner removes unfinished checkpoints."""
-    try:
-        yield
-    except OSError:
-        check(run_dir)
-        raise
 
 
 def release() -> None:
@@ -157,7 +145,8 @@ def release() -> None:
             log.warning(describe(error))
 
 
-def _take(run_dir: Path, predecessor: str) -> None:
+def _take(run_dir: Path, predecessor: str) -> tuple[str, str, str]:
+    """Take the run folder; the name of the owner's file, and the owner's token and host."""
     folder, key, owner = run_dir / "lock", str(run_dir.resolve()), this_process()
     folder.mkdir(parents=True, exist_ok=True)
     while key not in _owned:
@@ -167,6 +156,8 @@ def _take(run_dir: Path, predecessor: str) -> None:
         path = folder / f"{int(newest or 0) + 1:08d}"
         if _create(path, owner):
             _owned[key] = Ownership(run_dir, path, owner)
+    owned = _owned[key]
+    return owned.path.name, owned.owner.token, owned.owner.host
 
 
 def _find(path: Path, token: str, host: str) -> None:

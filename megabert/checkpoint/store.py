@@ -23,6 +23,7 @@ from megabert.checkpoint.format import (
     DamagedCheckpoint,
     StoredTensors,
     check_files,
+    describe_slices,
     file_name,
     index_slices,
     read_manifest,
@@ -65,6 +66,8 @@ class SaveInFlight:
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     writing: BackgroundTask
+    # Clock at its start.
+    started: float = 0.0
     # All ranks have written; the same on every rank.
     written: bool = False
     # On rank 0 only.
@@ -83,10 +86,13 @@ class Checkpoints:
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings, self.mirror = world, settings, mirror
         self._in_flight: SaveInFlight | None = None
+        # step of the newest checkpoint, once a run has begun or resumed; -1 without one
+        self.saved_step = -1
         # steps of damaged checkpoints, as far as known on rank 0
         self._damaged: set[int] = set()
-        # called while waiting for a save that makes progress
+        # called while waiting for a save that makes progress, and with the seconds of each save
         self.progress: Callable[[], None] = lambda: None
+        self.saved: Callable[[float], None] = lambda seconds: None
         # manifest of the checkpoint that `problem` verified last
         self.manifest: dict[str, Any] = {}
         if settings is not None:
@@ -105,18 +111,36 @@ class Checkpoints:
         write and commit it: the ranks reduce their `status` from time to time and pass the maximum to `advance`, or wait in
         `finish`. Otherwise it commits and returns the checkpoint's folder.
         """
-        assert self.settings is not None, "opened for reading only"
         self.finish()
-        snapshot = engine.snapshot()
+        started = time.perf_counter()
+        return self.save_snapshot(engine.snapshot(), state, started)
+
+    def save_snapshot(self, snapshot: Snapshot, state: Mapping[str, Any], started: float = 0.0) -> Path | None:
+        """`save` of a snapshot that was taken before, at `started`; no save may be in flight."""
+        assert self.settings is not None, "opened for reading only"
         folder = self.folder / f"{SAVING}{int(state['step']):08d}-{self._token}"
         writing = BackgroundTask(f"save-{folder.name}", partial(self._write, folder, snapshot))
-        self._in_flight = SaveInFlight(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
-        return None if self.settings.asynchronous else self.finish()
+        self._in_flight = SaveInFlight(folder, dict(state), snapshot.counters, snapshot.shapes, writing, started)
+        path = None if self.settings.asynchronous else self.finish()
+        self.progress()
+        return path
+
+    def complete(self, engine: Engine, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Save the current `state`, that of `step`, unless its checkpoint exists, and wait until it is committed."""
+        self.finish()
+        if self.saved_step != step:
+            self.save(engine, state())
+            self.finish()
 
     @property
     def pending(self) -> bool:
         """Whether a save is in flight; the same on every rank."""
         return self._in_flight is not None
+
+    @property
+    def in_flight(self) -> tuple[int, int] | None:
+        """Step and data cursor of the save in flight."""
+        return (self._in_flight.state["step"], self._in_flight.state["cursor"]) if self._in_flight else None
 
     @property
     def status(self) -> int:
@@ -147,11 +171,13 @@ class Checkpoints:
                     save.committing = BackgroundTask(f"commit-{save.folder.name}", partial(self._commit, save))
             elif status == NOT_WRITTEN:
                 self._give_up(save)
-        elif status == COMMITTED:
-            self._in_flight = None
-            return self.folder / checkpoint_name(int(save.state["step"]))
         elif status == NOT_COMMITTED:
             self._give_up(save)
+        elif status == COMMITTED:
+            self._in_flight, self.saved_step = None, int(save.state["step"])
+            self.saved(time.perf_counter() - save.started)
+            self.progress()
+            return self.folder / checkpoint_name(self.saved_step)
         return None
 
     def finish(self) -> Path | None:
@@ -179,8 +205,11 @@ class Checkpoints:
         """Commit the complete folder `temporary` as the checkpoint of `step`, then remove old checkpoints, in the background if
         `settings.asynchronous`. Rank 0 only."""
         assert self.settings is not None
-        with run_lock.naming_next_owner(self.run_dir):
+        try:
             obsolete = self._replace(temporary, step, manifest)
+        except OSError:
+            run_lock.check(self.run_dir)  # names a later owner, which removes unfinished checkpoints
+            raise
         if self.settings.asynchronous:
             BackgroundTask(f"remove-before-{step}", partial(_remove, obsolete))
         else:
@@ -191,13 +220,8 @@ class Checkpoints:
     def finish_mirror(self) -> None:
         """Wait until the run's mirror, if it has one, is as the run folder. A collective. Raises Failed if that fails."""
         assert self.settings is not None
-
-        def close() -> None:
-            assert self.mirror is not None
-            self.mirror.close()
-
         if self.settings.mirror:
-            on_main(self.world, close)
+            on_main(self.world, self.mirror.close if self.mirror is not None else lambda: None)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
@@ -206,50 +230,41 @@ class Checkpoints:
         final, tree = self.folder / checkpoint_name(step), json.loads(manifest)
         run_lock.check(self.run_dir)
         chain.append(self.folder, tree)
-        there = final.exists()  # damaged, or saved before a rollback or a restart
-        replaced, removable = self._aside(step, f"{REPLACED}{final.name}")
+        replaced = self._aside(step, f"{REPLACED}{final.name}")
+        renamed = [replaced] if final.exists() else []  # damaged, or saved before a rollback or a restart
         put_folder(temporary, final, replaced)
-        obsolete = removable if there else []
         sync(self.folder)
         sync(self.run_dir)  # `checkpoints` is a new entry at the first save
         write_whole(self.folder / POINTER, canonical({"step": step}))
         steps, best = self.steps(), tree["state"].get("best_step")
-        if best in steps:
-            self._link(best)
-        linked = self._linked()
-        if linked is not None and linked > step:
-            (self.run_dir / BEST).unlink()
+        linked = self._link(best, steps, step)
         for old in obsolete_steps(steps, step, self.settings, {best, linked}):
-            obsolete += self._free(old, f"{SAVING}old-{old:08d}-{time.time_ns()}")
-        return obsolete
+            run_lock.check(self.run_dir)
+            renamed.append(self._aside(old, f"{SAVING}old-{old:08d}-{time.time_ns()}"))
+            os.rename(self.folder / checkpoint_name(old), renamed[-1])
+        return [path for path in renamed if not path.name.startswith(DAMAGED)]
 
-    def _link(self, step: int) -> None:
-        """Atomically make the link `best` in the run folder point to the checkpoint of `step`."""
-        new = self.run_dir / f".{BEST}"
-        new.unlink(missing_ok=True)
-        new.symlink_to(Path(self.folder.name, checkpoint_name(step)))
-        os.replace(new, self.run_dir / BEST)
-
-    def _linked(self) -> int | None:
-        """The step to whose checkpoint the link `best` points; None without a link."""
-        link = self.run_dir / BEST
+    def _link(self, best: int | None, steps: Collection[int], newest: int) -> int | None:
+        """Atomically make the link `best` in the run folder point to the checkpoint of step `best` if it is one of `steps`; the step that
+        the link points to. A link to a step after the `newest` is removed."""
+        link, new = self.run_dir / BEST, self.run_dir / f".{BEST}"
+        if best is not None and best in steps:
+            new.unlink(missing_ok=True)
+            new.symlink_to(Path(self.folder.name, checkpoint_name(best)))
+            os.replace(new, link)
         match = STEP.fullmatch(os.path.basename(os.readlink(link))) if link.is_symlink() else None
-        return int(match[1]) if match else None
+        linked = int(match[1]) if match else None
+        if linked is not None and linked > newest:
+            link.unlink()
+        return linked
 
-    def _free(self, step: int, name: str) -> list[Path]:
-        """Rename a checkpoint to `name`, to be removed; returns its folder, as `_aside`."""
-        run_lock.check(self.run_dir)
-        renamed, removable = self._aside(step, name)
-        os.rename(self.folder / checkpoint_name(step), renamed)
-        return removable
-
-    def _aside(self, step: int, name: str) -> tuple[Path, list[Path]]:
-        """The path of a checkpoint under another name, and that path if it is to be removed. A damaged one is kept as `damaged-…`,
-        since parts of it may still be usable."""
-        remove = step not in self._damaged
-        self._damaged.discard(step)
-        renamed = self.folder / (name if remove else f"{DAMAGED}{step:08d}-{time.time_ns()}")
-        return renamed, [renamed] if remove else []
+    def _aside(self, step: int, name: str) -> Path:
+        """The path to which the checkpoint of `step` is renamed: `name`; a damaged one is kept as `damaged-…`, since parts of it may
+        still be usable."""
+        if step in self._damaged:
+            self._damaged.remove(step)
+            name = f"{DAMAGED}{step:08d}-{time.time_ns()}"
+        return self.folder / name
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write this rank's files, and a note for the commit that describes them. In a background thread, so no collectives."""
@@ -260,10 +275,7 @@ class Checkpoints:
             if slices:
                 name = file_name(group, rank, ranks)
                 files[name] = write_slices(folder / name, slices)
-        held = [(part.name, part.offset, part.length) for part in snapshot.weights]
-        assert not snapshot.moments or held == [(part.name, part.offset, part.length) for part in snapshot.moments]
-        single = sorted({part.name for part in snapshot.moments if len(part.values) == 1})
-        (folder / _note(rank)).write_bytes(compact([files, held, single]))
+        (folder / _note(rank)).write_bytes(compact([files, *describe_slices(snapshot)]))
 
     def _commit(self, save: SaveInFlight) -> None:
         """Write the manifest from the notes of all ranks, and commit the checkpoint. In a thread of rank 0."""
@@ -308,12 +320,11 @@ class Checkpoints:
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
-        for leftover in (
-            path for name in (SAVING, f".{POINTER}.", f".{chain.FILE}.") for path in self.folder.glob(f"{name}*")
-        ):
-            # a thread of an earlier `Checkpoints` in this process may be removing it
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for name in (SAVING, f".{POINTER}.", f".{chain.FILE}."):
+            for leftover in self.folder.glob(f"{name}*"):
+                # a thread of an earlier `Checkpoints` in this process may be removing it
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         chain.cut(self.folder, max(self.steps(), default=-1))
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -324,9 +335,7 @@ class Checkpoints:
 
         Falls back to an older one with a warning. Raises ValueError if there are checkpoints but all are damaged.
         """
-        steps, pointer = self.world.broadcast(
-            [self.steps(), committed_step(self.folder)] if self.world.is_main else None
-        )
+        steps, pointer = on_main(self.world, lambda: (self.steps(), committed_step(self.folder)))
         if limit is not None:
             steps = [step for step in steps if step <= limit]
         reasons = []
@@ -389,20 +398,16 @@ class Checkpoints:
 
     def _damage(self, check: Callable[[], None]) -> str:
         """The damage that `check` raises on the first rank where it raises any, otherwise "". A collective. Raises RankRefused."""
-        problem, unread = "", ("", OK)
+        damage, unread = "", ("", OK)
         try:
             check()
         except DamagedCheckpoint as error:
-            problem = str(error)
-        except OSError as error:
-            unread = (
-                f"{describe(error)}; nothing was removed, and the same command resumes once it can be read",
-                exit_code(error),
-            )
-        except ValueError as error:
-            unread = str(error), exit_code(error)
+            damage = str(error)
+        except (OSError, ValueError) as error:
+            then = "; nothing was removed, and the same command resumes once it can be read"
+            unread = describe(error) + then * isinstance(error, OSError), exit_code(error)
         refuse_together(self.world, *unread)
-        return next((text for text in self.world.gather(problem) if text), "")
+        return next((text for text in self.world.gather(damage) if text), "")
 
     def steps(self) -> list[int]:
         """Committed steps, newest first. Raises OSError if the folder exists but cannot be listed."""

@@ -75,11 +75,11 @@ class World:
 
     def sum_ints(self, values: Sequence[int]) -> list[int]:
         """Element-wise sums over the ranks, which pass equal numbers of values."""
-        return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.SUM)]
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max_ints(self, values: Sequence[int]) -> list[int]:
         """Element-wise maxima over the ranks, which pass equal numbers of values."""
-        return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def start_gather(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Start an asynchronous all-gather of the ranks' values, equal numbers on each. Returns a function that waits for it and
@@ -123,10 +123,10 @@ class World:
         """Wait for every rank."""
         self.sum_ints([0])
 
-    def _reduce(self, values: Sequence[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
+    def _reduce(self, values: Sequence[int], operation: Any) -> list[int]:
         if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(list(values), dtype=dtype)
+            return list(map(int, values))
+        tensor = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(tensor, op=operation, group=_control)
         return tensor.tolist()
 
@@ -139,28 +139,29 @@ class RankRefused(ValueError):
         self.exit_code = code
 
 
-def _attempt(action: Callable[[], Result], results: list[Result]) -> tuple[str, int]:
-    """Append the result of `action` to `results`; returns text and exit code of its ValueError or OSError."""
+def _attempt(action: Callable[[], Any]) -> tuple[Any, str, int]:
+    """The result of `action`, then text and exit code of its ValueError or OSError."""
     try:
-        results.append(action())
+        return action(), "", errors.OK
     except (ValueError, OSError) as error:
-        return errors.describe(error), errors.exit_code(error)
-    return "", errors.OK
+        return None, errors.describe(error), errors.exit_code(error)
 
 
-def on_main(world: World, action: Callable[[], None]) -> None:
-    """Run `action` on rank 0. Its error is raised on every rank, as ValueError or Failed. A collective."""
-    problem, code = world.broadcast(_attempt(action, []) if world.is_main else None)
+def on_main(world: World, action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0; returns its result, JSON, on every rank. Its error is raised on every rank, as ValueError or Failed. A
+    collective."""
+    result, problem, code = world.broadcast(_attempt(action) if world.is_main else None)
     if code:
         raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
+    return result
 
 
 def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
     """Run `action` on every rank; returns this rank's result. A collective. Raises RankRefused on every rank if it raises
     ValueError or OSError on any."""
-    results: list[Result] = []
-    refuse_together(world, *_attempt(action, results))
-    return results[0]
+    result, problem, code = _attempt(action)
+    refuse_together(world, problem, code)
+    return result
 
 
 def refuse_together(world: World, problem: str, code: int) -> None:
@@ -214,12 +215,10 @@ def discover(environment: dict[str, str] | None = None) -> World:
     Raises ValueError naming the variable if the environment is inconsistent.
     """
     env = dict(os.environ) if environment is None else environment
-    if "RANK" in env and "WORLD_SIZE" in env:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed"
-        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-        return _world(env, rank, _number(env, "LOCAL_RANK", rank), size, launcher)
-    for launcher, rank_name, size_name, local_name in LAUNCHERS:
-        if rank_name in env and size_name in env and _number(env, size_name) > 1:
+    of_torch = ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    for names in (of_torch, *LAUNCHERS):
+        launcher, rank_name, size_name, local_name = names
+        if rank_name in env and size_name in env and (names is of_torch or _number(env, size_name) > 1):
             rank = _number(env, rank_name)
             return _world(env, rank, _number(env, local_name, rank), _number(env, size_name), launcher)
     return _world(env, 0, 0, 1, "single")

@@ -198,7 +198,8 @@ class Watchdog:
                 self._send_heartbeat()
                 started = time.perf_counter()
                 self._read_heartbeats()
-                self._average(time.perf_counter() - started)
+                self._round_trips = count = min(self._round_trips + 1, ROUND_TRIPS)
+                self.round_trip += (time.perf_counter() - started - self.round_trip) / count
                 self._share_verdict()
                 self._answers += 1
                 self._unreachable = False
@@ -216,19 +217,9 @@ class Watchdog:
 
     def _heartbeat(self) -> dict[str, Any]:
         doing, waiting = main_thread()
-        return {
-            "beat": self._beat,
-            "step": self._step,
-            "doing": doing,
-            "waiting": waiting,
-            "entered": entered(),
-            "left": self._leaving.is_set() and self._good,
-            "idle": self._idle,
-        }
-
-    def _average(self, seconds: float) -> None:
-        self._round_trips = count = min(self._round_trips + 1, ROUND_TRIPS)
-        self.round_trip += (seconds - self.round_trip) / count
+        left = self._leaving.is_set() and self._good
+        own = {"beat": self._beat, "step": self._step, "left": left, "idle": self._idle}
+        return own | {"doing": doing, "waiting": waiting, "entered": entered()}
 
     def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from megabert.common import environment, errors
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.files import cache_folder, canonical, compact, write_whole
 from megabert.common.logs import log
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, on_main
 
 # Products of a measurement on CUDA that are queued together.
 QUEUED = 10
@@ -41,7 +40,7 @@ def find_ceiling(world: World, dtype: torch.dtype, given: float) -> Ceiling:
         sheet = world.broadcast(datasheet_tflops(torch.cuda.get_device_name(world.device)))
         if sheet:
             return Ceiling(sheet, "datasheet")
-    return Ceiling(*world.broadcast(kept_ceiling(world.device, dtype) if world.is_main else None))
+    return Ceiling(*on_main(world, lambda: kept_ceiling(world.device, dtype)))
 
 
 def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
@@ -53,7 +52,7 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    file = cache_file(place)
+    file = cache_folder("ceilings") / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
     kept = read(file)
     tflops, again = kept.get("tflops"), f"remove {file} to measure it again"
     if isinstance(tflops, float) and 0 < tflops < math.inf:
@@ -73,11 +72,6 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     except OSError as error:
         return Ceiling(tflops, f"measured, and not kept: {errors.describe(error)}")
     return Ceiling(tflops, f"measured; {again}")
-
-
-def cache_file(place: Mapping[str, Any]) -> Path:
-    """The file of a measurement at `place`."""
-    return cache_folder("ceilings") / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
 
 
 def read(path: Path) -> dict[str, Any]:

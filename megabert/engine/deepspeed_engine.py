@@ -14,7 +14,6 @@ import inspect
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -72,8 +71,7 @@ class Engine:
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
-        products = torch.float32 if config.precision == "fp32" else torch.bfloat16
-        self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", products)
+        self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", self.dtype)
         # DeepSpeed also prints without its logger
         with contextlib.redirect_stdout(io.StringIO()), deepspeed_step.device_as_local_rank(world):
             self._deepspeed, *_ = deepspeed.initialize(
@@ -225,7 +223,7 @@ class Engine:
         if self.optimizer.primed and not counters["optimizer_steps"]:
             counters["primed"] = True
         return Snapshot(
-            shapes={name: tuple(shape) for name, shape in self._shapes.items()},
+            shapes={name: tuple(shape) for name, shape in layout.shapes.items()},
             weights=layout.copies(world, {n: {WEIGHT: tensor} for n, tensor in enumerate(masters)}),
             moments=layout.copies(world, moments),
             counters=counters,
@@ -237,11 +235,11 @@ class Engine:
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        check_shapes(stored.shapes, self._shapes)
+        check_shapes(stored.shapes, self.layout.shapes)
         updates, primed = int(counters["optimizer_steps"]), counters.get("primed", False)
         self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
         views: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
-        for part in chain(self.layout.weights(), self.layout.moments(self.optimizer)):
+        for part in self.layout.slices(self.optimizer):
             for kind, view in part.values.items():
                 views.setdefault((kind, part.name), []).append((part.offset, view))
         parameters = dict(self.module.named_parameters())
@@ -266,10 +264,6 @@ class Engine:
             part = whole[self.world.rank * partition.ds_numel :][: partition.ds_numel]
             partition.data[: part.numel()].copy_(part)
 
-    @property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return dict(zip(self.layout.names, self.layout.shapes, strict=True))
-
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Complete fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
         return self.layout.gather(self.world)
@@ -282,7 +276,7 @@ class Engine:
     def describe(self) -> str:
         """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
         c = self.config
-        parameters = sum(shape.numel() for shape in self.layout.shapes)
+        parameters = sum(shape.numel() for shape in self.layout.shapes.values())
         return (
             f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}, "
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "

@@ -125,7 +125,14 @@ class GuardedStep:
         self._engine, self._optimizer, self._clip = engine, optimizer, config.optimizer.clip
         self.gradients = replace_step(engine.optimizer, module, layout)
         # None if DeepSpeed sums gradients over the ranks.
-        self.flat = take_gradients(engine, module, world.size)
+        self.flat: FlatGradients | None = None
+        wrapper = engine.optimizer
+        if hasattr(wrapper, "fp32_groups_flat_partition"):  # stage 1 in bf16
+            wrapper.immediate_grad_update = True  # it leaves the sums to hooks, here those of FlatGradients
+            wrapper.zero_grad = lambda *args, **kwargs: None
+            engine.enable_backward_allreduce = False
+            groups = zip(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, strict=True)
+            self.flat = FlatGradients(list(groups), list(module.parameters()), world.size)
 
     @property
     def deepspeed_sums(self) -> bool:
@@ -159,8 +166,7 @@ def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callabl
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3
         check_known(type(wrapper))
         wrapper.step = lambda closure=None: _step_stage_3(wrapper)
-        return lambda: [g for group in wrapper.averaged_gradients.values() for g in group]
-    if hasattr(wrapper, "single_partition_of_fp32_groups"):  # stages 1 and 2
+    if hasattr(wrapper, "averaged_gradients"):  # stages 1 to 3
         return lambda: [g for group in wrapper.averaged_gradients.values() for g in group]
     if hasattr(wrapper, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
         check_known(type(wrapper))
@@ -187,18 +193,6 @@ def check_known(wrapper: type) -> None:
             f"{wrapper.__module__}.{wrapper.__name__} of DeepSpeed {metadata.version('deepspeed')} is not the one whose step is "
             "replaced here; install deepspeed==0.19.8"
         )
-
-
-def take_gradients(engine: Any, module: nn.Module, world_size: int) -> FlatGradients | None:
-    """The gradients of stage 1 in bf16, which DeepSpeed's `engine` then does not convert or sum; None at another stage."""
-    wrapper = engine.optimizer
-    if not hasattr(wrapper, "fp32_groups_flat_partition"):
-        return None
-    wrapper.immediate_grad_update = True  # it leaves the sums to hooks, here those of FlatGradients
-    wrapper.zero_grad = lambda *args, **kwargs: None
-    engine.enable_backward_allreduce = False
-    groups = zip(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, strict=True)
-    return FlatGradients(list(groups), list(module.parameters()), world_size)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import torch
 
 from megabert.common import environment
 from megabert.common.logs import log
-from megabert.config import Config, replace
 from megabert.distributed.ranks import World
 
 AUTO = "auto"
@@ -47,11 +46,6 @@ def choose(asked: str, world: World, saved: str = "") -> str:
             "with precision=auto or fp32 is faster"
         )
     return chosen
-
-
-def with_precision(config: Config, world: World, saved: str = "") -> Config:
-    """`config` with the precision that `choose` gives. A collective."""
-    return replace(config, "precision", choose(config.precision, world, saved))
 
 
 def repeat_bit_for_bit(fill: bool = False) -> None:

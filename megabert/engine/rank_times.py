@@ -1,4 +1,4 @@
-"""Times and memory of each rank, slow ranks, and cores shared with other processes."""
+"""Times and memory of each rank, slow ranks, and cores shared with other processes. A median of two ranks is the faster one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,19 +134,19 @@ class SlowRanks:
         # without the host's part
         device = np.maximum(compute - host, compute / 1e3)
         by_rank: dict[int, tuple[float, str]] = {}
-        for rank in np.flatnonzero(total >= self._ratio * max(median(total), 1e-9)).tolist():
-            computing, waiting = compute[rank] - median(compute), wait[rank] - median(wait)
+        for rank in np.flatnonzero(total >= self._ratio * max(median_low(total), 1e-9)).tolist():
+            computing, waiting = compute[rank] - median_low(compute), wait[rank] - median_low(wait)
             cause = "data"
             if computing > waiting:
                 # the larger part of its longer computing time
-                slower = device[rank] / median(device)
-                cause = "device" if slower >= compute[rank] / median(compute) / slower else "host"
-            by_rank[rank] = float(total[rank] / max(median(total), 1e-9)), cause
+                slower = device[rank] / median_low(device)
+                cause = "device" if slower >= compute[rank] / median_low(compute) / slower else "host"
+            by_rank[rank] = float(total[rank] / max(median_low(total), 1e-9)), cause
         # While ranks neither compute nor wait for rows, they exchange gradients. Messages within rank 0's host use no link, and
         # with a single other host it is unknown which end of the link is slow.
         far = [rank for rank, name in enumerate(self._hosts) if name != self._hosts[0]]
         if len({self._hosts[rank] for rank in far}) > 1 and seconds >= self._ratio * max(total):
-            usual = median(message[far])
+            usual = median_low(message[far])
             for rank in far:
                 slow = message[rank] - usual >= MESSAGE_SECONDS * updates and message[rank] >= MESSAGE_RATIO * usual
                 if slow and rank not in by_rank:
@@ -232,7 +233,7 @@ class RankMetrics:
             total = [c + w for c, w in zip(times["compute"], times["data_wait"], strict=True)]
             slowest = max(range(len(total)), key=total.__getitem__)
             values["perf/slowest_rank"] = slowest
-            values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)
+            values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median_low(total), 1e-9), 4)
             values["perf/slow_ranks"] = [slow._asdict() for slow in self._slow.named]
             self._keep_record(self._slow.named, step)
         if self._world.is_main and self._world.device.type == "cpu":
@@ -255,12 +256,6 @@ class RankMetrics:
                 f"rank {slow.rank} (host {slow.host}) is slow: {slow.ratio:.2f} times the median of the ranks over the last "
                 f"{minutes:.1f} minutes; cause: {slow.cause} ({CAUSES[slow.cause]})"
             )
-
-
-def median(values: Iterable[float]) -> float:
-    """The lower median, of two ranks the faster one."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

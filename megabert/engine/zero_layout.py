@@ -8,7 +8,8 @@ is private to DeepSpeed and may change with its version.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, Protocol
 
@@ -77,10 +78,14 @@ class Snapshot:
 class ZeroLayout:
     """This rank's masters. `partitioned` is False when every rank has all parameters (ZeRO stage 0)."""
 
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
+    # of all parameters, in the model's order
+    shapes: dict[str, torch.Size]
     masters: tuple[Master, ...]
     partitioned: bool
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
 
     def segments(self) -> Iterator[tuple[FlatSegment, Tensor]]:
         """Every segment of this rank with its view of the master weights."""
@@ -100,27 +105,21 @@ class ZeroLayout:
         for master in self.masters:
             cut: list[FlatSegment] = []
             for segment in master.segments:
-                size = self.shapes[segment.index].numel() // counts[segment.index]
-                for part in range(segment.offset // size, -(-segment.stop // size)):
-                    begin, end = max(segment.offset, part * size), min(segment.stop, (part + 1) * size)
-                    start = segment.start + begin - segment.offset
-                    unit = first[segment.index] + part
-                    cut.append(FlatSegment(unit, start, start + end - begin, begin - part * size))
+                size = self.shapes[self.names[segment.index]].numel() // counts[segment.index]
+                for number in range(counts[segment.index]):
+                    if (part := segment.within(number * size, (number + 1) * size)) is not None:
+                        cut.append(replace(part, index=first[segment.index] + number))
             by_master[master.tensor] = tuple(cut)
         return by_master, sum(counts)
 
-    def weights(self) -> Iterator[ParameterSlice]:
-        """Views of this rank's master weights, parameter by parameter."""
-        for segment, view in self.segments():
-            yield ParameterSlice(self.names[segment.index], segment.offset, {WEIGHT: view})
-
-    def moments(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
-        """Views of this rank's moments, parameter by parameter; none before the first update."""
+    def slices(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
+        """Views of this rank's master weights and their moments (none before the first update), parameter by parameter."""
         for master in self.masters:
-            flat = optimizer.find_moments(master.tensor)
-            for segment in master.segments if flat else ():
-                views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
-                yield ParameterSlice(self.names[segment.index], segment.offset, views)
+            flat = {WEIGHT: master.tensor.detach().view(-1), **optimizer.find_moments(master.tensor)}
+            for s in master.segments:
+                yield ParameterSlice(
+                    self.names[s.index], s.offset, {kind: v[s.start : s.end] for kind, v in flat.items()}
+                )
 
     def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[FlatSegment, ...]]]:
         """(master, its segments) that rank `rank` of `size` saves: all of them if parameters are partitioned, otherwise an equal
@@ -167,7 +166,7 @@ class ZeroLayout:
         for segment, view in self.segments():
             local.setdefault(segment.index, []).append((segment, view))
         whole: dict[str, Tensor] = {}
-        for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+        for index, (name, shape) in enumerate(self.shapes.items()):
             if not self.partitioned and world.rank:
                 continue
             buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=world.device)
@@ -187,10 +186,10 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
     """
     named = list(model.named_parameters())
     index_of = {id(parameter): i for i, (_, parameter) in enumerate(named)}
-    shapes = tuple(torch.Size(getattr(parameter, "ds_shape", parameter.shape)) for _, parameter in named)
+    shapes = {name: torch.Size(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
     partitioned = True
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split separately
-        masters = _stage_3(optimizer, index_of, shapes, world)
+        masters = _stage_3(optimizer, index_of, [*shapes.values()], world)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2: a flat group is split
         groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
         parts = zip(optimizer.single_partition_of_fp32_groups, groups, offsets, strict=True)
@@ -208,7 +207,7 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
             Master(copy, (FlatSegment(index_of[id(parameter)], 0, copy.numel(), 0),))
             for copy, parameter in zip(copies, originals, strict=True)
         ]
-    layout = ZeroLayout(tuple(name for name, _ in named), shapes, tuple(masters), partitioned)
+    layout = ZeroLayout(shapes, tuple(masters), partitioned)
     _check_cover(layout, world)
     return layout
 
@@ -226,7 +225,7 @@ def slice_of_group(
     return Master(flat, tuple(segments))
 
 
-def _stage_3(optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size, ...], world: World) -> list[Master]:
+def _stage_3(optimizer: Any, index_of: dict[int, int], shapes: Sequence[torch.Size], world: World) -> list[Master]:
     masters = []
     for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         segments, position = [], 0
@@ -242,13 +241,13 @@ def _stage_3(optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size,
 
 
 def _check_cover(layout: ZeroLayout, world: World) -> None:
-    counts = [0] * len(layout.names)
+    counts = [0] * len(layout.shapes)
     for master in layout.masters:
         for segment in master.segments:
             counts[segment.index] += segment.end - segment.start
     if layout.partitioned:
         counts = world.sum_ints(counts)
-    for name, shape, count in zip(layout.names, layout.shapes, counts, strict=True):
+    for (name, shape), count in zip(layout.shapes.items(), counts, strict=True):
         if count != shape.numel():
             raise RuntimeError(
                 f"DeepSpeed's partitions hold {count} of the {shape.numel()} elements of {name} over {world.size} ranks; "

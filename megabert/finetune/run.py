@@ -206,13 +206,11 @@ class FineTuning:
             log.info(f"{self.name}  resuming at step {saved['step']}")
         trainer = Trainer(
             config=self.config,
-            world=self.world,
             engine=self.engine,
             workload=self,
             checkpoints=checkpoints,
             stop=stop,
             watchdog=watchdog,
-            run_dir=self.folder,
             provenance={"config": self.config.model_dump()},
             saved=saved,
         )

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.checkpoint.format import GROUPS, StoredTensors, index_slices, named, open_file
+from megabert.checkpoint.format import GROUPS, StoredTensors, describe_slices, index_slices, named, open_file
 from megabert.common.background import BackgroundTask
 from megabert.common.environment import host_name
 from megabert.common.errors import Failed
@@ -62,12 +62,12 @@ class Copies:
         if generation is None:
             places = world.gather([host_name(), *kept_rank.listen(folder, world.master)])
             name, secret = world.broadcast([secrets.token_hex(8), secrets.token_hex(16)])
-            generation = Generation(name, secret, tuple(Member(*place) for place in places))
+            generation = Generation(name, secret, tuple(Member(*place) for place in places), world.rank)
             if world.is_main:  # left by an earlier job
                 shutil.rmtree(run_dir / kept_rank.IN_PLACE, ignore_errors=True)
-            kept_rank.introduce(folder, generation, world.rank)
+            generation.write(folder)
         self._generation = generation
-        self._peer = generation.find_peer(world.rank)
+        self._peer = generation.find_peer()
         self._writing: BackgroundTask | None = None
         self._last: CopyName | None = None
 
@@ -108,9 +108,10 @@ class Copies:
             time.sleep(LOOK)
 
     def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any], owed: tuple[int, int] | None) -> None:
+        held, single = describe_slices(snapshot)
         metadata = {
-            "held": [(part.name, part.offset, part.length) for part in snapshot.weights],
-            "single": sorted({part.name for part in snapshot.moments if len(part.values) == 1}),
+            "held": held,
+            "single": single,
             "shapes": snapshot.shapes,
             "counters": snapshot.counters,
             "state": state,

@@ -40,20 +40,8 @@ from megabert.common.errors import FAILED, describe
 from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.distributed import signals
-from megabert.inplace.kept_rank import (
-    ADDRESS,
-    COPY,
-    DELIVERED,
-    EXITS,
-    IN_PLACE,
-    KEEPER_DIR_ENV,
-    PORT,
-    RANK,
-    WRITTEN,
-    Generation,
-    Member,
-    copies_in,
-)
+from megabert.inplace import kept_rank
+from megabert.inplace.kept_rank import CopyName, Generation, Member
 
 PLAN = "plan.json"
 # Parent of the keepers' folders: memory that outlives the ranks.
@@ -136,8 +124,8 @@ class Keeper:
     def __init__(self, run_dir: Path, folder: Path, command: list[str]) -> None:
         """`command` starts the rank."""
         self.run_dir, self.folder, self.command = run_dir, folder, command
-        # The current generation and this rank in it; None until the first ranks have met.
-        self.place: tuple[Generation, int] | None = None
+        # None until the first ranks have met.
+        self.generation: Generation | None = None
         # When a signal asked to stop, in seconds of the monotonic clock, and the exit code after a second one.
         self.asked: float | None = None
         self.at_once: int | None = None
@@ -159,7 +147,8 @@ class Keeper:
         self.meeting = ""
         self._ended = threading.Event()
         self._server: _Server | None = None
-        self.env = dict(os.environ) | {KEEPER_DIR_ENV: str(folder), "MEGABERT_EXIT_DIR": str(folder / EXITS)}
+        self.exits = folder / kept_rank.EXITS
+        self.env = dict(os.environ) | {kept_rank.KEEPER_DIR_ENV: str(folder), "MEGABERT_EXIT_DIR": str(self.exits)}
 
     def run(self) -> int:
         """The rank's last exit code. Raises OSError if the run folder cannot be read or written."""
@@ -181,20 +170,19 @@ class Keeper:
     def _run(self) -> int:
         while True:
             code = self._run_rank()
-            place = self.look_up()
-            if self.at_once is not None or code in FINAL or place is None:
+            generation = self.look_up()
+            if self.at_once is not None or code in FINAL or generation is None:
                 code = code if self.at_once is None else self.at_once
                 return FAILED if code < 0 or (self._last and code == signals.REQUEUE) else code
-            if self._last or not self._meet(*place, code):
+            if self._last or not self._meet(generation, code):
                 return self.at_once or FAILED
 
     def _run_rank(self) -> int:
         """Run the rank; its exit code, or minus the signal that killed it. The standby child starts once the rank has made an update.
         Until then the keeper of the next rank is asked: while ranks meet, their watchdogs do not run, and a rendezvous waits
         minutes for a lost host."""
-        exits = self.folder / EXITS
-        shutil.rmtree(exits, ignore_errors=True)
-        exits.mkdir()
+        shutil.rmtree(self.exits, ignore_errors=True)
+        self.exits.mkdir()
         self._silent_host = ""
         if self._standby is None or self._standby[0].poll() is not None:
             self._standby = self._spawn()
@@ -204,7 +192,7 @@ class Keeper:
         os.close(pipe)
         if self.asked is not None or self._last:  # asked before there was a child
             child.send_signal(signal.SIGTERM)
-        if self.place is not None and self._failed_generation == self.place[0].name:
+        if self.generation is not None and self._failed_generation == self.generation.name:
             child.kill()
         asked = answered = time.monotonic()
         spawn_at = 0.0
@@ -216,9 +204,9 @@ class Keeper:
                 self._standby, spawn_at = None, now + RESPAWN_SECONDS
             elif self._standby is None and now >= spawn_at and self._has_progress():
                 self._standby = self._spawn()
-            elif self._standby is None and not spawn_at and self.place is not None and now - asked > POLL_KEEPERS:
+            elif self._standby is None and not spawn_at and self.generation is not None and now - asked > POLL_KEEPERS:
                 asked = now
-                member = self.place[0].following(self.place[1])
+                member = self.generation.following
                 if _answers(member):
                     answered = now
                 elif now - answered > SILENT:
@@ -229,13 +217,15 @@ class Keeper:
 
     def _has_progress(self) -> bool:
         """Whether the rank has made an update in this generation."""
-        place = self.look_up()
-        return place is not None and any(copy.generation == place[0].name for copy in copies_in(self.folder))
+        generation = self.look_up()
+        return generation is not None and any(
+            copy.generation == generation.name for copy in kept_rank.copies_in(self.folder)
+        )
 
     def report(self, folder: Path) -> None:
         """Copy the rank's exit code to a launch script's folder, with the hosts that were lost."""
-        if (self.folder / EXITS).is_dir() and not self._last:
-            shutil.copytree(self.folder / EXITS, folder, dirs_exist_ok=True)
+        if self.exits.is_dir() and not self._last:
+            shutil.copytree(self.exits, folder, dirs_exist_ok=True)
         if self.lost:  # not the name under which this process leaves its own code, which would replace the file
             lines = "".join(f"failed={host}\n" for host in self.lost)
             (folder / f"{socket.gethostname()}-{os.getpid()}-lost").write_text(lines)
@@ -254,13 +244,13 @@ class Keeper:
 
     def _of_child(self, pipe: int) -> dict[str, str]:
         """Environment variables of a child that waits for its environment."""
-        return {signals.PLACE: str(pipe)} | ({signals.RESTARTED: "1"} if self.place is not None else {})
+        return {signals.PLACE: str(pipe)} | ({signals.RESTARTED: "1"} if self.generation is not None else {})
 
-    def look_up(self) -> tuple[Generation, int] | None:
-        """`place`; for the first generation from the keeper's folder, where the rank wrote it when the ranks met."""
-        if self.place is None and (generation := Generation.read(self.folder)) is not None:
-            self.place = generation, int((self.folder / RANK).read_text())
-        return self.place
+    def look_up(self) -> Generation | None:
+        """`generation`; the first one from the keeper's folder, where the rank wrote it when the ranks met."""
+        if self.generation is None:
+            self.generation = Generation.read(self.folder)
+        return self.generation
 
     def _forward(self, number: int, frame: Any) -> None:
         now = time.monotonic()
@@ -273,28 +263,28 @@ class Keeper:
 
     # -- the next generation ---------------------------------------------------------------------------------------
 
-    def _meet(self, generation: Generation, rank: int, code: int) -> bool:
+    def _meet(self, generation: Generation, code: int) -> bool:
         """Agree with the other keepers on the next generation; false if this one is not in it, or a second signal was received."""
         with environment.listening_socket("", 0) as probe:
             port = probe.getsockname()[1]
-        member, name = generation.members[rank], generation.name
+        rank, name = generation.rank, generation.name
         killed_here = self._failed_generation == name or self._silent_host
         ready = {
             "rank": rank,
             "port": port,
             "failed": self._failed_hosts(),
             "progress": self._has_progress(),
-            "cause": "" if killed_here else f"rank {rank} (host {member.host}) {_how(code)}",
+            "cause": "" if killed_here else f"rank {rank} (host {generation.members[rank].host}) {_how(code)}",
         }
         self.add_ready(name, ready)
         self.meeting, started = name, time.monotonic()
         while name not in self.plans:
             if self.at_once is not None:
                 return False
-            self._ask_lower_ranks(generation, rank, ready)
+            self._ask_lower_ranks(generation, ready)
             if name not in self.plans:
                 self._lead(generation, time.monotonic() - started)
-        return self._apply(self.plans[name], generation, rank)
+        return self._apply(self.plans[name], generation)
 
     def add_ready(self, generation: str, ready: dict[str, Any]) -> None:
         """A keeper is ready for the generation after this one."""
@@ -302,15 +292,15 @@ class Keeper:
 
     def _failed_hosts(self) -> list[str]:
         """The hosts that the rank's watchdog, or this keeper, named as failed."""
-        lines = [line for path in (self.folder / EXITS).iterdir() for line in path.read_text().splitlines()]
+        lines = [line for path in self.exits.iterdir() for line in path.read_text().splitlines()]
         named = {self._silent_host, *(line.removeprefix("failed=") for line in lines if line.startswith("failed="))}
         return sorted(named - {""})
 
-    def _ask_lower_ranks(self, generation: Generation, rank: int, ready: Mapping[str, Any]) -> None:
+    def _ask_lower_ranks(self, generation: Generation, ready: Mapping[str, Any]) -> None:
         """Wait for the plan at the first lower rank whose keeper can be reached; those on hosts that are named as failed, perhaps for the
         end of one process, are the last ones asked."""
         out_of_reach, failed = set[str](), ready["failed"]
-        for member in sorted(generation.members[:rank], key=lambda member: member.host in failed):
+        for member in sorted(generation.members[: generation.rank], key=lambda member: member.host in failed):
             if member.host in out_of_reach:
                 continue
             seconds = CONNECT_FAILED_SECONDS if member.host in failed else CONNECT_SECONDS
@@ -358,11 +348,11 @@ class Keeper:
             "vain": 0 if any(ready["progress"] for ready in found.values()) else self._vain + 1,
             "cause": causes[0] if causes else "a rank failed",
         }
-        self.plans[generation.name] = _propose(self.run_dir / IN_PLACE / generation.name, plan)
+        self.plans[generation.name] = _propose(self.run_dir / kept_rank.IN_PLACE / generation.name, plan)
 
-    def _apply(self, plan: dict[str, Any], generation: Generation, old: int) -> bool:
-        """Make the plan the current generation; false if rank `old` is not in it."""
-        members, ranks = generation.members, plan["ranks"]
+    def _apply(self, plan: dict[str, Any], generation: Generation) -> bool:
+        """Make the plan the current generation; false if this rank is not in it."""
+        members, ranks, old = generation.members, plan["ranks"], generation.rank
         if old not in ranks:
             log.error(f"rank {old} was late or unreachable: the others restart without it")
             self.lost = None
@@ -381,9 +371,9 @@ class Keeper:
             )
         assert self.lost is not None
         self.lost += sorted({member.host for member in members} - set(hosts))
-        following = Generation(plan["name"], generation.secret, tuple(members[rank] for rank in ranks))
+        following = Generation(plan["name"], generation.secret, tuple(members[rank] for rank in ranks), rank)
         following.write(self.folder)
-        self.place = following, rank
+        self.generation = following
         # torchrun's variables describe the first generation
         env = {name: value for name, value in self.env.items() if not name.startswith("TORCHELASTIC_")}
         local = hosts[:rank].count(hosts[rank])
@@ -405,20 +395,21 @@ class Keeper:
         delivered = ""
         while not self._ended.wait(LOOK):
             if self._server is None:
-                if (self.folder / ADDRESS).exists():
-                    self._listen((self.folder / ADDRESS).read_text())
+                if (self.folder / kept_rank.ADDRESS).exists():
+                    self._listen((self.folder / kept_rank.ADDRESS).read_text())
                 continue
-            if (place := self.look_up()) is None or not (self.folder / WRITTEN).exists():
+            if (generation := self.look_up()) is None or not (self.folder / kept_rank.WRITTEN).exists():
                 continue
-            (generation, rank), written = place, json.loads((self.folder / WRITTEN).read_text())
-            peer, copy = generation.find_peer(rank), COPY.fullmatch(written["copy"])
-            if peer is None or copy is None or copy[4] != generation.name or copy[0] == delivered:
+            written = json.loads((self.folder / kept_rank.WRITTEN).read_text())
+            peer, name = generation.find_peer(), written["copy"]
+            copy = CopyName.parse(name)
+            if peer is None or copy is None or copy.generation != generation.name or name == delivered:
                 continue
-            path = self.folder / copy[0]
+            path = self.folder / name
             written["bytes"] = path.stat().st_size
             if (error := _send(peer, generation, written, path)) is None:
-                delivered = copy[0]
-                write_whole(self.folder / DELIVERED, delivered.encode())
+                delivered = name
+                write_whole(self.folder / kept_rank.DELIVERED, delivered.encode())
             else:
                 log.debug(f"keeper at {peer.address}:{peer.port}: {error}")
                 time.sleep(POLL)
@@ -426,7 +417,7 @@ class Keeper:
     def _listen(self, address: str) -> None:
         self._server = _Server(self, address)
         threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
-        write_whole(self.folder / PORT, str(self._server.server_address[1]).encode())
+        write_whole(self.folder / kept_rank.PORT, str(self._server.server_address[1]).encode())
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -456,12 +447,12 @@ class _Message(socketserver.StreamRequestHandler):
         except ValueError:
             return
         keeper, generation = self.server.keeper, str(message.get("generation"))
-        place = keeper.look_up()
-        if place is None or not place[0].knows(message):
+        current = keeper.look_up()
+        if current is None or not current.knows(message):
             return  # of another job, or not from a keeper
         if "ready" in message:
             self._answer_with_plan(generation, message["ready"])
-        elif generation != place[0].name:
+        elif generation != current.name:
             return
         elif "failed" in message:
             keeper.end_rank(generation)
@@ -472,9 +463,9 @@ class _Message(socketserver.StreamRequestHandler):
     def _answer_with_plan(self, generation: str, ready: dict[str, Any]) -> None:
         """Send the plan as soon as there is one, and until then an empty line a second; a keeper that is itself not ready within
         PATIENCE gives up."""
-        keeper, place = self.server.keeper, self.server.keeper.look_up()
+        keeper, current = self.server.keeper, self.server.keeper.look_up()
         if generation not in keeper.plans:
-            if place is None or place[0].name != generation:
+            if current is None or current.name != generation:
                 return
             keeper.add_ready(generation, ready)
             keeper.end_rank(generation)
@@ -496,7 +487,7 @@ class _Message(socketserver.StreamRequestHandler):
 
     def _receive(self, folder: Path, name: str, size: int, sha256: str) -> bool:
         """Receive a copy of `size` bytes; whether it is complete."""
-        if not COPY.fullmatch(name):
+        if CopyName.parse(name) is None:
             return False
         # of its own, since the sender of a slow connection may have begun again
         part, digest = folder / f".{name}.{secrets.token_hex(4)}", hashlib.sha256()

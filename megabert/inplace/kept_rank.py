@@ -23,10 +23,9 @@ from megabert.distributed import signals
 
 # Environment variable of a rank: its keeper's folder.
 KEEPER_DIR_ENV = "MEGABERT_KEEPER"
-# Files in the keeper's folder: the address at which the keeper has to listen, and its port there; the ranks of this generation, and the
-# keeper's rank; the newest copy that the rank wrote, and the name of the newest one that the peer received; a folder of exit
-# codes; the token of the run's owner.
-ADDRESS, PORT, MEMBERS, RANK = "address", "port", "members.json", "rank"
+# Files in the keeper's folder: the address at which the keeper has to listen, and its port there; the generation; the newest copy that
+# the rank wrote, and the name of the newest one that the peer received; a folder of exit codes; the token of the run's owner.
+ADDRESS, PORT, MEMBERS = "address", "port", "members.json"
 WRITTEN, DELIVERED, EXITS, OWNER = "written.json", "delivered", "exits", "owner"
 # Seconds between checks whether the keeper listens.
 LOOK = 0.005
@@ -44,6 +43,11 @@ class CopyName(NamedTuple):
     size: int
     generation: str
 
+    @classmethod
+    def parse(cls, text: str) -> CopyName | None:
+        match = COPY.fullmatch(text)
+        return cls(int(match[1]), int(match[2]), int(match[3]), match[4]) if match else None
+
     def __str__(self) -> str:
         return f"{self.cursor:012d}-{self.rank:05d}-of-{self.size:05d}-{self.generation}.safetensors"
 
@@ -59,11 +63,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """The ranks of one start; a keeper's rank is its index in `members`. Only messages with the job's `secret` are accepted."""
+    """The ranks of one start, and a keeper's own `rank`, its index in `members`. Only messages with the job's `secret` are accepted."""
 
     name: str
     secret: str
     members: tuple[Member, ...]
+    rank: int
 
     @classmethod
     def read(cls, folder: Path) -> Generation | None:
@@ -72,7 +77,7 @@ class Generation:
             tree = json.loads((folder / MEMBERS).read_text())
         except FileNotFoundError:
             return None
-        return cls(tree["name"], tree["secret"], tuple(Member(**member) for member in tree["members"]))
+        return cls(**tree | {"members": tuple(Member(**member) for member in tree["members"])})
 
     def write(self, folder: Path) -> None:
         write_whole(folder / MEMBERS, json.dumps(asdict(self)).encode())
@@ -81,25 +86,26 @@ class Generation:
         """Whether a message is from a keeper of this job."""
         return hmac.compare_digest(str(message.get("secret")).encode(), self.secret.encode())
 
-    def following(self, rank: int) -> Member:
-        """The keeper of the next rank, which that of `rank` asks whether it is there."""
-        return self.members[(rank + 1) % len(self.members)]
+    @property
+    def following(self) -> Member:
+        """The keeper of the next rank, which this one asks whether it is there."""
+        return self.members[(self.rank + 1) % len(self.members)]
 
-    def find_peer(self, rank: int) -> Member | None:
-        """The keeper on another host that receives the copies of `rank`; None where all are on one host. The peers of a host's
+    def find_peer(self) -> Member | None:
+        """The keeper on another host that receives this rank's copies; None where all are on one host. The peers of a host's
         ranks are spread over the ranks of other hosts."""
-        host, size = self.members[rank].host, len(self.members)
+        host, size = self.members[self.rank].host, len(self.members)
         on_host = [n for n, member in enumerate(self.members) if member.host == host]
         following = [n % size for n in range(on_host[-1] + 1, on_host[-1] + 1 + size)]
         others = [n for n in following if self.members[n].host != host]
-        return self.members[others[on_host.index(rank) % len(others)]] if others else None
+        return self.members[others[on_host.index(self.rank) % len(others)]] if others else None
 
 
 def copies_in(folder: Path) -> Iterator[CopyName]:
     """The complete copies in a keeper's folder."""
     for name in os.listdir(folder):
-        if match := COPY.fullmatch(name):
-            yield CopyName(int(match[1]), int(match[2]), int(match[3]), match[4])
+        if copy := CopyName.parse(name):
+            yield copy
 
 
 def follow() -> bool:
@@ -118,12 +124,6 @@ def wait_for_place() -> None:
         os._exit(FAILED)
     os.environ.clear()
     os.environ.update(json.loads(text))
-
-
-def introduce(folder: Path, generation: Generation, rank: int) -> None:
-    """Send this rank's keeper the first generation and the rank's number in it."""
-    (folder / RANK).write_text(str(rank))
-    generation.write(folder)
 
 
 def delivered(folder: Path) -> str:

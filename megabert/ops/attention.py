@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 from megabert.ops.dropout_add_layer_norm import follows_rows, row_dropout
 from megabert.ops.softmax_mask import fused_softmax_mask
 
@@ -117,35 +117,26 @@ def attend(
     return out.transpose(1, 2).reshape(batch, width, heads * size)
 
 
-def _register() -> None:
-    @torch.library.register_fake("megabert::attention")
-    def _(
-        qkv: Tensor, bias: Tensor | None, key_start: Tensor, key_end: Tensor, seed: Tensor, stream: int,
-        heads: int, p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        batch, width, triple = qkv.shape
-        return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(batch, heads, width, dtype=torch.float32)
-
-    @torch.library.register_fake("megabert::attention_backward")
-    def _(
-        grad: Tensor, qkv: Tensor, context: Tensor, lse: Tensor, key_start: Tensor, key_end: Tensor,
-        seed: Tensor, stream: int, heads: int, p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return torch.empty_like(qkv, memory_format=torch.contiguous_format), qkv.new_empty(qkv.shape[-1])
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        qkv, _bias, key_start, key_end, seed, *ctx.numbers = inputs
-        ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, grad: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 8
-        dqkv, dbias = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-        return dqkv, dbias if ctx.needs_input_grad[1] else None, None, None, None, None, None, None
-
-    torch.library.register_autograd("megabert::attention", backward, setup_context=setup_context)
+def _shapes(qkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    (batch, width, triple), heads = qkv.shape, inputs[-2]
+    return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(batch, heads, width, dtype=torch.float32)
 
 
-if not MISSING:
-    _register()
+def _backward_shapes(grad: Tensor, qkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), qkv.new_empty(qkv.shape[-1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, _bias, key_start, key_end, seed, *ctx.numbers = inputs
+    ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    dqkv, dbias = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return dqkv, dbias if ctx.needs_input_grad[1] else None, *[None] * 6
+
+
+register("attention", _shapes, _save, _backward, _backward_shapes)

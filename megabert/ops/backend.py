@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,19 @@ def _load() -> str:
 
 # Why there is no native library; "" when it is loaded.
 MISSING = _load()
+
+
+def register(
+    op: str, shapes: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any],
+    backward_shapes: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
+    """Tell torch the gradient of a native operation, and the shapes of its results and of `op`_backward's, if there is a library. `shapes`
+    return empty tensors; `save` and `backward` are those of torch.library.register_autograd. Schemas: csrc/registration.cpp."""
+    if not MISSING:
+        torch.library.register_fake(f"megabert::{op}", shapes)
+        torch.library.register_autograd(f"megabert::{op}", backward, setup_context=save)
+        if backward_shapes is not None:
+            torch.library.register_fake(f"megabert::{op}_backward", backward_shapes)
 
 
 def choose_all(asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> Backends:

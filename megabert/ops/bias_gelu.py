@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 
 
 def plus(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,27 +43,23 @@ def bias_geglu(x: Tensor, bias: Tensor | None, backend: str, silu: bool = False)
     return (F.silu if silu else F.gelu)(value) * gate
 
 
-def _register() -> None:
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def register(op: str, inputs: int) -> None:
-        @torch.library.register_fake(f"megabert::{op}")
-        def _(x: Tensor, bias: Tensor) -> Tensor:
-            return x.new_empty(*x.shape[:-1], x.shape[-1] // inputs)
-
-        @torch.library.register_fake(f"megabert::{op}_backward")
-        def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-            return x.new_empty(x.shape), bias.new_empty(bias.shape)
-
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            return getattr(torch.ops.megabert, f"{op}_backward")(grad, *ctx.saved_tensors)
-
-        torch.library.register_autograd(f"megabert::{op}", backward, setup_context=setup_context)
-
-    register("bias_gelu", inputs=1)
-    register("bias_geglu", inputs=2)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-if not MISSING:
-    _register()
+def _backward_shapes(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), bias.new_empty(bias.shape)
+
+
+def _register(op: str, inputs: int) -> None:
+    def shapes(x: Tensor, bias: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return getattr(torch.ops.megabert, f"{op}_backward")(grad, *ctx.saved_tensors)
+
+    register(op, shapes, _save, backward, _backward_shapes)
+
+
+_register("bias_gelu", inputs=1)
+_register("bias_geglu", inputs=2)

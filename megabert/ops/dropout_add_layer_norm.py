@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 from megabert.ops.bias_gelu import or_zeros, plus
 
 
@@ -99,49 +99,39 @@ def _gradients(
     return dx if dx.numel() else dresidual, dbias, dresidual, dweight, dshift
 
 
-def _register() -> None:
-    @torch.library.register_fake("megabert::dropout")
-    def _(x: Tensor, seed: Tensor, stream: int, p: float) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def dropout_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _x, seed, *ctx.numbers = inputs
-        ctx.save_for_backward(seed)
-
-    def dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return torch.ops.megabert.dropout(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
-
-    torch.library.register_autograd("megabert::dropout", dropout_backward, setup_context=dropout_context)
-
-    @torch.library.register_fake("megabert::dropout_add_layer_norm")
-    def _(
-        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-        seed: Tensor, stream: int, p: float, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        statistic = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        return x.new_empty(x.shape), x.new_empty(x.shape), statistic, torch.empty_like(statistic)
-
-    @torch.library.register_fake("megabert::dropout_add_layer_norm_backward")
-    def _(
-        grad: Tensor, second: Tensor | None, of_z: bool, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
-        seed: Tensor, stream: int, p: float,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        dx = z.new_empty(z.shape) if int(p * 65536 + 0.5) else z.new_empty(0)
-        return dx, z.new_empty(z.shape), *(weight.new_empty(weight.shape) for _ in range(3))
-
-    def norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _x, _bias, _residual, weight, _shift, seed, stream, p, _eps = inputs
-        ctx.numbers = stream, p
-        _y, z, mean, rstd = output
-        ctx.save_for_backward(z, mean, rstd, weight, seed)
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-
-    def norm_backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        return *_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
-
-    torch.library.register_autograd("megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context)
+def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _x, seed, *ctx.numbers = inputs
+    ctx.save_for_backward(seed)
 
 
-if not MISSING:
-    _register()
+def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.megabert.dropout(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+
+def _shapes(x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    like, statistic = [x.new_empty(x.shape) for _ in range(2)], x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return *like, statistic, torch.empty_like(statistic)
+
+
+def _backward_shapes(
+    grad: Tensor, second: Tensor | None, of_z: bool, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+    seed: Tensor, stream: int, p: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dx = z.new_empty(z.shape) if int(p * 65536 + 0.5) else z.new_empty(0)
+    return dx, z.new_empty(z.shape), *(weight.new_empty(weight.shape) for _ in range(3))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _x, _bias, _residual, weight, _shift, seed, *ctx.numbers, _eps = inputs
+    _y, z, mean, rstd = output
+    ctx.save_for_backward(z, mean, rstd, weight, seed)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_z: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    return *_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+register("dropout", lambda x, *_: x.new_empty(x.shape), _save_seed, _dropout_backward)
+register("dropout_add_layer_norm", _shapes, _save, _backward, _backward_shapes)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 
 # `mlm_losses`: predictions whose logits are in memory at once
 AT_ONCE = 1 << 10
@@ -60,28 +60,25 @@ def mlm_logits(hidden: Tensor, weight: Tensor, bias: Tensor, vocab_size: int) ->
     return F.linear(hidden, weight, bias)[:, :vocab_size]
 
 
-def _register() -> None:
-    @torch.library.register_fake("megabert::mlm_loss")
-    def _(
-        hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, need_grad: bool
-    ) -> tuple[Tensor, ...]:
-        loss, row = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), hidden.shape[:1]))
-        correct, predictions = (hidden.new_empty((), dtype=torch.int64) for _ in range(2))
-        gradients = [t.new_empty(t.shape[0] if need_grad else 0, *t.shape[1:]) for t in (hidden, weight, bias)]
-        return loss, correct, predictions, row, *gradients
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _loss, *rest = output
-        ctx.save_for_backward(*rest[3:])
-        ctx.mark_non_differentiable(*rest)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        gradients = [None if grad is None else t * grad for t in ctx.saved_tensors]  # the scalar stays fp32
-        return *gradients, None, None, None
-
-    torch.library.register_autograd("megabert::mlm_loss", backward, setup_context=setup_context)
+def _shapes(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, need_grad: bool
+) -> tuple[Tensor, ...]:
+    loss, row = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), hidden.shape[:1]))
+    correct, predictions = (hidden.new_empty((), dtype=torch.int64) for _ in range(2))
+    gradients = [t.new_empty(t.shape[0] if need_grad else 0, *t.shape[1:]) for t in (hidden, weight, bias)]
+    return loss, correct, predictions, row, *gradients
 
 
-if not MISSING:
-    _register()
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _loss, *rest = output
+    ctx.save_for_backward(*rest[3:])
+    ctx.mark_non_differentiable(*rest)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    gradients = [None if grad is None else t * grad for t in ctx.saved_tensors]  # the scalar stays fp32
+    return *gradients, None, None, None
+
+
+register("mlm_loss", _shapes, _save, _backward)

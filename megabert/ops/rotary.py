@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 
 
 class Rotation(NamedTuple):
@@ -58,21 +58,14 @@ def _turned(qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     return result
 
 
-def _register() -> None:
-    @torch.library.register_fake("megabert::rotate")
-    def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, back: bool) -> Tensor:
-        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
-
-    def context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _qkv, cos, sin, *ctx.options = inputs
-        ctx.save_for_backward(cos, sin)
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads, back = ctx.options
-        return torch.ops.megabert.rotate(grad, *ctx.saved_tensors, heads, not back), None, None, None, None
-
-    torch.library.register_autograd("megabert::rotate", backward, setup_context=context)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _qkv, cos, sin, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin)
 
 
-if not MISSING:
-    _register()
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    heads, back = ctx.options
+    return torch.ops.megabert.rotate(grad, *ctx.saved_tensors, heads, not back), None, None, None, None
+
+
+register("rotate", lambda qkv, *_: qkv.new_empty(qkv.shape), _save, _backward)

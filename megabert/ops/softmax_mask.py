@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import register
 
 
 def fused_softmax_mask(
@@ -35,37 +35,25 @@ def fused_softmax_mask(
     return torch.ops.megabert.softmax_mask(scores, key_start, key_end, mask, seed, stream, scale, p)[0]
 
 
-def _register() -> None:
-    def like(t: Tensor) -> Tensor:
-        return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-    @torch.library.register_fake("megabert::softmax_mask")
-    def _(
-        scores: Tensor, key_start: Tensor | None, key_end: Tensor | None, mask: Tensor | None,
-        seed: Tensor, stream: int, scale: float, p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return like(scores), like(scores) if int(p * 65536 + 0.5) else scores.new_empty(0)
-
-    @torch.library.register_fake("megabert::softmax_mask_backward")
-    def _(grad: Tensor, probs: Tensor, seed: Tensor, stream: int, scale: float, p: float) -> Tensor:
-        return like(probs)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *_, seed, stream, scale, p = inputs
-        out, probs = output
-        ctx.numbers = stream, scale, p
-        ctx.save_for_backward(probs if probs.numel() else out, seed)  # without dropout they are the same
-        ctx.mark_non_differentiable(probs)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, grad: Tensor | None, _grad_probs: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 8
-        dscores = torch.ops.megabert.softmax_mask_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-        return dscores, *[None] * 7
-
-    torch.library.register_autograd("megabert::softmax_mask", backward, setup_context=setup_context)
+def _shapes(scores: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    drops = int(inputs[-1] * 65536 + 0.5)
+    return scores.new_empty(scores.shape), scores.new_empty(scores.shape if drops else 0)
 
 
-if not MISSING:
-    _register()
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *_, seed, stream, scale, p = inputs
+    out, probs = output
+    ctx.numbers = stream, scale, p
+    ctx.save_for_backward(probs if probs.numel() else out, seed)  # without dropout they are the same
+    ctx.mark_non_differentiable(probs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_probs: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    dscores = torch.ops.megabert.softmax_mask_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return dscores, *[None] * 7
+
+
+register("softmax_mask", _shapes, _save, _backward, lambda grad, probs, *_: probs.new_empty(probs.shape))

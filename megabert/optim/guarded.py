@@ -39,6 +39,12 @@ class FlatSegment:
     def stop(self) -> int:
         return self.offset + self.end - self.start
 
+    def within(self, begin: int, end: int) -> FlatSegment | None:
+        """Its part in elements [begin, end) of the parameter, with an offset from `begin`; None if there is none."""
+        first, last = max(self.offset, begin), min(self.stop, end)
+        start = self.start + first - self.offset
+        return FlatSegment(self.index, start, start + last - first, first - begin) if first < last else None
+
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0

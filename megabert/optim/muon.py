@@ -141,11 +141,9 @@ def plan_exchange(
         for tensor, held in enumerate(segments[holder]):
             for segment in held:
                 for matrix in matrices[segment.index]:
-                    first, last = max(segment.offset, matrix.begin), min(segment.stop, matrix.stop)
-                    if first < last and owners[number[matrix]] == owner:
-                        start = segment.start + first - segment.offset
-                        end, offset = start + last - first, first - matrix.begin
-                        held_parts.append(MatrixPart(tensor, start, end, number[matrix], offset))
+                    part = segment.within(matrix.begin, matrix.stop)
+                    if part is not None and owners[number[matrix]] == owner:
+                        held_parts.append(MatrixPart(tensor, part.start, part.end, number[matrix], part.offset))
         return tuple(held_parts)
 
     everyone = range(len(segments))

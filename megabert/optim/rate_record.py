@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megabert.common.files import canonical
 from megabert.config import Config
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, on_main
 
 FILE = "learning_rates.bin"
 # step, data cursor, seconds, rate, CRC-32 of the other fields
@@ -30,7 +30,7 @@ class RateRecord:
         self._settings = zlib.crc32(canonical(settings))
         if fresh and self._writes:
             self._path.unlink(missing_ok=True)
-        known = world.broadcast(self._read(first) if world.is_main else None)
+        known = on_main(world, lambda: self._read(first))
         self._known = {(step, cursor): (seconds, rate) for step, cursor, seconds, rate in known}
 
     def _read(self, first: int) -> list[list[float]]:

@@ -37,12 +37,12 @@ def same_updates(world: Any) -> dict[Any, Any]:
 
 
 def two_ranks(world: Any) -> dict[Any, Any]:
-    found = same_updates(world) | {case: skip(world, *case) for case in CASES}
+    found: dict[Any, Any] = {case: skip(world, *case) for case in CASES}
     found["uneven"] = uneven_evaluation(world)
     for attention in () if ops.MISSING else BACKENDS:
         native = {"ops__attention": attention, "ops__mlm_loss": "native", "ops__layer": "native"}
         cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **native)
-        found[attention] = tiny.train(tiny.engine(cfg, world), range(STEPS))
+        found[attention] = tiny.train(tiny.engine(cfg, world), range(STEPS // 2))
     return found
 
 
@@ -165,8 +165,8 @@ def close(found: list[tuple[float, float]], expected: list[tuple[float, float]],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_20_updates_have_the_plain_losses(ranks, request, plain):
-    found = request.getfixturevalue("two") if ranks == 2 else run_ranks(1, same_updates)
+def test_20_updates_have_the_plain_losses(ranks, plain):
+    found = run_ranks(ranks, same_updates, timeout=240)
     for stage in STAGES:
         of_stage = found[0][stage]
         assert all(other[stage] == of_stage for other in found)  # every rank reports the same update
@@ -183,7 +183,7 @@ def test_20_updates_have_the_plain_losses(ranks, request, plain):
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_native_operations_under_stage_3_recompute(attention, two, plain):
-    close(two[0][attention], plain["losses"], 2e-5)
+    close(two[0][attention], plain["losses"][: STEPS // 2], 2e-5)
 
 
 @pytest.mark.parametrize(("precision", "stage"), CASES)

@@ -78,9 +78,9 @@ def run(world: Any, reads: HostReads, **settings: Any) -> dict[str, Any]:
                 return done
 
         trainer = Watched(
-            config=cfg, world=world, engine=engine, workload=Workload(cfg, world, engine, STEPS, saved_at=STEPS),
+            config=cfg, engine=engine, workload=Workload(cfg, world, engine, STEPS, saved_at=STEPS),
             checkpoints=Checkpoints(folder, world, cfg.checkpoint), stop=StopAt(), watchdog=Watchdog(world, folder, 0),
-            run_dir=Path(folder), provenance={"config": cfg.model_dump()},
+            provenance={"config": cfg.model_dump()},
         )  # fmt: skip
         with reads:
             assert trainer.train()

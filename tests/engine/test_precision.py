@@ -9,23 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megabert import config as configuration
 from megabert.commands.evaluate import evaluate_run
 from megabert.common import environment
-from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
-from megabert.open_run import open_run
-from tests.conftest import ROOT
-from tests.helpers.loop import StopAt
+from tests.helpers.golden_runs import DATA, opened
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
-DATA = ROOT / "tests/data/golden/dataset"
-SMALL = (
-    *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
-    *("batch.global_size=4", "batch.micro_size=4", "schedule.total_steps=4", "schedule.warmup_steps=1"),
-    *("eval.interval=0", "eval.rows=8", "peak_tflops=1.0", "log.tensorboard=false", "data.workers=0"),
-)
 
 
 @pytest.fixture
@@ -73,22 +63,18 @@ def test_ranks_take_what_all_of_them_are_fast_in(multiplies, world, caplog, monk
 
 def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> None:
     """Started where bf16 is emulated, resumed where it is not; another precision by name is refused."""
+    run, settings = tmp_path / "run", ("precision=auto", "model.nsp=false", "schedule.total_steps=4")
 
-    def opened(*overrides: str, stop_after: int | None = None) -> Any:
-        cfg = configuration.load("tiny", [*SMALL, *overrides])
-        assert cfg.precision == "auto" or overrides
-        watchdog: Any = Watchdog(world, tmp_path, 0.0)
-        return open_run(tmp_path / "run", cfg, world, StopAt(), watchdog, stop_after=stop_after)  # type: ignore[arg-type]
-
-    def trained(trainer: Any) -> None:
+    def train(**options: Any) -> None:
+        trainer = opened(world, run, *settings, **options)
         assert trainer.train() and trainer.engine.dtype == torch.float32
         trainer.close()
 
     multiplies(False)
-    trained(opened(stop_after=2))
-    assert json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"] == "fp32"
+    train(stop_after=2)
+    assert json.loads((run / "config.json").read_text())["config"]["precision"] == "fp32"
     multiplies(True)
     with pytest.raises(ValueError, match="precision is 'bf16' but the checkpoint was made with 'fp32'"):
-        opened("precision=bf16")
-    trained(opened())
-    assert evaluate_run(str(tmp_path / "run"), str(DATA))["step"] == 4
+        opened(world, run, *settings, "precision=bf16")
+    train()
+    assert evaluate_run(str(run), str(DATA))["step"] == 4

@@ -1,4 +1,4 @@
-"""Two real ranks whose machines differ: refused by name on both, before the first update."""
+"""Two real ranks whose machines differ: refused by name on both, before the first update; replicas use the same number of threads."""
 
 from __future__ import annotations
 
@@ -77,13 +77,16 @@ if not backend.MISSING:
     CASES.append((without_library, "backend of layer", "native", "torch"))
 
 
-def refusals(world: World, folder: Path) -> list[tuple[str, int]]:
+def refusals(world: World, folder: Path) -> tuple[list[tuple[str, int]], int]:
+    """Each refusal with its exit code; and the threads of ranks that had other numbers of them."""
     texts = []
     for case, *_ in [*CASES, (asked_apex,)]:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RankRefused) as refused:
             case(patch, world, folder)
         texts.append((str(refused.value), refused.value.exit_code))
-    return texts
+    torch.set_num_threads(1 + world.rank)
+    tiny.engine(tiny.config(zero__stage=0), world)
+    return texts, torch.get_num_threads()
 
 
 @pytest.mark.dist
@@ -92,22 +95,11 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path) -> None:
     (tmp_path / "apex/__init__.py").touch()
     (tmp_path / "apex/multi_tensor_apply.py").write_text("multi_tensor_applier = None\n")
     (tmp_path / "amp_C.py").write_text("multi_tensor_adam_capturable = multi_tensor_lamb_mp = None\n")
-    found = run_ranks(2, refusals, tmp_path)
-    assert found[0] == found[1]
+    found, other = run_ranks(2, refusals, tmp_path)
+    assert found == other and found[1] == 1
     expected = [
         (f"{name} must be the same on all ranks: {first} on rank 0 ({HOST}), {second} on rank 1 ({HOST})", 2)
         for _, name, first, second in CASES
     ]
     apex_asked = "rank 1: ops.optimizer=apex cannot run here: NVIDIA's apex does not import"
     assert found[0] == [*expected, (apex_asked, 2)]
-
-
-def threads(world: World) -> int:
-    torch.set_num_threads(1 + world.rank)
-    tiny.engine(tiny.config(zero__stage=0), world)
-    return torch.get_num_threads()
-
-
-@pytest.mark.dist
-def test_replicas_use_the_same_number_of_threads() -> None:
-    assert run_ranks(2, threads) == [1, 1]

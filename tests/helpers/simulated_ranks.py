@@ -39,8 +39,7 @@ def layout_of(
             length = max(0, min(size, tensor.numel() - begin))
             held = (FlatSegment(numbers[id(tensor)], 0, length, begin),) if length else ()
             masters.append(Master(torch.zeros(size), held))
-    sizes = tuple(torch.Size(shape) for shape in shapes.values())
-    return ZeroLayout(tuple(shapes), sizes, tuple(masters), stage > 0)
+    return ZeroLayout({name: torch.Size(shape) for name, shape in shapes.items()}, tuple(masters), stage > 0)
 
 
 def part_of(

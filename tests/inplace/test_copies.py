@@ -78,11 +78,17 @@ def expected(cursor: int, size: int) -> Content:
     return state, {kind: whole(cursor, kind).tolist() for kind in KINDS}
 
 
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("taken")
+    assert run_ranks(2, take, str(folder), [5, 6, 7]) == [[[5], [5, 6], [6, 7]]] * 2
+    return folder
+
+
 @pytest.fixture
-def two_ranks(tmp_path: Path) -> Path:
+def two_ranks(taken: Path, tmp_path: Path) -> Path:
     """The folders of two ranks with copies at the places 5, 6 and 7, of which the last two are kept."""
-    assert run_ranks(2, take, str(tmp_path), [5, 6, 7]) == [[[5], [5, 6], [6, 7]]] * 2
-    return tmp_path
+    return Path(shutil.copytree(taken, tmp_path, dirs_exist_ok=True))
 
 
 def files(folder: Path, rank: int) -> list[Path]:

@@ -72,7 +72,7 @@ if first:
     (shared / f"new-{rank}").rename(shared / f"place-{rank}")
     wait_for(lambda: len(list(shared.glob("place-*"))) == size)
     places = [json.loads((shared / f"place-{other}").read_text()) for other in range(size)]
-    kept_rank.introduce(folder, Generation("0" * 16, "secret", tuple(Member(*one) for one in places)), rank)
+    Generation("0" * 16, "secret", tuple(Member(*one) for one in places), rank).write(folder)
     if len({host for host, *_ in places}) > 1:
         name = copy(7)
         wait_for(lambda: kept_rank.delivered(folder) == str(name))
@@ -289,9 +289,9 @@ def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
 def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
     hosts = [host for host, count in enumerate(sizes) for _ in range(count)]
     members = tuple(Member(f"n{host}", "localhost", port) for port, host in enumerate(hosts))
-    generation, load = Generation("0" * 16, "secret", members), Counter[int]()
+    load = Counter[int]()
     for rank, member in enumerate(members):
-        peer = generation.find_peer(rank)
+        peer = Generation("0" * 16, "secret", members, rank).find_peer()
         assert peer is not None and peer.host != member.host
         load[peer.port] += 1
     most_ranks_a_host, fewest_elsewhere = max(sizes), len(hosts) - max(sizes)
@@ -300,4 +300,4 @@ def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
 
 
 def test_ranks_of_one_host_have_no_peer() -> None:
-    assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2).find_peer(1) is None
+    assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2, 1).find_peer() is None
