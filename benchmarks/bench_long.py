@@ -117,7 +117,7 @@ def measure(case: Case) -> dict[str, Any]:
     before = memory.now()
     memory.restart()
     torch.manual_seed(0)
-    model_cfg = cfg.model if case.side in (OURS, *PEERS) else cfg.model.model_copy(update={"window": 0})
+    model_cfg = cfg.model if case.side in (OURS, *PEERS) else configuration.replace(cfg.model, "window", 0)
     model: torch.nn.Module = BertForPreTraining(model_cfg, cfg.ops, "cpu", dtype).train()
     if case.side == LOCAL:
         inputs["key_start"], inputs["key_end"] = local_keys(inputs["key_start"], inputs["key_end"], WINDOW)

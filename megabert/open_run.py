@@ -34,7 +34,7 @@ from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
 from megabert.config import Config, DataConfig, fit_micro_size, list_phases, replace
 from megabert.data import mixture
-from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts, with_vocabulary_size
+from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts
 from megabert.data.shards import Cache, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
@@ -170,7 +170,7 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
         raise ValueError(
             f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
         )
-    return with_vocabulary_size(config, datasets[0].manifest.vocab_size)
+    return replace(config, "model.vocab_size", datasets[0].manifest.vocab_size)
 
 
 # -- 3. run folder ---------------------------------------------------------------------------------------------------

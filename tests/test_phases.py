@@ -25,6 +25,7 @@ from tests.helpers.golden_runs import DATA, random_rows
 from tests.helpers.job import Job
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import flip
 
 STEPS = 10
 SMALL = (
@@ -306,9 +307,7 @@ def test_verify_reads_the_data_of_every_phase(world, tmp_path, folders, capsys):
         moved = ["--data", *map(str, places[:number]), str(copy)]
         assert verify.main([str(run), *moved]) == 0
         shard = max(copy.glob("*.tar"))
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
+        flip(shard, shard.stat().st_size // 2)
         assert verify.main([str(run), *moved]) == 2
         assert f"error: {shard}: " in capsys.readouterr().err
     other = [DATA, folders["best"]]

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,12 +55,19 @@ class Parser(argparse.ArgumentParser):
             if name == "--":
                 break
             if name.startswith("--") and not any(known.startswith(name) for known in self._option_string_actions):
-                near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-                self.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+                self.error(f"unknown option {name}{nearest(name, [*self._option_string_actions])}")
         return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (`{self.prog} --help` shows all options)\n")
+
+
+def nearest(wrong: str, *groups: Iterable[str]) -> str:
+    """A question for the name nearest to `wrong`, from the first group with a near one; a mapping has names by their short forms."""
+    for group in groups:
+        for match in difflib.get_close_matches(wrong, group, n=1):
+            return f"; did you mean {group[match] if isinstance(group, Mapping) else match}?"
+    return ""
 
 
 def toml_names(folder: Path) -> list[str]:

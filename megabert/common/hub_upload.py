@@ -37,23 +37,24 @@ class Repository:
             utils.disable_progress_bars()
         self.name, self._hub, self._of = name, huggingface_hub, {"repo_id": name, "repo_type": kind}
         self._api: Any = huggingface_hub.HfApi()
-        self._ask(lambda: self._api.create_repo(**self._of, private=private or None, exist_ok=True))
-        if private and not self._ask(lambda: self._api.repo_info(**self._of)).private:
+        self._request(lambda: self._api.create_repo(**self._of, private=private or None, exist_ok=True))
+        if private and not self._request(lambda: self._api.repo_info(**self._of)).private:
             raise ValueError(f"{name}: is public on the hub; make it private there, or push without --private")
         self._heads = {
-            each.name: each.target_commit for each in self._ask(lambda: self._api.list_repo_refs(**self._of)).branches
+            each.name: each.target_commit
+            for each in self._request(lambda: self._api.list_repo_refs(**self._of)).branches
         }
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The hub's answer, asked again after transient failures."""
+    def _request(self, send: Callable[[], T]) -> T:
+        """The hub's answer, with retries after transient failures."""
 
         def ask() -> T:
             try:
-                return question()
+                return send()
             except RuntimeError as error:  # around the error of a file's upload in a thread
                 raise error.__cause__ or Failed(f"{self.name}: {error}") from None
 
-        return storage.asked(self.name, ask)
+        return storage.request(self.name, ask)
 
     def push(
         self, files: Mapping[str, Path | bytes], message: str, branch: str = MAIN, removed: Iterable[str] = ()
@@ -64,8 +65,8 @@ class Repository:
         A new branch begins at the repository's first commit, which has no model: a push that is killed leaves none, or all of it.
         """
         if branch not in self._heads:
-            first = self._ask(lambda: self._api.list_repo_commits(**self._of))[-1].commit_id
-            self._ask(lambda: self._api.create_branch(**self._of, branch=branch, revision=first, exist_ok=True))
+            first = self._request(lambda: self._api.list_repo_commits(**self._of))[-1].commit_id
+            self._request(lambda: self._api.create_branch(**self._of, branch=branch, revision=first, exist_ok=True))
 
         def commit() -> str:
             added = [self._hub.CommitOperationAdd(name, path) for name, path in files.items()]
@@ -73,11 +74,11 @@ class Repository:
             done = self._api.create_commit(**self._of, operations=changes, commit_message=message, revision=branch)
             return str(done.oid)
 
-        before, self._heads[branch] = self._heads.get(branch), self._ask(commit)
+        before, self._heads[branch] = self._heads.get(branch), self._request(commit)
         return before != self._heads[branch]
 
     def listing(self) -> dict[str, str]:
         """SHA-256 of each file in the main branch, "" of small ones, which the hub keeps without."""
-        tree = self._ask(lambda: list(self._api.list_repo_tree(**self._of, recursive=True)))
+        tree = self._request(lambda: list(self._api.list_repo_tree(**self._of, recursive=True)))
         files = [each for each in tree if isinstance(each, self._hub.hf_api.RepoFile)]
         return {each.path: each.lfs.sha256 if each.lfs else "" for each in files}

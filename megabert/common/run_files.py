@@ -66,7 +66,5 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def as_json(values: Mapping[str, Any]) -> str:
     """One line of JSON; non-finite floats are written as strings."""
-    finite = (not isinstance(value, float) or math.isfinite(value) for value in values.values())
-    return json.dumps(
-        {name: value if good else str(value) for (name, value), good in zip(values.items(), finite, strict=True)}
-    )
+    finite = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+    return json.dumps(finite)

@@ -77,7 +77,7 @@ def find(url: str) -> list[Object]:
     try:
         if url.startswith("http") and not url.endswith("/") and not GLOB.search(path):
             return [stat(url)]
-        found = asked(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
+        found = request(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
     except FileNotFoundError:  # no such bucket
         return []
     scheme = url[: url.index("://") + 3]
@@ -105,7 +105,7 @@ def stat(url: str) -> Object:
             raise FileNotFoundError
         return _object(url, info)
 
-    return asked(url, ask)
+    return request(url, ask)
 
 
 def exists(url: str) -> bool:
@@ -127,40 +127,15 @@ def read(url: str, most: int = 1 << 30) -> bytes:
 
 def open_object(url: str) -> io.BufferedReader:
     """An object for reading, from any position, in ranges that are each tried again. Raises as `stat`."""
-    return io.BufferedReader(_Ranges(url, stat(url).size), BLOCK)
+    from fsspec.spec import AbstractBufferedFile
 
+    class Ranges(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            end = min(end, self.size)
+            return b"".join(_range(url, at, min(at + PIECE, end)) for at in range(start, end, PIECE))
 
-class _Ranges(io.RawIOBase):
-    """An object's bytes from any position, each read one range of it."""
-
-    def __init__(self, url: str, size: int) -> None:
-        self._url, self._size, self._at = url, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = _range(self._url, self._at, min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:  # that of RawIOBase asks for some KB at a time
-        parts = []
-        while part := _range(self._url, self._at, min(self._at + PIECE, self._size)):
-            parts.append(part)
-            self._at += len(part)
-        return b"".join(parts)
+    system, path = _system(url)
+    return io.BufferedReader(Ranges(system, path, cache_type="none", size=stat(url).size), BLOCK)
 
 
 def _range(url: str, start: int, end: int) -> bytes:
@@ -177,7 +152,7 @@ def _range(url: str, start: int, end: int) -> bytes:
             raise Failed(f"{url}: the store sent {len(data)} bytes for {end - start}")
         return data
 
-    return asked(url, ask)
+    return request(url, ask)
 
 
 def fetch(url: str, target: Path) -> str:
@@ -194,20 +169,20 @@ def fetch(url: str, target: Path) -> str:
 def put(source: Path, url: str) -> None:
     """Copy a file to an object, which appears when it is complete."""
     system, path = _system(url)
-    asked(url, lambda: system.put_file(str(source), path))
+    request(url, lambda: system.put_file(str(source), path))
 
 
 def write(url: str, data: bytes) -> None:
     """Write an object, or replace it."""
     system, path = _system(url)
-    asked(url, lambda: system.pipe_file(path, data))
+    request(url, lambda: system.pipe_file(path, data))
 
 
 def create(url: str, data: bytes) -> bool:
     """Write an object that must not exist, by a condition that the store checks; whether it did not exist."""
     system, path = _system(url)
     try:
-        asked(url, lambda: system.pipe_file(path, data, mode="create"))
+        request(url, lambda: system.pipe_file(path, data, mode="create"))
     except FileExistsError:
         # perhaps of this process, whose first try was answered by an error
         return read(url) == data
@@ -218,7 +193,7 @@ def remove(url: str) -> None:
     """Remove an object, if it exists."""
     system, path = _system(url)
     with contextlib.suppress(FileNotFoundError):
-        asked(url, lambda: system.rm_file(path))
+        request(url, lambda: system.rm_file(path))
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -246,12 +221,12 @@ def _object(url: str, info: dict[str, Any]) -> Object:
     return Object(url, int(info["size"]), version)
 
 
-def asked(url: str, question: Callable[[], T]) -> T:
-    """The answer of a store, asked again after transient failures."""
+def request(url: str, send: Callable[[], T]) -> T:
+    """The answer of a store, with retries after transient failures."""
 
     def ask() -> T:
         try:
-            return question()
+            return send()
         except (FileExistsError, Failed):
             raise
         except Exception as error:

@@ -33,5 +33,4 @@ def in_order(
             while queue:
                 yield queue.popleft().result()
         finally:
-            for future in queue:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)

@@ -93,7 +93,7 @@ def accumulation(config: Config, world_size: int) -> int:
 
 
 def shares(config: Config, world_size: int) -> str:
-    """The rows of an update as text: `64 x 24 ranks x 43 micro-steps less 512 seats`."""
+    """The rows of an update as text: `64 x 24 ranks x 43 micro-steps minus 512 filler rows`."""
     micro, steps = config.batch.micro_size, accumulation(config, world_size)
-    vacant = micro * world_size * steps - config.batch.global_size
-    return f"{micro} x {world_size} ranks x {steps} micro-steps" + (f" less {vacant} seats" if vacant else "")
+    filler = micro * world_size * steps - config.batch.global_size
+    return f"{micro} x {world_size} ranks x {steps} micro-steps" + (f" minus {filler} filler rows" if filler else "")

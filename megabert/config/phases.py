@@ -1,17 +1,15 @@
 """Phases of a run: parts of its budget with another row length, batch, masking, learning rate or rotary base.
 
-A phase is a table of `phases`: its share of the budget, and the keys that it changes. The phase of an update is a function of
-the share of the budget used before it.
-"""
+The phase of an update is a function of the share of the budget used before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megabert.config.schema import Config, check, flat, replace, validated
+from megabert.config.schema import Config, PhaseConfig, flat, replace, validated
 
 # keys that a phase may change, and sections of which it may change any key
 CHANGEABLE = (
@@ -36,18 +34,21 @@ class Phase:
 
 
 def list_phases(config: Config) -> list[Phase]:
-    """The phases of a run in order; a run without `phases` is one phase. Raises ValueError naming phase and key."""
-    share = config.objective.causal_share
-    causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
-    tables = config.phases or ([causal, {"share": 1.0 - share}] if share else [{"share": 1.0}])
+    """The phases of a run in order; a run without `phases` is one phase, or two with `objective.causal_share`. Raises ValueError naming
+    phase and key."""
+    given = config.phases
+    if not given and (share := config.objective.causal_share):
+        causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
+        given = [PhaseConfig.model_validate(causal), PhaseConfig(share=1.0 - share)]
+    given = given or [PhaseConfig(share=1.0)]
     # exact, so that phases change at the update given by the shares
-    parts = [Fraction(repr(_share(table, f"phases.{number}"))) for number, table in enumerate(tables, 1)]
+    parts = [Fraction(repr(phase.share)) for phase in given]
     ends = [float(sum(parts[: number + 1]) / sum(parts)) for number in range(len(parts))]
     phases = []
-    for number, (begin, end, table) in enumerate(zip([0.0, *ends], ends, tables, strict=False), 1):
-        changes = {name: value for name, value in table.items() if name != "share"}
-        text = ", ".join(f"{name}={value}" for name, value in flat(changes).items()) or "the run's own settings"
-        phases.append(Phase(begin, end, _changed(config, changes, f"phases.{number}"), "schedule" in changes, text))
+    for number, (begin, end, phase) in enumerate(zip([0.0, *ends], ends, given, strict=False), 1):
+        text = ", ".join(f"{name}={value}" for name, value in flat(phase.changes).items()) or "the run's own settings"
+        changed = _changed(config, phase.changes, f"phases.{number}")
+        phases.append(Phase(begin, end, changed, "schedule" in phase.changes, text))
     return phases
 
 
@@ -64,53 +65,33 @@ def config_at(config: Config, saved: Mapping[str, Any]) -> Config:
 
 def check_phases(config: Config) -> None:
     """Raises ValueError naming a phase and key that contradicts another, and what to do."""
-    phases, schedule = list_phases(config), config.schedule
-    if not config.phases:
-        return
+    phases = list_phases(config)
+    for message in _contradictions(config, phases) if config.phases else ():
+        raise ValueError(message)
+
+
+def _contradictions(config: Config, phases: Sequence[Phase]) -> Iterator[str]:
+    schedule, masking = config.schedule, config.data.masking
     if config.objective.causal_share:
-        raise ValueError(
-            "objective.causal_share is a phase: set it to 0, and data.masking.strategy=causal in one of phases"
-        )
-    total, whole = sum(table["share"] for table in config.phases), float(schedule.total_steps)
-    if schedule.unit != "steps":
-        whole = schedule.budget_minutes if schedule.unit == "minutes" else schedule.budget_tokens
+        yield "objective.causal_share is a phase: set it to 0, and data.masking.strategy=causal in one of phases"
+    budgets = {"steps": schedule.total_steps, "minutes": schedule.budget_minutes, "tokens": schedule.budget_tokens}
+    total, whole = sum(phase.share for phase in config.phases), budgets[schedule.unit]
     if abs(total - 1) > 1e-6 and abs(total - whole) > 1e-6 * whole:
-        raise ValueError(
-            f"phases: their shares sum to {total:g}; make it 1, or the run's budget, {whole:g} {schedule.unit}"
-        )
+        yield f"phases: their shares sum to {total:g}; make it 1, or the run's budget, {whole:g} {schedule.unit}"
     for number, phase in enumerate(phases, 1):
-        changed, where = phase.config, f"phases.{number}"
-        try:
-            check(changed)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if changed.schedule.unit != schedule.unit:
-            raise ValueError(
-                f"{where}: schedule.name={changed.schedule.name} counts {changed.schedule.unit}, the run {schedule.unit}; "
-                "set schedule.by=minutes instead of schedule.name=budget"
-            )
-        if changed.model != config.model and not config.model.gated:
-            raise ValueError(f"{where}: rotary positions need model.kind=modern or nomic")
-        if changed.distill.teacher and changed.data.masking.causal != config.data.masking.causal:
-            raise ValueError(f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy")
-        if (
-            phase.own_schedule
-            and changed.schedule.name == "wsd"
-            and changed.schedule.budget_warmup + changed.schedule.decay_share > 1
-        ):
-            raise ValueError(f"{where}: schedule.budget_warmup + schedule.decay_share exceed 1; lower one of them")
-    if changed.data.masking.causal != config.data.masking.causal:
-        raise ValueError(
-            f"{where}: data.masking.strategy={changed.data.masking.strategy}, but the run's own, which its last phase must have, "
-            f"is {config.data.masking.strategy}"
-        )
-
-
-def _share(table: Mapping[str, Any], where: str) -> float:
-    share = table.get("share")
-    if isinstance(share, bool) or not isinstance(share, int | float) or not share > 0:
-        raise ValueError(f"{where}.share: give a number above 0, its share of the run's budget (got {share!r})")
-    return share
+        where, own, causal = f"phases.{number}", phase.config.schedule, phase.config.data.masking.causal
+        if own.unit != schedule.unit:
+            units = f"schedule.name={own.name} counts {own.unit}, the run {schedule.unit}"
+            yield f"{where}: {units}; set schedule.by=minutes instead of schedule.name=budget"
+        if phase.config.model != config.model and not config.model.gated:
+            yield f"{where}: rotary positions need model.kind=modern or nomic"
+        if config.distill.teacher and causal != masking.causal:
+            yield f"{where}: distill.teacher needs one objective throughout; remove data.masking.strategy"
+        if phase.own_schedule and own.name == "wsd" and own.budget_warmup + own.decay_share > 1:
+            yield f"{where}: schedule.budget_warmup + schedule.decay_share exceed 1; lower one of them"
+        if number == len(phases) and causal != masking.causal:
+            differs = f"data.masking.strategy={phase.config.data.masking.strategy}, but the run's own"
+            yield f"{where}: {differs}, which its last phase must have, is {masking.strategy}"
 
 
 def _changed(config: Config, changes: Mapping[str, Any], where: str) -> Config:
@@ -125,13 +106,14 @@ def _changed(config: Config, changes: Mapping[str, Any], where: str) -> Config:
         tree["data"]["seq_len"] = 0
     if "schedule" in changes:
         tree["schedule"] |= {"warmup_steps": 0, "budget_warmup": 0.0}
-    _merge(tree, changes)
-    return validated(tree, f"{where}.")
+    merge(tree, changes)
+    return validated(tree, where)
 
 
-def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put nested dicts over others, in place."""
     for name, value in changes.items():
         if isinstance(value, dict) and isinstance(tree.get(name), dict):
-            _merge(tree[name], value)
+            merge(tree[name], value)
         else:
             tree[name] = value

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
-
-from megabert.config.schema import Config, flat
-from megabert.config.sources import by_leaf, nearest
+from megabert.common.arguments import nearest
+from megabert.config.schema import Config, flat, is_section
+from megabert.config.sources import by_leaf
 
 # bounds of a number in pydantic's metadata
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 HEAD = """# Configuration
 
-Every key of a run's configuration. A value comes from the preset or TOML file of `--config`, then from `section.key=value` on the
-command line, else from the default. `megabert train --config NAME --explain SECTION` (or a key) prints this page's lines about it and
-the source of its value, `--print-config` all values as TOML with their sources, which `--config` reads.
+Every key of a run's configuration. A value comes from the preset or TOML file of `--config`, which may extend a preset
+(`extends = "NAME"`), then from `section.key=value` on the command line, else from the default.
+`megabert train --config NAME --explain SECTION` (or a key) prints this page's lines about it and the source of its value,
+`--print-config` all values as TOML with their sources, which `--config` reads.
 
 This page is the output of `python -m megabert.config.reference`.
 """
@@ -50,10 +50,6 @@ def sections(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, str, 
     yield prefix.rstrip("."), " ".join((model.__doc__ or "").split()), keys
     for name, section in inner.items():
         yield from sections(section, f"{prefix}{name}.")
-
-
-def is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def describe_values(field: Any) -> str:
@@ -87,9 +83,7 @@ def explain(name: str, config: Config, sources: Mapping[str, str]) -> str:
     chosen = chosen or [("", "", [key]) for _, _, keys in everything for key in keys if key.name == name]
     if not chosen:
         names = [n for section, _, keys in everything for n in (section, *(key.name for key in keys)) if n]
-        raise ValueError(
-            f"--explain {name}: no such section or key{nearest(name, {n: n for n in names}, by_leaf(names))}"
-        )
+        raise ValueError(f"--explain {name}: no such section or key{nearest(name, names, by_leaf(names))}")
     lines = []
     for section, about, keys in chosen:
         lines += [f"[{section}]  {about}"] if section else []

@@ -6,18 +6,15 @@ Unknown keys fail with the nearest match.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from megabert.common.arguments import PRESETS, toml_names
-from megabert.config.phases import check_phases, list_phases
-from megabert.config.schema import Config, check, flat, validated
+from megabert.common.arguments import PRESETS, nearest, presets, toml_names
+from megabert.config.phases import check_phases, merge
+from megabert.config.schema import Config, flat, is_section, validated
 
 
 def load(source: str = "", overrides: list[str] | None = None) -> Config:
@@ -25,9 +22,7 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
 
     Raises ValueError naming the file or key and what to do.
     """
-    tree: dict[str, Any] = {}
-    if source:
-        _, tree = read_toml(source, PRESETS, "--config", "preset")
+    _, tree = _read_config(source)
     for override in overrides or []:
         set_override(tree, override)
     return from_dict(tree)
@@ -44,7 +39,7 @@ def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
 
 def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
     """The source of each `section.key` that is not a default; arguments as of `load`, which have to be valid."""
-    path, tree = read_toml(source, PRESETS, "--config", "preset") if source else (Path(), {})
+    path, tree = _read_config(source)
     where = f"preset {source}" if path.parent == PRESETS else f"file {path}"
     tables = {"data.mix": where} if tree.get("data", {}).get("mix") else {}
     return dict.fromkeys(flat(tree), where) | tables | {text.partition("=")[0]: "command line" for text in overrides}
@@ -66,11 +61,23 @@ def from_dict(tree: dict[str, Any]) -> Config:
     refuse_unknown(tree)
     config = validated(tree)
     for number, phase in enumerate(config.phases, 1):
-        refuse_unknown({key: value for key, value in phase.items() if key != "share"}, f"phases.{number}.")
-    list_phases(config)  # first, as other checks read the tables of phases
-    check(config)
+        refuse_unknown(phase.changes, f"phases.{number}.")
     check_phases(config)
     return config
+
+
+def _read_config(source: str) -> tuple[Path, dict[str, Any]]:
+    """The path of a preset or TOML file, "" for none, and its keys over those of the preset that it `extends`."""
+    if not source:
+        return Path(), {}
+    path, tree = read_toml(source, PRESETS, "--config", "preset")
+    if "extends" in tree:
+        base = tree.pop("extends")
+        if base not in presets():
+            raise ValueError(f"{path}: extends={base!r} is not a preset; presets: {', '.join(presets())}")
+        own, (_, tree) = tree, _read_config(base)
+        merge(tree, own)
+    return path, tree
 
 
 def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
@@ -81,8 +88,7 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
         names = toml_names(folder)
-        near = difflib.get_close_matches(Path(name).stem, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = nearest(Path(name).stem, names)
         raise ValueError(f"{option} {name}: no such {kind} or file; {folder.name}: {', '.join(names)}{hint}")
     try:
         return path, tomllib.loads(path.read_text(encoding="utf-8"))
@@ -109,17 +115,8 @@ def set_override(tree: dict[str, Any], override: str) -> None:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {part} is not a section")
-    node[leaf] = parse_value(text, _field_type(key))
-
-
-def _field_type(key: str) -> Any:
-    model: Any = Config
-    for part in key.split("."):
-        field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
-            return None  # unknown: reported with its nearest match when the tree is checked
-        model = field.annotation
-    return model
+    # an unknown key is reported with its nearest match when the tree is checked
+    node[leaf] = parse_value(text, dict(_fields()).get(key))
 
 
 def parse_value(text: str, kind: Any = None) -> Any:
@@ -135,7 +132,7 @@ def parse_value(text: str, kind: Any = None) -> Any:
 def refuse_unknown(tree: dict[str, Any], where: str = "") -> None:
     """Raises ValueError for the first unknown key of `tree`, which is at `where`, with the nearest name of its section, or of
     another section for a key in the wrong one."""
-    names = list(_field_names())
+    names = [name for name, _ in _fields()]
 
     def check_section(section: dict[str, Any], prefix: str) -> None:
         siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
@@ -153,18 +150,12 @@ def by_leaf(names: Iterable[str]) -> dict[str, str]:
     return {name.rpartition(".")[2]: name for name in names}
 
 
-def nearest(wrong: str, *groups: Mapping[str, str]) -> str:
-    """A question for the name nearest to `wrong`, from the first of the groups that has a near one."""
-    near = [group[match] for group in groups for match in difflib.get_close_matches(wrong, group, n=1)]
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _field_names(model: Any = Config, prefix: str = "") -> Iterator[str]:
-    """Full names of all sections and fields."""
+def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full name and type of every section and field."""
     for name, field in model.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _field_names(field.annotation, f"{prefix}{name}.")
+        yield prefix + name, field.annotation
+        if is_section(field.annotation):
+            yield from _fields(field.annotation, f"{prefix}{name}.")
 
 
 def changed(tree: dict[str, Any]) -> dict[str, Any]:

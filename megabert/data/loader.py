@@ -1,4 +1,5 @@
-"""Loader of the updates of a phase. Its cursor is one integer: updates are ranges of one fixed order of rows.
+"""Loader of a rank's updates, read, masked and collated by processes that work ahead. Its only state is the number of the next update,
+because an update is a range of one fixed order of rows.
 
 Update `step` takes global positions [step * G, (step + 1) * G), counted from `origin`. Position P is the row that the dataset's
 order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id). Ranks,
@@ -19,7 +20,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,176 +42,12 @@ SHARED_MEMORY = "/dev/shm"
 CHUNK_TOKENS = 1 << 18
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Makes batches of (row id, epoch) pairs; shared by training and evaluation."""
-
-    dataset: AnyDataset
-    vocabulary: MaskingVocabulary
-    seed: int
-    micro_batch: int
-    masking: MaskingConfig
-
-    @staticmethod
-    def of(
-        dataset: AnyDataset,
-        tokenizer: Tokenizer | MaskingVocabulary,
-        seed: int,
-        micro_batch: int,
-        masking: MaskingConfig | None,
-    ) -> _Source:
-        manifest = dataset.manifest
-        if isinstance(tokenizer, MaskingVocabulary):
-            vocabulary = tokenizer
-        elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
-            vocabulary = MaskingVocabulary.of(tokenizer)
-        else:
-            raise ValueError(
-                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
-            )
-        if (size := len(vocabulary.special)) != manifest.vocab_size:
-            raise ValueError(f"{dataset.folder}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
-        if micro_batch < 1:
-            raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-        return _Source(dataset, vocabulary, seed, micro_batch, masking or MaskingConfig())
-
-    def of_update(self, step: int) -> _Source:
-        """The source with the masking of update `step`."""
-        return replace(self, masking=self.masking.of_update(step))
-
-    def layout(self, rows: int) -> BatchLayout:
-        m = self.dataset.manifest
-        return BatchLayout(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len), self.masking.causal)
-
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]). Raises as `Dataset.read` does."""
-        layout = self.layout(len(row_ids))
-        buffers = layout.empty()
-        out = layout.views(*buffers)
-        chunk = max(1, CHUNK_TOKENS // layout.seq_len)
-        row_start = np.arange(len(row_ids)) % self.micro_batch * layout.seq_len
-        for first in range(0, len(row_ids), chunk):
-            part = slice(first, first + chunk)
-            ids = row_ids[part]
-            rows = self._rows(ids)
-            masked = mask(
-                rows.ids,
-                rows.bounds,
-                np.maximum(ids, 0),
-                seed=self.seed,
-                epoch=epochs[part],
-                vocabulary=self.vocabulary,
-                masking=self.masking,
-            )
-            out["epochs"][part, 0] = epochs[part]
-            views = {name: view[part] for name, view in out.items()}
-            collate(rows, masked, ids, row_start[part], views, self.masking.causal)
-        return buffers
-
-    def _rows(self, row_ids: np.ndarray) -> Rows:
-        """Rows `row_ids`. A filler (-1) is one sequence that fills the row, so that its activations are finite; it has no labels."""
-        filler = row_ids < 0
-        if filler.all():  # fillers replace rows that could not be read, so nothing is read
-            rows = Rows.without_sequences(len(row_ids), self.dataset.manifest)
-        else:
-            rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
-        if filler.any():
-            rows.ids[filler] = self.vocabulary.ordinary[0]
-            rows.bounds[filler] = 0
-            rows.bounds[filler, 0] = self.dataset.manifest.seq_len
-            rows.isnext[filler] = -1
-        return rows
-
-
-class _Made(NamedTuple):
-    """An update as a worker sends it: its buffers, and why it has no rows ("": it has)."""
-
-    narrow: torch.Tensor
-    wide: torch.Tensor
-    problem: str
-    code: int
-
-
-class _Updates(torch.utils.data.Dataset):
-    """Step -> `_Made` of one rank.
-
-    If a rank's rows cannot be read it gets fillers, the reason and an exit code, so that it still takes part in collectives.
-    """
-
-    def __init__(self, source: _Source, global_batch: int, rank: int, world: int, origin: int) -> None:
-        self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
-        self.origin = origin
-        self.micro_steps = -(-global_batch // (source.micro_batch * world))
-        # the update being read ahead: its step, row ids and epochs
-        self.ahead: tuple[int, np.ndarray, np.ndarray] | None = None
-
-    def first(self, step: int) -> int:
-        """Global position of the update's first row."""
-        return self.origin + step * self.global_batch
-
-    def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and the places without a row, bool [n]."""
-        m = self.source.micro_batch
-        micro_steps = np.arange(self.micro_steps)[:, None]
-        seats = ((micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
-        vacant = seats >= self.global_batch
-        return self.first(step) + np.where(vacant, 0, seats), vacant
-
-    def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Row ids (-1 in places without a row) and epochs of this rank's rows, both int64 [n]."""
-        positions, vacant = self.positions(step)
-        row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
-        row_ids[vacant] = -1
-        return row_ids, epochs
-
-    def __getitem__(self, step: int) -> _Made:
-        """The next update of a process; the one after it is read ahead meanwhile."""
-        if self.ahead is None or self.ahead[0] != step:
-            self.ahead = step, *self.rows(step)
-        _, row_ids, epochs = self.ahead
-        worker = torch.utils.data.get_worker_info()
-        following = step + (worker.num_workers if worker else 1)
-        self.ahead = following, *self.rows(following)
-        ahead = self.ahead[1]
-        problem, code, source = "", errors.OK, self.source.of_update(step)
-        try:
-            source.dataset.read_ahead(ahead[ahead >= 0])
-            narrow, wide = source.make(row_ids, epochs)
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-            narrow, wide = source.make(np.full_like(row_ids, -1), epochs)
-        return _Made(torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
-
-
-def _start_worker(_: int) -> None:
-    """End a worker at once when its parent process ends; torch checks only every 5 s. Nothing that it inherited is collected: the end of
-    an inherited process group waits for threads that a fork does not have."""
-    gc.freeze()
-    gc.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    keep_freed_memory()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _kill(workers: list[Any]) -> None:
-    """Kill loader workers; they have no state to save."""
-    for worker in workers:
-        worker.kill()
-
-
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
     `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They
-    ignore the signals that stop a run, which needs them until it has saved. Raises ValueError for a tokenizer that is not the
-    dataset's.
-    `close` ends the workers. `origin`: the position of update 0, below 0 where an earlier phase took more rows an update.
+    ignore the signals that stop a run, which needs them until it has saved; `close` ends them. `origin`: the position of update 0,
+    below 0 where an earlier phase took more rows an update. Raises ValueError for a tokenizer that is not the dataset's.
     """
 
     def __init__(
@@ -231,10 +67,10 @@ class Loader:
         origin: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.source = _Source.of(dataset, tokenizer, seed, micro_batch, masking)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
-        self._updates = _Updates(self.source, global_batch, rank, world, origin)
+        self._source = _MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
+        self._updates = _Updates(self._source, global_batch, rank, world, origin)
         # places of this rank's update
         self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
@@ -245,46 +81,6 @@ class Loader:
             self._start_workers(steps, workers, prefetch)
         # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
-
-    def _room_for(self, updates: int) -> bool:
-        """Whether shared memory has room for so many updates; a line says so if it has not."""
-        if not os.path.isdir(SHARED_MEMORY):
-            return True
-        narrow, wide = self.source.layout(self.rows).sizes()
-        stat = os.statvfs(SHARED_MEMORY)
-        needed, free = updates * (4 * narrow + 8 * wide), stat.f_bavail * stat.f_frsize
-        if needed > free:
-            log.warning(
-                f"{SHARED_MEMORY} has {free >> 20:,} MiB free, loader processes need {needed >> 20:,}: data.workers=0 is used"
-            )
-        return needed <= free
-
-    def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
-        """Fork the workers, which takes milliseconds, with the signals below blocked.
-
-        The threads that a run has by then (gloo, watchdog, OpenMP) are harmless: a worker computes with numpy and one torch
-        thread, and Python and glibc reset their locks after a fork.
-        """
-        loader = torch.utils.data.DataLoader(
-            self._updates,
-            batch_size=None,
-            sampler=steps,
-            num_workers=workers,
-            prefetch_factor=prefetch,
-            multiprocessing_context="fork",
-            worker_init_fn=_start_worker,
-            pin_memory=self._pin,
-            generator=torch.Generator(),  # not the global generator, whose state the model uses
-        )
-        others = multiprocessing.active_children()
-        # Signals blocked at the fork stay blocked in the workers, so they cannot be killed in between.
-        before, collects = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS), gc.isenabled()
-        gc.disable()  # until `_start_worker`
-        self._items = iter(loader)
-        if collects:
-            gc.enable()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._workers = [p for p in multiprocessing.active_children() if p not in others]
 
     @staticmethod
     def from_config(
@@ -321,16 +117,21 @@ class Loader:
         if self._items is None:
             raise StopIteration
         made: _Made = next(self._items)
-        narrow, wide = made.narrow, made.wide
-        if self._pin and not narrow.is_pinned():
-            narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        source = self.source.of_update(self.step)
-        self.source.dataset.fetch_ahead(self.source.seed, self._updates.first(self.step))
-        layout = source.layout(self.rows)
-        batches = layout.micro_batches(narrow, wide, source.micro_batch)
-        epoch = source.dataset.epoch(self._updates.first(self.step))
-        given = (made.problem, made.code, source.masking.objective)
-        update = Update(self.step, epoch, batches, *given, (layout, narrow, wide))
+        buffers = (made.narrow, made.wide)
+        if self._pin and not made.narrow.is_pinned():
+            buffers = (made.narrow.pin_memory(), made.wide.pin_memory())
+        first, masking = self._updates.first(self.step), self._source.masking.of_update(self.step)
+        self._source.dataset.fetch_ahead(self._source.seed, first)
+        layout = self._source.layout(self.rows, masking)
+        update = Update(
+            self.step,
+            self._source.dataset.epoch(first),
+            layout.micro_batches(*buffers, self._source.micro_batch),
+            made.problem,
+            made.problem_code,
+            masking.objective,
+            (layout, *buffers),
+        )
         self.step += 1
         return update
 
@@ -338,6 +139,174 @@ class Loader:
         """End the worker processes; the loader is exhausted then."""
         self._items = None
         self._end_workers()
+
+    def _room_for(self, updates: int) -> bool:
+        """Whether shared memory has room for so many updates; a line says so if it has not."""
+        if not os.path.isdir(SHARED_MEMORY):
+            return True
+        narrow, wide = self._source.layout(self.rows, self._source.masking).sizes()
+        stat = os.statvfs(SHARED_MEMORY)
+        needed, free = updates * (4 * narrow + 8 * wide), stat.f_bavail * stat.f_frsize
+        if needed > free:
+            log.warning(
+                f"{SHARED_MEMORY} has {free >> 20:,} MiB free, loader processes need {needed >> 20:,}: data.workers=0 is used"
+            )
+        return needed <= free
+
+    def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
+        """Fork the workers, which takes milliseconds, with the signals below blocked.
+
+        The threads that a run has by then (gloo, watchdog, OpenMP) are harmless: a worker computes with numpy and one torch
+        thread, and Python and glibc reset their locks after a fork.
+        """
+        loader = torch.utils.data.DataLoader(
+            self._updates,
+            batch_size=None,
+            sampler=steps,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            multiprocessing_context="fork",
+            worker_init_fn=_start_worker,
+            pin_memory=self._pin,
+            generator=torch.Generator(),  # not the global generator, whose state the model uses
+        )
+        others = multiprocessing.active_children()
+        # Signals blocked at the fork stay blocked in the workers, so they cannot be killed in between.
+        before, collects = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS), gc.isenabled()
+        gc.disable()  # until `_start_worker`
+        self._items = iter(loader)
+        if collects:
+            gc.enable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._workers = [p for p in multiprocessing.active_children() if p not in others]
+
+
+class _Made(NamedTuple):
+    """An update as a worker sends it: its buffers, and why it has no rows ("": it has)."""
+
+    narrow: torch.Tensor
+    wide: torch.Tensor
+    problem: str
+    problem_code: int
+
+
+class _Updates(torch.utils.data.Dataset):
+    """Step -> `_Made` of one rank.
+
+    If a rank's rows cannot be read it gets fillers, the reason and an exit code, so that it still takes part in collectives.
+    """
+
+    def __init__(self, source: _MaskedRows, global_batch: int, rank: int, world: int, origin: int) -> None:
+        self.source, self.global_batch, self.origin = source, global_batch, origin
+        self.micro_steps = -(-global_batch // (source.micro_batch * world))
+        # places of this rank in the global batch, int64 [n], micro-step by micro-step
+        micro_steps, m = np.arange(self.micro_steps)[:, None], source.micro_batch
+        self.places = ((micro_steps * world + rank) * m + np.arange(m)).ravel()
+        # the update being read ahead: its step, row ids and epochs
+        self.ahead: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def first(self, step: int) -> int:
+        """Global position of the update's first row."""
+        return self.origin + step * self.global_batch
+
+    def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Row ids (-1 in places without a row) and epochs of this rank's rows, both int64 [n]."""
+        vacant = self.places >= self.global_batch
+        positions = self.first(step) + np.where(vacant, 0, self.places)
+        row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
+        row_ids[vacant] = -1
+        return row_ids, epochs
+
+    def __getitem__(self, step: int) -> _Made:
+        """The next update of a process; the one after it is read ahead meanwhile."""
+        if self.ahead is None or self.ahead[0] != step:
+            self.ahead = step, *self.rows(step)
+        _, row_ids, epochs = self.ahead
+        worker = torch.utils.data.get_worker_info()
+        following = step + (worker.num_workers if worker else 1)
+        self.ahead = following, *self.rows(following)
+        ahead = self.ahead[1]
+        problem, code, masking = "", errors.OK, self.source.masking.of_update(step)
+        try:
+            self.source.dataset.read_ahead(ahead[ahead >= 0])
+            buffers = self.source.make(row_ids, epochs, masking)
+        except (ValueError, OSError) as error:
+            problem, code = errors.describe(error), errors.exit_code(error)
+            buffers = self.source.make(np.full_like(row_ids, -1), epochs, masking)
+        narrow, wide = map(torch.from_numpy, buffers)
+        return _Made(narrow, wide, problem, code)
+
+
+class _MaskedRows:
+    """Buffers of masked rows by (row id, epoch), for training and evaluation."""
+
+    def __init__(
+        self,
+        dataset: AnyDataset,
+        tokenizer: Tokenizer | MaskingVocabulary,
+        seed: int,
+        micro_batch: int,
+        masking: MaskingConfig | None,
+    ) -> None:
+        manifest = dataset.manifest
+        if isinstance(tokenizer, MaskingVocabulary):
+            self.vocabulary = tokenizer
+        elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
+            self.vocabulary = MaskingVocabulary.of(tokenizer)
+        else:
+            raise ValueError(
+                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
+            )
+        if (size := len(self.vocabulary.special)) != manifest.vocab_size:
+            raise ValueError(f"{dataset.folder}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
+        if micro_batch < 1:
+            raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
+        self.dataset, self.seed, self.micro_batch = dataset, seed, micro_batch
+        # that of update 0; others may be causal
+        self.masking = masking or MaskingConfig()
+
+    def layout(self, rows: int, masking: MaskingConfig) -> BatchLayout:
+        m = self.dataset.manifest
+        return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len), masking.causal)
+
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: MaskingConfig) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]). Raises as `Dataset.read` does."""
+        layout = self.layout(len(row_ids), masking)
+        buffers = layout.empty()
+        out = layout.views(*buffers)
+        chunk = max(1, CHUNK_TOKENS // layout.seq_len)
+        row_start = np.arange(len(row_ids)) % self.micro_batch * layout.seq_len
+        for first in range(0, len(row_ids), chunk):
+            part = slice(first, first + chunk)
+            ids = row_ids[part]
+            rows = self._read(ids)
+            masked = mask(
+                rows.ids,
+                rows.bounds,
+                np.maximum(ids, 0),
+                seed=self.seed,
+                epoch=epochs[part],
+                vocabulary=self.vocabulary,
+                masking=masking,
+            )
+            out["epochs"][part, 0] = epochs[part]
+            views = {name: view[part] for name, view in out.items()}
+            collate(rows, masked, ids, row_start[part], views, masking.causal)
+        return buffers
+
+    def _read(self, row_ids: np.ndarray) -> Rows:
+        """Rows `row_ids`. A filler (-1) is one sequence that fills the row, so that its activations are finite; it has no labels."""
+        filler = row_ids < 0
+        if filler.all():  # fillers replace rows that could not be read, so nothing is read
+            rows = Rows.without_sequences(len(row_ids), self.dataset.manifest)
+        else:
+            rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
+        if filler.any():
+            rows.ids[filler] = self.vocabulary.ordinary[0]
+            rows.bounds[filler] = 0
+            rows.bounds[filler, 0] = self.dataset.manifest.seq_len
+            rows.isnext[filler] = -1
+        return rows
 
 
 def eval_batches(
@@ -356,11 +325,36 @@ def eval_batches(
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining places are fillers
     (row id -1). Raises DamagedRow.
     """
-    source = _Source.of(dataset, tokenizer, seed, micro_batch, masking)
+    source = _MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
+    layout = source.layout(micro_batch, source.masking)
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
-        narrow, wide = source.make(row_ids, np.zeros_like(row_ids))
-        layout = source.layout(micro_batch)
-        yield from layout.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)
+        narrow, wide = map(torch.from_numpy, source.make(row_ids, np.zeros_like(row_ids), source.masking))
+        yield from layout.micro_batches(narrow, wide, micro_batch)
+
+
+# -- worker processes ------------------------------------------------------------------------------------------------
+
+
+def _start_worker(_: int) -> None:
+    """End a worker at once when its parent process ends; torch checks only every 5 s. Nothing that it inherited is collected: the end of
+    an inherited process group waits for threads that a fork does not have."""
+    gc.freeze()
+    gc.enable()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _kill(workers: list[Any]) -> None:
+    """Kill loader workers; they have no state to save."""
+    for worker in workers:
+        worker.kill()

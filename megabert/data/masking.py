@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megabert.common.random_numbers import stream_keys
-from megabert.config import Config, MaskingConfig, list_phases
+from megabert.config import Config, MaskingConfig, list_phases, replace
 
 if TYPE_CHECKING:
     from megabert.data.tokenizer import Tokenizer
@@ -42,26 +42,6 @@ CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range
 # words of a span for each 16-bit random number: a geometric distribution without its tail, with a mean of 3.8
 SPAN_SHARES = np.cumsum(0.8 ** np.arange(10))
 SPAN_WORDS = 1 + np.searchsorted(SPAN_SHARES / SPAN_SHARES[-1], np.arange(1 << 16) / (1 << 16), side="right")
-
-
-def largest_capacity(config: Config, seq_len: int) -> int:
-    """The largest number of prediction slots of a row in any update."""
-    if config.causal_updates:
-        return seq_len
-    return max(phase.config.data.masking.capacity(seq_len) for phase in list_phases(config))
-
-
-def held_out_masking(config: Config) -> MaskingConfig:
-    """The masking of held-out rows in every phase: that of the last phase, but always by token, at the rate of evaluation.
-
-    Words and spans are harder to predict; by token the losses of all strategies compare.
-    """
-    options = list_phases(config)[-1].config.data.masking
-    update: dict[str, Any] = {} if options.causal else {"strategy": "token"}
-    if config.eval.rate:
-        # the most predictions of a row are for the run's own rate
-        update |= {"rate": config.eval.rate, "max_predictions": 0}
-    return options.model_copy(update=update)
 
 
 class MaskingVocabulary:
@@ -349,3 +329,27 @@ def _slots(chosen: np.ndarray, n: int, seq_len: int) -> tuple[np.ndarray, np.nda
     position = (chosen - row * seq_len).astype(np.uint32)
     counts = np.bincount(row, minlength=n)
     return row, position, counts, np.arange(len(chosen)) - (np.cumsum(counts) - counts)[row]
+
+
+# -- masking by configuration ----------------------------------------------------------------------------------------
+
+
+def largest_capacity(config: Config, seq_len: int) -> int:
+    """The largest number of prediction slots of a row in any update."""
+    if config.causal_updates:
+        return seq_len
+    return max(phase.config.data.masking.capacity(seq_len) for phase in list_phases(config))
+
+
+def held_out_masking(config: Config) -> MaskingConfig:
+    """The masking of held-out rows in every phase: that of the last phase, but always by token, at the rate of evaluation.
+
+    Words and spans are harder to predict; by token the losses of all strategies compare.
+    """
+    masking = list_phases(config)[-1].config.data.masking
+    if not masking.causal:
+        masking = replace(masking, "strategy", "token")
+    if config.eval.rate:
+        # the most predictions of a row are for the run's own rate
+        masking = replace(replace(masking, "rate", config.eval.rate), "max_predictions", 0)
+    return masking

@@ -20,7 +20,7 @@ import numpy as np
 
 from megabert.common.files import compact
 from megabert.common.logs import warn_once
-from megabert.config import Config, from_dict
+from megabert.config import Config
 from megabert.data.names import distinct_ends
 from megabert.data.order import MIX_STREAM, permutation
 from megabert.data.shards import Dataset, Manifest, Rows
@@ -182,12 +182,6 @@ def check_data_fits(config: Config, manifest: Manifest) -> None:
             "the dataset's rows are sentence pairs, of which half have a random second part, and model.nsp=false learns nothing from "
             "them; build it without --nsp for rows of running text"
         )
-
-
-def with_vocabulary_size(config: Config, size: int) -> Config:
-    tree = config.model_dump()
-    tree["model"]["vocab_size"] = size
-    return from_dict(tree)
 
 
 def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True, cache: Cache = DEFAULT) -> AnyDataset:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megabert.common import tables
+
 
 class Pair(NamedTuple):
     """An acceptable and an unacceptable sentence; `paradigm`: the phenomenon in which they differ, `field`: its group of
@@ -52,11 +54,7 @@ def read_pairs(source: str | Path, each: int = 0) -> list[Pair]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with open(file, encoding="utf-8") as lines:
-        try:
-            yield from ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: is not UTF-8 ({error.reason}); convert it") from None
+    return ((number, line.strip()) for number, line in tables.lines(file) if line.strip())
 
 
 def _read_jsonl(file: Path) -> Iterator[Pair]:

@@ -107,7 +107,7 @@ def base(found: Finetuned) -> Pretrained:
         if name.startswith(theirs)
     }
     old = found.described.config
-    model = old.model.model_copy(update={"nsp": old.model.nsp and "pooler.weight" in saved})
+    model = configuration.replace(old.model, "nsp", old.model.nsp and "pooler.weight" in saved)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(old.seed)
         new = BertForPreTraining(model, OpsConfig(), "cpu", torch.float32, old.data.masking.causal).state_dict()

@@ -567,7 +567,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         model = configuration.from_dict({"model": fields}).model
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return model if find_model_type(model) == kind else model.model_copy(update={"hub_type": kind})
+    return model if find_model_type(model) == kind else configuration.replace(model, "hub_type", kind)
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:

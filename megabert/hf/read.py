@@ -26,7 +26,7 @@ from megabert.common.files import appearing, canonical
 from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
-from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
+from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
@@ -207,7 +207,7 @@ def read(
     tensors = first_nomic.present_tensors(tensors) if first else tensors
     tensors = relatives.present_tensors(tensors) if relative else tensors
     prefixes = tuple(prefix for head in nsp for prefix in HEADS[head])
-    model = model.model_copy(update={"nsp": model.nsp and not causal and any(n.startswith(prefixes) for n in tensors)})
+    model = replace(model, "nsp", model.nsp and not causal and any(n.startswith(prefixes) for n in tensors))
     weights, initialised, ignored = complete(tensors, model, str(file))
     loaded_tokenizer = named_tokenizer(tokenizer or folder)
     if not tokenizer and (loaded_tokenizer.kind == "wordpiece" or loaded_tokenizer.path.name == "vocab.txt"):
@@ -219,7 +219,7 @@ def read(
             more = f"it has no embeddings of {', '.join(repr(token.strip())[:40] for token in loaded_tokenizer.tokens[rows:][:4])}"
         raise ValueError(f"{loaded_tokenizer.path}: {tokens} tokens, but {config_file} says vocab_size={rows}; {more}")
     if tokens < rows:
-        model = model.model_copy(update={"vocab_size": tokens})
+        model = replace(model, "vocab_size", tokens)
         weights = mapping.of_tokens(weights, model)
         ignored = [*ignored, f"the embeddings of ids {tokens:,} to {rows - 1:,}, which have no tokens"]
     ours = mapping.from_huggingface(weights, model)

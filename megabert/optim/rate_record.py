@@ -26,7 +26,8 @@ class RateRecord:
     def __init__(self, run_dir: Path, config: Config, world: World, first: int, fresh: bool = False) -> None:
         """`fresh`: the run has no checkpoint, so existing records are removed."""
         self._path, self._writes = run_dir / FILE, world.is_main
-        settings = {"schedule": config.schedule.model_dump(), "lr": config.optimizer.lr, "phases": config.phases}
+        phases = [phase.model_dump() for phase in config.phases]
+        settings = {"schedule": config.schedule.model_dump(), "lr": config.optimizer.lr, "phases": phases}
         self._settings = zlib.crc32(canonical(settings))
         if fresh and self._writes:
             self._path.unlink(missing_ok=True)

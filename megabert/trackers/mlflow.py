@@ -39,7 +39,7 @@ class MLflow(Sink):
                 self._client.update_run(self._run, status="RUNNING")
             else:
                 self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
-                settings = flat(config.model_dump()) | {"phases": config.phases}
+                settings = flat(config.model_dump())
                 parameters = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
                 self._client.log_batch(self._run, params=parameters)
         except mlflow.exceptions.MlflowException as error:

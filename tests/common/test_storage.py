@@ -76,7 +76,8 @@ def test_failing_requests_lose_no_byte(proxy: Proxy, tmp_path: Path, what: str) 
     assert proxy.failed[what] >= 1
 
 
-def test_a_store_that_is_gone_is_class_4(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_store_that_is_gone_is_class_4(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "WAITS", (0.01,))
     storage.write("s3://shelf/gone", DATA)
     proxy.fault = lambda method, path, number: DROP
     with pytest.raises(Failed, match=r"^s3://shelf/gone: ") as caught:

@@ -12,9 +12,20 @@ def test_every_preset_loads() -> None:
     names += ["mini", "mini_modern", "quickstart", "small", "tiny", "tiny_phases"]
     assert presets() == names
     assert all(c.accumulation(c.load(name), 1) >= 1 for name in names)
-    for name, shape in ("base", (12, 768, 12, 3072)), ("large_phase1", (24, 1024, 16, 4096)):
+    for name, shape in ("base", (12, 768, 12, 3072)), ("large_phase2_80gb", (24, 1024, 16, 4096)):
         model = c.load(name).model
         assert (model.layers, model.hidden, model.heads, model.ffn) == shape
+
+
+def test_a_file_extends_a_preset(tmp_path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('extends = "large_phase2"\nbatch.micro_size = 4\n')
+    assert c.load(str(path)) == c.load("large_phase2", ["batch.micro_size=4"])
+    assert c.value_sources(str(path), [])["optimizer.lr"] == f"file {path}"
+    for wrong in ('"larg"', '"own.toml"', "3"):
+        path.write_text(f"extends = {wrong}")
+        with pytest.raises(ValueError, match=r"own\.toml: extends=.* is not a preset; presets: babylm_100m, "):
+            c.load(str(path))
 
 
 def phases(second: str, *overrides: str) -> list[str]:
@@ -63,7 +74,8 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
         (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),
-        (["phases=[{}]"], "phases.1.share: give a number above 0"),
+        (["phases=[{}]"], "phases.1.share: give a number above 0, its share of the run's budget (got None)"),
+        (["phases=[{share=1},{share=\"x\"}]"], "phases.2.share: give a number above 0"),
         (["phases=[{share=1.0},{share=0.5}]"], "phases: their shares sum to 1.5; make it 1, or the run's budget, "),
         (phases('optimizer.name="lamb"'), "phases.2.optimizer.name: stays the same during a run; a phase changes "),
         (phases("data.masking.rat=0.2"), "key phases.2.data.masking.rat; did you mean data.masking.rate?"),
@@ -121,8 +133,8 @@ def test_micro_batches_share_any_number_of_ranks() -> None:
     config = c.load("", ["batch.global_size=96", "batch.micro_size=64", "precision=bf16"])
     sizes = [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 5, 6, 100)]
     assert sizes == [48, 48, 20, 16, 1]
-    seats = c.to_deepspeed(c.fit_micro_size(config, 5), 5)
-    assert (seats["train_batch_size"], seats["gradient_accumulation_steps"]) == (100, 1)
+    padded = c.to_deepspeed(c.fit_micro_size(config, 5), 5)
+    assert (padded["train_batch_size"], padded["gradient_accumulation_steps"]) == (100, 1)
 
 
 def test_deepspeed_snapshot() -> None:

@@ -329,10 +329,7 @@ PHASES = "phases=[{share=0.5},{share=0.5, %s}]"
         # the most predictions are for the run's rate
         (["data.masking.max_predictions=20", "eval.rate=0.4"], {"rate": 0.4}, 20),
         (["data.masking.strategy=word", "data.masking.causal_every=3"], {"causal_every": 3}, 128),
-        (["data.masking.strategy=span", "data.masking.causal_every=3"], {"causal_every": 3}, 128),
-        ([PHASES % 'data.masking.strategy="word"', "eval.rate=0.25"], {"rate": 0.25}, 21),
         ([PHASES % 'data.masking.strategy="span"', "eval.rate=0.25"], {"rate": 0.25}, 21),
-        (["data.masking.strategy=word", "objective.causal_share=0.4"], {}, 128),
         (["data.masking.strategy=span", "objective.causal_share=0.4"], {}, 128),
     ],
 )

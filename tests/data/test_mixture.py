@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megabert.data import mixture
 from megabert.data.mixture import WINDOW, open_mixture, token_counts
 from megabert.data.shards import DamagedRow, Dataset
-from tests.helpers.rows import VOCAB, make_dataset, make_rows
+from tests.helpers.rows import VOCAB, flip, make_dataset, make_rows
 
 SEED = 3
 PREDICTED = np.arange(VOCAB) >= 5
@@ -20,12 +21,6 @@ def folders(tmp_path):
     make_dataset(tmp_path / "a", 60)
     make_dataset(tmp_path / "b", 44, slots=5, seed=1)
     return str(tmp_path / "a"), str(tmp_path / "b")
-
-
-def damage(folder):
-    with open(f"{folder}/shard-000000.tar", "r+b") as file:
-        file.seek(700)  # row 0
-        file.write(b"\xff" * 2000)
 
 
 def test_mixtures_hold_each_share_and_row_once(folders):
@@ -53,7 +48,7 @@ def test_rows_of_all_parts_are_read_and_padded(folders):
         assert (rows.ids[i] == own.ids[0]).all() and (rows.isnext[i, :slots] == own.isnext[0]).all()
         assert (rows.bounds[i, :slots] == own.bounds[0]).all()
         assert not rows.bounds[i, slots:].any() and (rows.isnext[i, slots:] == -1).all()
-    damage(folders[1])
+    flip(Path(folders[1], "shard-000000.tar"), 700)  # row 0
     with pytest.raises(DamagedRow, match=r"b/shard-000000\.tar"):
         mixed.read(np.arange(104))
 
@@ -118,6 +113,6 @@ def test_tokens_are_counted_at_even_places(tmp_path, monkeypatch):
     assert token_counts(dataset, PREDICTED).tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]
     assert plain[0] == 0 and (ids[taken] == 0).any(), "id 0 may be a token: padding is not counted"
     assert token_counts(dataset, np.ones(VOCAB, bool)).tolist() == [plain[i] for i in range(VOCAB)]
-    damage(dataset.folder)
+    flip(dataset.folder / "shard-000000.tar", 700)
     with pytest.raises(DamagedRow, match="block 0, row 0"):
         token_counts(Dataset(dataset.folder), PREDICTED)

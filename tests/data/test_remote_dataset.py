@@ -73,7 +73,6 @@ def test_rows_are_the_folders_and_shards_fetched_once(folder, proxy, url, tmp_pa
     used = len(np.unique(row_ids // 64))
     assert len(copies(cache)) == used
     assert proxy.requests["GET"] - before <= used + 3  # and lists and manifests
-    assert list(verify(url)) == []
 
 
 def test_processes_of_a_node_share_a_copy(proxy, url):
@@ -85,20 +84,24 @@ def test_processes_of_a_node_share_a_copy(proxy, url):
 
 
 def test_beyond_the_limit_the_oldest_shards_go(folder, proxy, url, tmp_path):
-    """And rows stay right."""
+    """And rows stay right: the shards in use at a position are there when it is reached, also those removed since their first copy."""
     with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
         Dataset(url, cache=room_for(60, folder, tmp_path / "small"))
     cache = room_for(70.5, folder, tmp_path / "copies")
     local, remote = Dataset(folder), Dataset(url, cache=cache)
+    shards = local.manifest.shards
+    order = RowOrder(np.array([shard.rows for shard in shards]), local.manifest.block_rows)
     most = 0
     for first in range(0, 2 * local.rows, 320):
-        remote.fetch_ahead(11, first)
+        remote.fetch_ahead(11, first, lambda *_: None)
+        in_use = set(islice(unique(order.shards_from(11, first)), order.shards_in_use))
+        assert {shards[number].name for number in in_use} <= {path.name for path in copies(cache.path)}
         row_ids, _ = local.order(11, np.arange(first, min(first + 320, 2 * local.rows)))
         np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
         most = max(most, size_of(copies(cache.path)))
     assert 60 / 70.5 < most / 2**30 / cache.gib <= 1
     # in order, so that hardly a shard is copied twice an epoch
-    assert proxy.requests["GET"] < 2 * 100 * 1.4
+    assert 140 < proxy.requests["GET"] < 2 * 100 * 1.4
 
 
 def test_shards_are_fetched_before_they_are_needed(url, tmp_path):
@@ -114,27 +117,13 @@ def test_shards_are_fetched_before_they_are_needed(url, tmp_path):
     assert len(copies(cache)) == 100
 
 
-def test_shards_of_the_next_epoch_are_fetched_again(folder, proxy, url, tmp_path):
-    """Those in use at a position are there when it is reached, also those that were removed since their first copy."""
-    cache = room_for(70.5, folder, tmp_path / "copies")
-    local, remote = Dataset(folder), Dataset(url, cache=cache)
-    order = RowOrder(np.array([shard.rows for shard in local.manifest.shards]), local.manifest.block_rows)
-    for first in range(0, 2 * local.rows, 960):
-        remote.fetch_ahead(11, first, lambda *_: None)
-        in_use = set(islice(unique(order.shards_from(11, first)), order.shards_in_use))
-        assert {local.manifest.shards[number].name for number in in_use} <= {path.name for path in copies(cache.path)}
-        row_ids, _ = local.order(11, np.arange(first, first + 64))
-        np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
-    assert proxy.requests["GET"] > 140
-
-
 def test_datasets_of_a_mixture_share_the_cache(folder, url, tmp_path):
     mix = {upload(sample.make_dataset(tmp_path / "other", 6_400 - 3, seed=2), "s3://data/other"): 0.5}
     with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
         open_mixture(url, mix, cache=room_for(100, folder, tmp_path / "small"))
     cache = room_for(150, folder, tmp_path / "copies")
     mixed = open_mixture(url, mix, cache=cache)
-    for first in range(0, 2 * mixed.rows, 4096):
+    for first in range(0, mixed.rows, 4096):
         mixed.fetch_ahead(3, first, lambda *_: None)
         mixed.read(mixed.order(3, np.arange(first, first + 256))[0])
         assert size_of(copies(cache.path)) <= cache.gib * 2**30
@@ -167,9 +156,10 @@ def test_a_full_disk_of_the_cache_is_named(url, tmp_path, monkeypatch):
     assert len(remote.read(np.arange(64)).ids) == 64
 
 
-def test_what_the_store_lost_or_changed_is_named(folder, proxy):
+def test_what_the_store_lost_or_changed_is_named(proxy, tmp_path):
+    folder = sample.make_dataset(tmp_path / "data", 10 * 64)
     url = upload(folder, "s3://data/changed")
-    assert Manifest.load(url) == Manifest.load(folder)
+    assert Manifest.load(url) == Manifest.load(folder) and list(verify(url)) == []
     data = bytearray(storage.read(f"{url}/shard-000007.tar"))
     data[5000] ^= 1
     storage.write(f"{url}/shard-000007.tar", bytes(data))
@@ -193,7 +183,8 @@ def test_what_the_store_lost_or_changed_is_named(folder, proxy):
         Dataset("s3://data/nothing")
 
 
-def test_a_failing_store_is_no_damage(proxy, url):
+def test_a_failing_store_is_no_damage(proxy, url, monkeypatch):
+    monkeypatch.setattr(storage, "WAITS", (0.01,))
     remote = Dataset(url)
     proxy.fault = lambda method, path, number: UNAVAILABLE
     with pytest.raises(Failed, match=r"^s3://data/rows/shard-000002.tar: "):

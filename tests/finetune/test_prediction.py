@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megabert import hf as pretrained
-from megabert.config import OpsConfig
+from megabert.config import OpsConfig, replace
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import datasets, huggingface, prediction, save, tasks
 from megabert.finetune.batches import collate
@@ -62,7 +62,7 @@ def test_backends_are_this_devices(folder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(tree))
     assert huggingface.load(tmp_path).module.encoder.backends.attention.name != "varlen"
     start = pretrained.load(folder / "run")
-    named = start.config.model_copy(update={"ops": OpsConfig(attention="varlen")})
+    named = replace(start.config, "ops", OpsConfig(attention="varlen"))
     assert configure(named, Settings(max_length=32), 50, 1).ops == OpsConfig()
 
 

@@ -81,3 +81,12 @@ def manifest(rows: int, seq_len: int, slots: int, block_rows: int, shards: list[
     sizes = {"seq_len": seq_len, "max_sequences": slots, "rows": rows, "block_rows": block_rows, "dtype": "uint16"}
     rest = {"statistics": {}, "options": {}, "shards": shards, "held_out": None, "order": 2}
     return {"schema": 1, "tokenizer": tokenizer | {"vocab_size": VOCAB, "special_ids": SPECIAL}} | sizes | rest
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file in place: a second call takes it back, and maps that are open see it."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))

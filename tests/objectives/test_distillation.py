@@ -147,7 +147,7 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
     shape = {"model__layers": 4, "model__nsp": False}
     teacher = tiny.config(**shape, **dropped, optimizer__lr=0.002, init_from="older")
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
-    assert found.model == teacher.model.model_copy(update={"layers": 2})
+    assert found.model == configuration.replace(teacher.model, "layers", 2)
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
     # which a teacher cannot be combined with
     assert not found.objective.causal_share and not found.data.masking.causal_every

@@ -27,7 +27,7 @@ from megabert.config import (
     to_deepspeed,
 )
 from megabert.data.masking import largest_capacity
-from megabert.data.mixture import check_data_fits, open_mixture, with_vocabulary_size
+from megabert.data.mixture import check_data_fits, open_mixture
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops
@@ -114,8 +114,8 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
     if manifest is not None:
         refuse_other_vocabulary(config, manifest)
         check_data_fits(config, manifest)
-        return with_vocabulary_size(config, manifest.vocab_size)
-    return config if config.model.vocab_size else with_vocabulary_size(config, DEFAULT_VOCABULARY)
+        return replace(config, "model.vocab_size", manifest.vocab_size)
+    return config if config.model.vocab_size else replace(config, "model.vocab_size", DEFAULT_VOCABULARY)
 
 
 def planned_precision(config: Config) -> str:

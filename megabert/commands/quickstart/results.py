@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megabert import config as configuration
 from megabert import evaluation, hf
 from megabert.commands.fill import Filler
-from megabert.config import MaskingConfig
 from megabert.data.masking import IGNORE
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -47,8 +47,7 @@ def token_counts(dataset: Dataset) -> np.ndarray:
 
 def accuracy(trained: Pretrained, held_out: Dataset, most_frequent: int) -> tuple[float, float, int]:
     """Accuracy under the held-out masks of the model and of one token, and the number of masks."""
-    data = trained.config.data.model_copy(update={"masking": MaskingConfig()})
-    cfg = trained.config.model_copy(update={"data": data})
+    cfg = configuration.replace(trained.config, "data.masking", configuration.MaskingConfig())
     batches = list(evaluation.fixed_batches(held_out, trained.tokenizer, cfg))
     sums = evaluation.batch_sums(trained.model(torch.device("cpu")), batches, torch.device("cpu"))
     labels = torch.cat([batch.mlm_labels.flatten() for batch in batches])

@@ -140,7 +140,7 @@ class Manifest(BaseModel):
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
         """Read and check `folder/manifest.json`, also of a URL. ValueError names the file and the field."""
-        return Manifest.parse_text(Manifest.read(folder), os.path.join(folder, MANIFEST))
+        return Manifest.parse(Manifest.read(folder), os.path.join(folder, MANIFEST))
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> bytes:
@@ -152,17 +152,12 @@ class Manifest(BaseModel):
             raise ValueError(f"{path}: not found; a dataset is made by `python -m data_prep build`") from None
 
     @staticmethod
-    def parse_text(text: bytes, where: str) -> Manifest:
+    def parse(text: bytes, where: str) -> Manifest:
         """Check the text of a manifest; `where` is the file name at the beginning of errors."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error}); rebuild the dataset") from None
-        return Manifest.parse(raw, where)
-
-    @staticmethod
-    def parse(raw: Any, where: str = MANIFEST) -> Manifest:
-        """Check a manifest parsed from JSON; `where` is the file name at the beginning of errors."""
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: the file must hold one JSON object")
         refuse_newer(raw.get("schema"), SCHEMA, where)
@@ -191,5 +186,5 @@ def write_manifest(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> 
     """Check `manifest`, then commit it with its fingerprint as `folder/manifest.json`, last and atomically."""
     path = Path(folder) / MANIFEST
     data = sealed(manifest, FINGERPRINT, compact)
-    Manifest.parse(json.loads(data), str(path))
+    Manifest.parse(data, str(path))
     write_whole(path, data)

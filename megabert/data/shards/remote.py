@@ -62,7 +62,7 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
         return Path(folder)
     url = os.fspath(folder)
     text = Manifest.read(url)
-    manifest = Manifest.parse_text(text, storage.join(url, MANIFEST))
+    manifest = Manifest.parse(text, storage.join(url, MANIFEST))
     copies = cache.of(manifest)
     with _alone(copies):
         if not (copies / MANIFEST).is_file():

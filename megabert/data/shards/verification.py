@@ -56,7 +56,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     path = os.path.join(folder, MANIFEST)
     try:
         text = Manifest.read(folder)
-        m = Manifest.parse_text(text, path)
+        m = Manifest.parse(text, path)
     except ValueError as error:
         return [str(error)]
     parts: list[str | ShardCheck] = []

@@ -125,7 +125,7 @@ def test_windows_save_attention_unless_a_mask_hides_pairs() -> None:
     def attention(software: Software, model: ModelConfig) -> float:
         return pass_seconds(model, batch, System(DEVICES["h100"], Fabric.of(8, ""), software)).attention
 
-    whole = attention(PLAIN, cfg.model_copy(update={"window": 0}))
+    whole = attention(PLAIN, configuration.replace(cfg, "window", 0))
     assert attention(PLAIN, cfg) / whole == pytest.approx((2 * 8192 + 4 * 129) / (6 * 8192), rel=1e-9)
     assert attention(replace(PLAIN, every_pair=True), cfg) == pytest.approx(whole, rel=1e-9)
     # a configuration's backend decides
@@ -230,7 +230,7 @@ def test_the_report_says_what_the_run_needs() -> None:
     timed = ("schedule.by=minutes", "schedule.budget_minutes=30", "schedule.total_steps=1000000000")
     minutes = workload.report(base(*timed), 8)
     assert "run      30 minutes of training, in as many updates as fit" in minutes and "1,000,000,000" not in minutes
-    assert "rows = 37 x 7 ranks x 1 micro-steps less 3 seats" in workload.report(base("batch.micro_size=37"), 7)
+    assert "rows = 37 x 7 ranks x 1 micro-steps minus 3 filler rows" in workload.report(base("batch.micro_size=37"), 7)
 
 
 def test_buckets_and_moments_on_a_gpu() -> None:

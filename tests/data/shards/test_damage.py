@@ -14,7 +14,7 @@ from megabert.common import errors
 from megabert.data.batch import Update
 from megabert.data.loader import Loader
 from megabert.data.shards import DamagedRow, Dataset, Manifest, ShardCheck, plan
-from tests.helpers.rows import make_dataset, vocabulary
+from tests.helpers.rows import flip, make_dataset, vocabulary
 
 ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 84, 32, 3, 8, 32  # 3 shards; the last block has 4 rows
 ROW_BYTES = {"ids": 2 * LENGTH, "bounds": 4 * SLOTS, "isnext": SLOTS, "crc": 4}
@@ -63,15 +63,6 @@ def sites(folder) -> dict[str, list[tuple[str, int, str]]]:
 def rows(folder):
     """Every row as it was written."""
     return Dataset(folder).read(np.arange(ROWS))
-
-
-def flip(path: Path, at: int, bit: int) -> None:
-    """Flip one bit in place: a second call takes it back, and maps that are open see it."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def same(a, b) -> bool:
