@@ -56,7 +56,7 @@ class LoadedModel:
 
     def __init__(self, pretrained: Pretrained) -> None:
         self.pretrained = pretrained
-        self._extractors: dict[str, Extractor] = {}
+        self._extractor: Extractor | None = None
 
     def __repr__(self) -> str:
         size = self.pretrained.config.model
@@ -86,17 +86,15 @@ class LoadedModel:
         for number, text in enumerate(given):
             if not isinstance(text, str):
                 raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
-        if "model" in self.__dict__:  # whose weights may have changed
-            return Extractor(self.current, pool=pool).encode(given)
-        if pool not in self._extractors:
-            self._extractors[pool] = Extractor(self.pretrained, pool=pool)
-        return self._extractors[pool].encode(given)
+        current = self.current
+        if self._extractor is None:
+            self._extractor = Extractor(current)
+        self._extractor.pool = pool
+        return self._extractor.encode(given)
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
-        """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model.
-
-        Without gradients; use `model` for those. Raises ValueError for a text too long for the model.
-        """
+        """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model. Without gradients;
+        use `model` for those. Raises ValueError for a text too long for the model."""
         import torch
 
         from megabert.model import unpacked_inputs
@@ -121,10 +119,13 @@ class LoadedModel:
     @property
     def current(self) -> Pretrained:
         """`pretrained` with the weights that `model` has now."""
-        if "model" not in self.__dict__:
-            return self.pretrained
-        now = self.model.state_dict()
-        return replace(self.pretrained, weights={name: now[name].clone() for name in self.pretrained.weights})
+        known = self.pretrained.weights
+        if "model" in self.__dict__:
+            now = {name: weight.cpu().float() for name, weight in self.model.state_dict().items()}
+            if not all(now[name].equal(weight) for name, weight in known.items()):
+                self.pretrained = replace(self.pretrained, weights={name: now[name].clone() for name in known})
+                self._extractor = None
+        return self.pretrained
 
     def export(self, output: str | Path, overwrite: bool = False) -> None:
         """Write the model, as it is now, as a folder that Hugging Face loads. Raises ValueError for a folder that is not empty, unless
@@ -143,11 +144,8 @@ class LoadedModel:
 
 def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
     """The model of a run folder (its newest complete checkpoint), of a checkpoint, of a Hugging Face folder, or of the hub by its
-    name (google-bert/bert-base-uncased).
-
-    `tokenizer`: its file, if it is neither in the folder nor in the run's dataset. Raises ValueError naming a missing file or
-    a mismatch.
-    """
+    name (google-bert/bert-base-uncased). `tokenizer`: its file, if it is neither in the folder nor in the run's dataset. Raises
+    ValueError naming a missing file or a mismatch."""
     from megabert import hf
 
     return LoadedModel(hf.load(source, tokenizer))
@@ -168,7 +166,6 @@ def training(
 
     from megabert import train
     from megabert.checkpoint import run_lock
-    from megabert.distributed import ranks, signals
     from megabert.distributed.session import Session
 
     limit = [] if stop_after is None else ["--stop-after", str(stop_after)]
@@ -183,10 +180,7 @@ def training(
         good = True
     finally:
         run_lock.release()
-        if session.watchdog is not None:
-            session.watchdog.stop(good)
-        ranks.shutdown()
-        signals.hand_back()
+        session.close(good)
 
 
 def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, start: int = 0) -> Iterator[Batch]:

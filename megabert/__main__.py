@@ -36,10 +36,10 @@ class Command:
 
 
 COMMANDS = {
-    "quickstart": Command("megabert.commands.quickstart.__main__", "text to a trained and evaluated model in minutes"),
+    "quickstart": Command("megabert.commands.quickstart", "text to a trained and evaluated model in minutes"),
     "doctor": Command("megabert.commands.doctor", "what is installed, what each operation will use, what is missing"),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, verify, inspect, push"),
-    "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
+    "plan": Command("megabert.commands.plan", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
     "evaluate": Command("megabert.commands.evaluate", "held-out metrics of a run, as one JSON line"),
     "pairs": Command("megabert.commands.pairs", "scores of minimal pairs: BLiMP, Zorro"),

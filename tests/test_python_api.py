@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 import megabert
+from megabert.commands import extraction
 from megabert.data.loader import Loader
 from megabert.data.packing import pack
 from megabert.data.tokenizer import Tokenizer
@@ -112,6 +114,16 @@ def test_a_trained_model_is_saved_as_a_run(trained, tmp_path):
     assert again.pretrained.step == 0 and again.pretrained.state["dataset"].startswith("none, saved from Python")
     with pytest.raises(ValueError, match="is not empty"):
         trained.save(tmp_path / "next")
+
+
+def test_vectors_are_prepared_again_only_for_new_weights(tmp_path, monkeypatch):
+    model, made = megabert.load(runs.make(tmp_path)), Mock(side_effect=extraction.Extractor)
+    monkeypatch.setattr(extraction, "Extractor", made)
+    weight = model.model.layers[0].qkv.weight
+    before = [model.encode(TEXT, pool=pool) for pool in ("mean", "cls", "mean")]
+    assert made.call_count == 1 and np.array_equal(before[0], before[2])
+    weight.data += 0.1
+    assert not np.allclose(model.encode(TEXT), before[0]) and made.call_count == 2
 
 
 def test_filling_leaves_the_mode_and_takes_lists(trained):

@@ -1,7 +1,5 @@
 """What a stranger finds in a fresh clone: pinned versions, scripts that parse, a build that works, nothing that misleads."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -38,9 +36,7 @@ STABLE_TORCH_LIBRARY_IMPL(toy, CPU, m) { m.impl("twice", TORCH_BOX(&twice)); }
 def tracked(*patterns: str) -> list[Path]:
     """Files of the repository; of the folder where there is no git, e.g. in an unpacked archive."""
     if (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        listed = subprocess.check_output(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, text=True)
         return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
     made = re.compile(r"^(\.(?!ci/|gitignore)|build/|dist/|runs/|data/)|__pycache__|\.egg-info|\.so$")
     found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
@@ -65,10 +61,9 @@ def copy_of_the_build(folder: Path, **files: str) -> Path:
 
 
 def build(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("MEGABERT_CUDA", "TORCH_CUDA_ARCH_LIST")}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=clean | env, capture_output=True, text=True, timeout=600
-    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("MEGABERT_CUDA", "TORCH_CUDA_ARCH_LIST")} | env
+    words = [sys.executable, *command]
+    return subprocess.run(words, cwd=folder, env=clean, capture_output=True, text=True, timeout=600)
 
 
 def project() -> dict[str, Any]:
@@ -139,21 +134,15 @@ def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
 
-    def make_venv(**more: str) -> str:
-        done = subprocess.run(
-            [str(tools / "bash"), str(ROOT / "launch/venv.sh")],
-            env={"PATH": str(tools), "VENV": str(tmp_path / "venv")} | more,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1 and not done.stdout, done.stdout
-        assert len(done.stderr.splitlines()) == 1, done.stderr
-        return done.stderr
-
-    assert make_venv().startswith("error: no Python 3.11 or newer on PATH")
-    assert make_venv(PYTHON="/nowhere/python").startswith("error: PYTHON=/nowhere/python is not")
-    assert make_venv(PYTHON=sys.executable).startswith("error: no C++ compiler (g++)")
-    assert not (tmp_path / "venv").exists()
+    for more, error in (
+        ({}, "error: no Python 3.11 or newer on PATH"),
+        ({"PYTHON": "/nowhere/python"}, "error: PYTHON=/nowhere/python is not"),
+        ({"PYTHON": sys.executable}, "error: no C++ compiler (g++)"),
+    ):
+        env = {"PATH": str(tools), "VENV": str(tmp_path / "venv")} | more
+        done = subprocess.run([tools / "bash", ROOT / "launch/venv.sh"], env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stdout + done.stderr
+        assert done.stderr.startswith(error) and not (tmp_path / "venv").exists()
 
 
 STAND_IN = """#!/usr/bin/env bash
@@ -241,14 +230,13 @@ def test_the_package_is_imported_at_once() -> None:
 
 
 def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
-    folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
-    missing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
-    done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="1", **missing)
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(
-        "error: MEGABERT_CUDA=1 and no nvcc"
+    folder, missing = (
+        copy_of_the_build(tmp_path, registration__cpp=MINIMAL),
+        {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"},
     )
-    done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="yes")
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("error: MEGABERT_CUDA=yes")
+    for asked, error in (("1", "error: MEGABERT_CUDA=1 and no nvcc"), ("yes", "error: MEGABERT_CUDA=yes")):
+        done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA=asked, **missing)
+        assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(error), done.stderr
 
 
 def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
@@ -285,11 +273,9 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
         f"megabert/commands/{page}_template.html" for page in ("comparison", "report")
     ]
     zipfile.ZipFile(wheel).extract("megabert/_native.abi3.so", tmp_path / "out")
-    code = (
-        "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"
-    )
-    done = build(folder, "-c", code, str(tmp_path / "out/megabert/_native.abi3.so"))
-    assert done.stdout.strip() == "3.0", done.stderr
+    twice = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.ones(1)).item())"
+    done = build(folder, "-c", twice, str(tmp_path / "out/megabert/_native.abi3.so"))
+    assert done.stdout.strip() == "2.0", done.stderr
 
     again = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0")
     assert again.returncode == 0 and "compiling" not in again.stdout, "an unchanged source was compiled again"
@@ -303,18 +289,22 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
 @pytest.mark.slow
 def test_the_source_package_holds_what_the_build_needs(tmp_path) -> None:
     """It is unpacked, and its own setup.py finds every native source; the commands of the Makefile that it has find theirs."""
-    made = build(
-        ROOT, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), MEGABERT_CUDA="0"
-    )
+    places = ("egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path))
+    made = build(ROOT, "setup.py", "-q", *places, MEGABERT_CUDA="0")
     assert made.returncode == 0, made.stdout[-3000:] + made.stderr[-3000:]
     (archive,) = tmp_path.glob("megabert-*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "out", filter="data")
     (root,) = (tmp_path / "out").iterdir()
-    needed = tracked(
-        "csrc/**/*", "csrc/*", "launch/*", "launch/**/*", "megabert/**/*.py", "data_prep/**/*.py", "megabert/presets/*"
+    files = (
+        "csrc/**/*",
+        "csrc/*",
+        "launch/*",
+        "launch/**/*",
+        "megabert/**/*.py",
+        "data_prep/**/*.py",
+        "megabert/presets/*",
     )
+    needed = tracked(*files)
     assert [path for path in needed if not (root / path.relative_to(ROOT)).is_file()] == []
-    assert {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= set(
-        os.listdir(root)
-    )
+    assert {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= {*os.listdir(root)}
     assert not list(root.rglob("*.so"))

@@ -8,14 +8,13 @@ megabert average --run RUN --steps 800 900 1000 --output DIR
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import Parser
+from megabert.common.errors import command
 from megabert.common.files import refuse_existing
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_folder
@@ -25,21 +24,16 @@ if TYPE_CHECKING:
 
 
 def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[int] = ()) -> list[int]:
-    """Write the run folder `output` with the mean of the newest `last` checkpoints (0: all) or of those of `steps`; returns the
-    steps.
-
-    The mean is computed in fp64 and stored in fp32. Raises ValueError naming a checkpoint that is missing or of another model,
-    without writing anything.
-    """
+    """Write the run folder `output` with the mean, computed in fp64, of the newest `last` checkpoints (0: all) or of those of `steps`;
+    returns the steps. Raises ValueError naming a checkpoint that is missing or of another model, without writing anything."""
     folder = checkpoints_folder(run)
     known = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
     chosen = sorted(set(steps)) or known[-last:]
     if missing := sorted(set(chosen) - set(known)):
         raise ValueError(f"--steps {missing[0]}: {folder} has no such checkpoint; it has {', '.join(map(str, known))}")
     if len(chosen) < max(last, 2):
-        raise ValueError(
-            f"{folder}: {len(chosen)} checkpoints to average, of {max(last, 2)}; checkpoint.keep decides how many a run keeps"
-        )
+        found = f"{len(chosen)} checkpoints to average, of {max(last, 2)}"
+        raise ValueError(f"{folder}: {found}; checkpoint.keep decides how many a run keeps")
     refuse_existing(Path(output), CONFIG)
     from megabert import hf
 
@@ -64,22 +58,20 @@ def _check_alike(other: Pretrained, newest: Pretrained, path: Path) -> None:
     one, two = ({"tokenizer": model.tokenizer.sha256} | model.config.model.model_dump() for model in (other, newest))
     for name, wanted in two.items():
         if name not in FREE and one[name] != wanted:
-            raise ValueError(
-                f"{path}: its {name} is {one[name]}, the newest one's {wanted}; average checkpoints of one model"
-            )
+            differs = f"its {name} is {one[name]}, the newest one's {wanted}"
+            raise ValueError(f"{path}: {differs}; average checkpoints of one model")
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.average"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--run", required=True, metavar="RUN", help="run folder")
     add("--output", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", type=int, default=0, metavar="N", help="the newest checkpoints; 0: all")
-    which.add_argument(
-        "--steps", type=int, nargs="+", default=[], metavar="STEP", help="the checkpoints of these steps"
-    )
+    these = "the checkpoints of these steps"
+    which.add_argument("--steps", type=int, nargs="+", default=[], metavar="STEP", help=these)
     args = parser.parse_args(argv)
     if args.last < 0 or args.last == 1:
         raise ValueError(f"--last {args.last}: give at least 2 checkpoints")
@@ -88,8 +80,3 @@ def main(argv: list[str] | None = None) -> int:
     chosen = average(args.run, args.output, args.last, args.steps)
     steps = ", ".join(f"{step:,}" for step in chosen)
     log.info(f"{args.output}: the mean of steps {steps}. To use it, --model {shlex.quote(args.output)}")
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as, refuse_missing
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import Parser, refuse_missing
+from megabert.common.errors import command
 from megabert.common.files import refuse_existing
 from megabert.common.hub import WEIGHTS, is_model_folder, model_folder
 from megabert.common.logs import log
@@ -40,9 +39,8 @@ def convert(
 ) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `read.read`. Pooler and next-sentence head are kept where the model has the second, unless `nsp` is
-    false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's; the model may
-    be a run then. After an error nothing is written.
+    Arguments and errors as of `read.read`, after which nothing is written. Pooler and next-sentence head are kept where the model has
+    the second, unless `nsp` is false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's, which may be a run then.
     """
     folder, run = model_folder(source), Path(run)
     if not vocab and not is_model_folder(folder):
@@ -107,8 +105,8 @@ def toml(config: Config, run: Path) -> str:
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.convert"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     source = "folder with config.json and model.safetensors or pytorch_model.bin, or OWNER/NAME on the hub"
     add("--model", required=True, metavar="HF_DIR", help=source)
@@ -139,8 +137,3 @@ def main(argv: list[str] | None = None) -> int:
         "which is 12,500 updates of 256 rows at a rate of 1e-4 (schedule.total_steps=…, optimizer.lr=… for others); with "
         "data.mix='{\"GENERAL\" = 0.25}', a dataset of general text, less is forgotten (docs/continue.md)"
     )
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

@@ -2,19 +2,17 @@
 
     megabert distill --model TEACHER --layers N --data DIR --run DIR [section.key=value …]
 
-Starts `megabert/train.py` with the teacher's configuration,
-`model.layers` and `distill.teacher`. The losses and their sources are in `megabert/distillation.py`.
+Starts `megabert/train.py` with the teacher's configuration, `model.layers` and `distill.teacher`. The losses and their sources are in
+`megabert/objectives/distillation.py`.
 """
-
-from __future__ import annotations
 
 import os
 import shlex
 import sys
 from pathlib import Path
 
-from megabert.common.arguments import MODEL, Parser, called_as
-from megabert.common.errors import command, exit_code_from
+from megabert.common.arguments import MODEL, Parser
+from megabert.common.errors import command
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
 
@@ -22,8 +20,8 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.distill"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="TEACHER", help=MODEL)
     add("--layers", type=int, required=True, help="layers of the student")
@@ -49,7 +47,3 @@ def main(argv: list[str] | None = None) -> int:
     training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
     os.execv(sys.executable, [sys.executable, *training])
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

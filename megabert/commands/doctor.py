@@ -8,8 +8,6 @@ Each package is imported in a separate process, so that one that crashes or hang
 needs affect the exit code; others cost speed or a feature.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform
@@ -21,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megabert.common import environment
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser
 from megabert.common.environment import version
 from megabert.common.errors import OK, USER_ERROR, command, exit_code_from
 
@@ -182,7 +180,7 @@ def cluster(folder: Path, as_json: bool) -> int:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
             watchdog.progress()
             surveyed = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
-        lines = [Finding("cluster", **vars(line)) for line in preflight.report(ranks.world, *surveyed)]
+        lines = preflight.report(ranks.world, *surveyed)
         if ranks.world.is_main:
             show(lines, as_json)
         return 1 if any(line.state == "missing" for line in lines) else OK
@@ -192,7 +190,7 @@ def cluster(folder: Path, as_json: bool) -> int:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.doctor"), description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     parser.add_argument("--cluster", action="store_true", help="examine all ranks started by a launcher")
     parser.add_argument("--folder", type=Path, default=Path("."), help="with --cluster: file system to measure")

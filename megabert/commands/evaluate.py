@@ -4,16 +4,13 @@ megabert evaluate --model MODEL --data DIR           prints one JSON line
 megabert evaluate --model MODEL --data DIR DIR …     the first one's metrics, and loss and bits a byte of each
 """
 
-from __future__ import annotations
-
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megabert.common.arguments import MODEL, Parser, called_as
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import MODEL, Parser
+from megabert.common.errors import command
 from megabert.common.hub import model_folder
 
 
@@ -67,8 +64,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.evaluate"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
     folders = "dataset folders written by data_prep, with held-out splits"
@@ -83,8 +80,3 @@ def main(argv: list[str] | None = None) -> int:
     for data in args.data:
         Manifest.load(data)  # wrong values are refused before the slow imports
     print(json.dumps(evaluate_run(folder, args.data, args.rows)))
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, command, exit_code_from, interrupted
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
+from megabert.common.errors import OK, command, interrupted
 from megabert.common.files import appearing, files_below, refuse_existing, write_tensors
 from megabert.common.hub import model_folder
 from megabert.common.hub_upload import MAIN, Repository
@@ -31,35 +31,24 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def export(
-    run: str | Path,
-    output: str | Path,
-    tokenizer: str | Path = "",
-    overwrite: bool = False,
-    pool: str = "",
-    name: str = "",
-) -> Pretrained:
-    """`write` of a run's newest complete checkpoint, or of one checkpoint; returns it."""
+def export(run: str | Path, output: str | Path, tokenizer: str | Path = "", **options: Any) -> Pretrained:
+    """`write` of a run's newest complete checkpoint, or of one checkpoint, with `options`; returns it."""
     from megabert import hf
 
     pretrained = hf.load(run, tokenizer)
-    write(pretrained, output, overwrite, pool, name)
+    write(pretrained, output, **options)
     return pretrained
 
 
 def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, pool: str = "", name: str = "") -> None:
-    """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder).
-
-    `pool`: "mean" or "cls" adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what
-    cannot be exported or a wrong `output`, without writing anything.
-    """
+    """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder). `pool`: "mean" or "cls"
+    adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what cannot be exported or a wrong
+    `output`, without writing anything."""
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
-    model = pretrained.config.model
+    model, causal = pretrained.config.model, pretrained.config.data.masking.causal
     family = mapping.find_family(model)
-    config = mapping.to_huggingface_config(
-        model, pretrained.config.data.masking.causal, pretrained.tokenizer.special_ids
-    )
+    config = mapping.to_huggingface_config(model, causal, pretrained.tokenizer.special_ids)
     card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
     files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented)
@@ -76,20 +65,18 @@ def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, p
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
 
 
-def export_finetuned(args: argparse.Namespace, output: Path, name: str) -> str:
-    """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files; returns what it is.
-
-    Raises ValueError naming what cannot be exported, without writing anything.
-    """
+def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name: str) -> str:
+    """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files; returns what it is. Raises ValueError
+    naming what cannot be exported, without writing anything."""
     from megabert.finetune import huggingface, onnx
 
-    finetuned = huggingface.load(args.model)
+    finetuned = huggingface.load(source)
     described = finetuned.described
     if args.onnx:
         onnx.require()
     with appearing(output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
-        (folder / "README.md").write_text(huggingface.card(finetuned, name))
+        (folder / "README.md").write_text(huggingface.card(finetuned, name or output.resolve().name))
         difference = onnx.write(described, folder) if args.onnx else None
     what = f"{huggingface.architecture(described)} for {described.task.name}"
     log.info(f"{args.push or output}: {what}")
@@ -98,12 +85,12 @@ def export_finetuned(args: argparse.Namespace, output: Path, name: str) -> str:
     return what
 
 
-def export_run(args: argparse.Namespace, source: str | Path, output: Path, name: str) -> str:
+def export_run(args: argparse.Namespace, source: Path, output: Path, name: str) -> str:
     """`export` of a run or a checkpoint; returns its step and the code that trained it."""
     from megabert.hf import mapping
 
     pool = args.sentence_transformers
-    pretrained = export(source, output, args.tokenizer, args.overwrite, pool, name)
+    pretrained = export(source, output, args.tokenizer, overwrite=args.overwrite, pool=pool, name=name)
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
     architecture = mapping.to_huggingface_config(model, causal)["architectures"][0]
     kind = f"a SentenceTransformer of {pool} vectors" if pool else architecture
@@ -116,7 +103,7 @@ def export_run(args: argparse.Namespace, source: str | Path, output: Path, name:
     return f"Step {pretrained.step:,}" + (f", MegaBERT {revision}" if revision != "unknown" else "")
 
 
-def push(args: argparse.Namespace, finetuned: bool) -> None:
+def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, Path, Path, str], str]) -> None:
     """Export to the hub, one folder at a time on the disk: the model, or each kept checkpoint of a run as a branch and the newest as
     `main` too. The folder --output, if any, is written last, so that the same command completes a push that was killed."""
     sources = sorted(checkpoints_folder(args.model).glob("step-*")) if args.revisions else [Path(args.model)]
@@ -126,10 +113,7 @@ def push(args: argparse.Namespace, finetuned: bool) -> None:
         branches = [f"step-{int(source.name.removeprefix('step-'))}"] if args.revisions else []
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "model")
-            if finetuned:
-                message = export_finetuned(args, folder, args.push)
-            else:
-                message = export_run(args, source, folder, args.push)
+            message = write_folder(args, source, folder, args.push)
             for branch in branches + [MAIN] * newest:
                 changed = repository.push(files_below(folder), message, branch)
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
@@ -146,22 +130,23 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.push:
             raise ValueError(f"--{option}: is for --push OWNER/NAME")
     if args.revisions and is_url(args.model):
-        raise ValueError(
-            f"--revisions: only the newest checkpoint of a URL is copied; name a run folder, not {args.model}"
-        )
+        newest = "only the newest checkpoint of a URL is copied"
+        raise ValueError(f"--revisions: {newest}; name a run folder, not {args.model}")
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.export"), description=__doc__)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=f"{MODEL}; or a fine-tuned model's folder or name")
     add("--output", default="", metavar="HF_DIR", help="folder to write; must not exist or be empty")
-    add("--push", default="", metavar="OWNER/NAME",
-        help="repository of the Hugging Face hub to upload to, with the token of `hf auth login`, or HF_TOKEN; made if missing")  # fmt: skip
+    hub = "repository of the Hugging Face hub to upload to, with the token of `hf auth login`, or HF_TOKEN; made if missing"
+    add("--push", default="", metavar="OWNER/NAME", help=hub)
     add("--private", action="store_true", help="of --push: only its owner sees the repository")
-    add("--revisions", action="store_true",
-        help="of --push: also each kept checkpoint of the run, as the revision step-N; what is there already is not repeated")  # fmt: skip
+    each = (
+        "of --push: also each kept checkpoint of the run, as the revision step-N; what is there already is not repeated"
+    )
+    add("--revisions", action="store_true", help=each)
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     add("--overwrite", action="store_true", help="replace an exported folder")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
@@ -181,17 +166,12 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
     if args.onnx and not finetuned:
         raise ValueError(f"--onnx: is for fine-tuned models; {args.model} has no {tasks.DESCRIPTION}")
-    if args.push:
-        try:
-            push(args, finetuned)
-        except KeyboardInterrupt:
-            return interrupted("the same command completes the push")
-    elif finetuned:
-        export_finetuned(args, Path(args.output), Path(args.output).resolve().name)
-    else:
-        export_run(args, args.model, Path(args.output), "")
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))
+    write_folder = export_finetuned if finetuned else export_run
+    if not args.push:
+        write_folder(args, Path(args.model), Path(args.output), "")
+        return OK
+    try:
+        push(args, write_folder)
+        return OK
+    except KeyboardInterrupt:
+        return interrupted("the same command completes the push")

@@ -3,12 +3,10 @@
 Devlin et al. 2019, section 5.3. The vectors do not depend on the batches, and the input may be larger than memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,10 +35,7 @@ TOKENIZED, AHEAD = 256, 8
 
 
 def read_texts(path: Path, column: str = "") -> Iterator[str]:
-    """The texts of a file: its lines, or a named column of a .tsv, .csv or .jsonl, also .gz.
-
-    Raises ValueError naming file and line for an empty text, a missing column, and errors of `tables`.
-    """
+    """The texts of a file: its lines, or a column of a table. Raises ValueError naming the line of an empty text, and as `tables`."""
     if column:
         texts = ((f"{where}, column {column!r}", value) for where, (value,) in tables.rows(path, [column]))
     else:
@@ -114,15 +109,13 @@ class Extractor:
     def _windows_of_ids(self, texts: Iterator[str]) -> Iterator[list[np.ndarray]]:
         """Windows of SORTED batches, tokenised ahead of the model."""
         calls = iter(lambda: list(islice(texts, TOKENIZED)), [])
-        waiting: list[np.ndarray] = []
-        tokens = 0
-        for tokenized in in_order(self._tokenize, calls, 1, AHEAD):
-            for ids in tokenized:
-                waiting.append(ids)
-                tokens += len(ids)
-                if tokens >= SORTED * self.batch_tokens:
-                    yield waiting
-                    waiting, tokens = [], 0
+        waiting, tokens = list[np.ndarray](), 0
+        for ids in chain.from_iterable(in_order(self._tokenize, calls, 1, AHEAD)):
+            waiting.append(ids)
+            tokens += len(ids)
+            if tokens >= SORTED * self.batch_tokens:
+                yield waiting
+                waiting, tokens = [], 0
         if waiting:
             yield waiting
 
@@ -137,14 +130,12 @@ class Extractor:
 
     def _compute(self, job: tuple[SortingWindow, list[int]]) -> tuple[SortingWindow, list[int]]:
         """Fill in the vectors of a batch."""
-        window, batch = job
-        vectors = self._vectors([window.texts[i] for i in batch])
-        if self.pool != "none":
-            window.vectors[batch] = vectors
-            return job
-        ends = np.cumsum([len(ids) for ids in window.texts])
-        rows = [np.arange(ends[i] - len(window.texts[i]), ends[i]) for i in batch]
-        window.vectors[np.concatenate(rows)] = vectors
+        window, rows = job
+        vectors = self._vectors([window.texts[i] for i in rows])
+        if self.pool == "none":
+            ends = np.cumsum([len(ids) for ids in window.texts])
+            rows = [row for i in rows for row in range(ends[i] - len(window.texts[i]), ends[i])]
+        window.vectors[rows] = vectors
         return job
 
     @torch.no_grad()
@@ -194,11 +185,8 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
 
 
 def extract(source: str | Path, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
-    """Write the vectors of the texts in `input`; `options` are Extractor's.
-
-    Raises ValueError or OSError naming the mistake, if possible before computing anything; `output` appears when it is
-    complete.
-    """
+    """Write the vectors of the texts in `input`; `options` are Extractor's. `output` appears when it is complete. Raises ValueError or
+    OSError naming the mistake, if possible before computing anything."""
     path, target = Path(input), Path(output)
     total = sum(1 for _ in read_texts(path, column))
     if not total:

@@ -7,18 +7,18 @@ Vectors are in the order of the input and do not depend on the batches. A file m
 absent.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, called_as, parse_layers, refuse_missing
-from megabert.common.errors import OK, command, exit_code_from
+from megabert import POOLS
+from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, parse_layers, refuse_missing
+from megabert.common.errors import command
 from megabert.common.hub import model_folder
 
-POOLS = "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
+POOLING = (
+    "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
+)
 PRECISIONS = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"
 ENDINGS = (".parquet", ".npy")
 BATCHES = "tokens computed at once, on the CPU by each core; on a GPU 4096 (default: 1024)"
@@ -50,8 +50,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.features"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
     texts = "a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz"
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", required=True, metavar="FILE", help=vectors)
     add("--text", default="", metavar="COLUMN", help="column of the text")
     add("--layers", default="last", help=LAYERS)
-    add("--pool", default="mean", choices=("mean", "max", "cls", "none"), help=POOLS)
+    add("--pool", default="mean", choices=(*POOLS, "none"), help=POOLING)
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: the model's positions")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)
@@ -73,8 +73,3 @@ def main(argv: list[str] | None = None) -> int:
 
     keep_freed_memory()
     extract(args.pop("model"), args.pop("input"), args.pop("output"), args.pop("text"), **args)
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

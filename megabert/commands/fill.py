@@ -7,11 +7,10 @@ A causal run fills in one [MASK], from the text before it.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
+from megabert.common.errors import command
 from megabert.common.hub import model_folder
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ class Filler:
     """A model and its tokenizer; on the CPU, so that the GPU stays free for training."""
 
     def __init__(self, pretrained: Pretrained, module: BertForPreTraining | None = None) -> None:
-        """`module`: the model in memory, if it is. Raises ValueError for a Hugging Face folder without weights of a masked language
-        model."""
+        """`module`: the model in memory, if it is. Raises ValueError for a Hugging Face folder without a masked-LM head."""
         import torch
 
         pretrained.refuse_without_mlm_head()
@@ -48,7 +46,9 @@ class Filler:
         from megabert.data.tokenizer import UnknownTokens
         from megabert.model import evaluating
 
-        ids = np.array(self._encode(text))
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
+        ids = np.array(self.tokenizer.encode_masked(text))
         UnknownTokens(self.tokenizer).add([ids]).warn("the text")
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])
@@ -65,12 +65,6 @@ class Filler:
             for ids, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
 
-    def _encode(self, text: str) -> list[int]:
-        """Ids of a text with [CLS] and [SEP]."""
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        return self.tokenizer.encode_masked(text)
-
     def _word(self, i: int) -> str:
         """The displayed form of a token: letters that continue the word before them begin with ##."""
         tokenizer = self.tokenizer
@@ -79,14 +73,9 @@ class Filler:
         return shown if shown.isprintable() and shown else ascii(shown)
 
 
-def lines(filled: Filled) -> str:
-    """A line for each mask: words and probabilities."""
-    return "\n".join(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words) for words in filled)
-
-
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.fill"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--top", type=int, default=5, metavar="K", help="words for each mask")
@@ -99,9 +88,5 @@ def main(argv: list[str] | None = None) -> int:
     folder = model_folder(args.model)
     from megabert import hf
 
-    print(lines(Filler(hf.load(folder, args.tokenizer)).fill(args.text, args.top)))
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))
+    for words in Filler(hf.load(folder, args.tokenizer)).fill(args.text, args.top):
+        print(f"{MASK}  " + "  ".join(f"{word} {p:.1%}" for word, p in words))

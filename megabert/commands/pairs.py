@@ -8,16 +8,13 @@ pseudo-log-likelihood, a causal one by its likelihood; one trained on both can d
 challenge's scorer counts them as correct.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import MODEL, TOKENIZER, Parser, called_as, refuse_missing
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
+from megabert.common.errors import command
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.data.pairs import read_pairs
@@ -33,27 +30,21 @@ def as_text(table: dict[str, Any]) -> str:
         of_field = ((name, values) for name, values in table["paradigms"].items() if values["field"] == field)
         lines += [f"{100 * values['accuracy']:10.2f}  {name} ({values['pairs']} pairs)" for name, values in of_field]
     ties = f", {table['ties']} of them ties, which count half" if table["ties"] else ""
-    lines.append(
-        f"{100 * table['accuracy']:6.2f}  mean of {len(table['paradigms'])} paradigms ({table['pairs']:,} pairs{ties})"
-    )
-    return "\n".join(lines)
+    mean = f"mean of {len(table['paradigms'])} paradigms ({table['pairs']:,} pairs{ties})"
+    return "\n".join([*lines, f"{100 * table['accuracy']:6.2f}  {mean}"])
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.pairs"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=MODEL)
     add("--pairs", required=True, metavar="PATH", help=".jsonl or .txt file, or a folder of them")
     add("--each", type=int, default=0, metavar="N", help="the first N pairs of each paradigm; 0: all")
     add("--json", default="", metavar="FILE", help="also write the table to this file")
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISION)
-    add(
-        "--score",
-        default="",
-        choices=("masked", "causal"),
-        help="the likelihood (default: causal for a causal model, else masked)",
-    )
+    likelihood = "the likelihood (default: causal for a causal model, else masked)"
+    add("--score", default="", choices=("masked", "causal"), help=likelihood)
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
     args = parser.parse_args(argv)
     if args.each < 0:
@@ -78,8 +69,3 @@ def main(argv: list[str] | None = None) -> int:
         text = json.dumps({"model": args.model, "score": score} | table, indent=1) + "\n"
         write_whole(Path(args.json), text.encode())
     print(as_text(table))
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

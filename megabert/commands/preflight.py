@@ -3,8 +3,6 @@
 Rates are measured on each rank, so that the report names the slowest.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -13,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megabert.commands.doctor import Finding
 from megabert.common import environment
 from megabert.common.errors import describe
 from megabert.distributed.ranks import World
@@ -34,6 +34,8 @@ VISIBLE_SECONDS = 5.0
 SLOW = {"product rate": 0.9, "links in nodes": 0.5, "links between nodes": 0.5, "files": 0.5}
 # Facts that may differ between nodes.
 NOTED = ("device", "kernel")
+# A line of the report.
+Line = partial(Finding, "cluster")
 
 
 @dataclass
@@ -57,26 +59,14 @@ class RankSurvey:
         return f"rank {self.rank} ({self.host})"
 
 
-@dataclass(frozen=True)
-class PreflightLine:
-    """One line of the report; `state` as in `megabert doctor`."""
-
-    name: str
-    state: str
-    value: str
-    fix: str = ""
-
-
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
 def survey(
     world: World, folder: Path, tflops: Callable[[], float], done: Callable[[], None] = lambda: None
 ) -> tuple[list[RankSurvey], float]:
-    """The measurements of every rank, and the seconds of an all-reduce of MESSAGE bytes on the slowest rank. A collective.
-
-    Files are written to `folder`; `tflops` measures the device's matrix-product rate; `done` is called after each part.
-    """
+    """The measurements of every rank, and the seconds of an all-reduce of MESSAGE bytes on the slowest rank. A collective. `tflops`
+    measures the device's matrix-product rate; `done` is called after each part."""
     local = RankSurvey(world.rank, socket.gethostname(), facts(world.device), tflops=tflops())
     done()
     sent, received = (torch.ones(MESSAGE // 4, device=world.device) for _ in range(2))
@@ -139,9 +129,9 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
         local.problem = describe(error)
     world.barrier()
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while not (seen := (shared / f"{source}").exists()) and time.monotonic() < deadline:
+    while not local.problem and not (seen := (shared / f"{source}").exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if not seen and not local.problem:
+    if not local.problem and not seen:
         local.problem = f"{folder} is not shared: a file that {hosts[source]} wrote is not visible"
     world.barrier()
     shutil.rmtree(shared, ignore_errors=True)
@@ -150,30 +140,29 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
 # -- report ----------------------------------------------------------------------------------------------------------
 
 
-def report(world: World, ranks: list[RankSurvey], all_reduce: float) -> list[PreflightLine]:
+def report(world: World, ranks: list[RankSurvey], all_reduce: float) -> list[Finding]:
     """Lines of the report; each measurement names its slowest rank."""
     nodes = Counter(rank.host for rank in ranks)
     hosts = ", ".join(f"{host} x{count}" for host, count in list(nodes.items())[:8])
     more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
     value = f"{len(ranks)} on {len(nodes)} node(s) by {world.launcher}, {world.backend}: {hosts}{more}"
-    lines = [PreflightLine("ranks", "ok", value), *_facts(ranks)]
+    lines = [Line("ranks", "ok", value), *_facts(ranks)]
     lines.append(_slowest("product rate", {rank.name: rank.tflops for rank in ranks}, "TFLOP/s", 1.0))
     if len(ranks) > 1:
         moved = 2 * (len(ranks) - 1) / len(ranks) * MESSAGE / all_reduce / 1e9
-        lines.append(
-            PreflightLine("all-reduce of 4 MiB", "ok", f"{all_reduce * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank")
-        )
+        value = f"{all_reduce * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank"
+        lines.append(Line("all-reduce of 4 MiB", "ok", value))
     for name, inside in (("links in nodes", True), ("links between nodes", False)):
         pairs = [(ranks[i - 1], rank) for i, rank in enumerate(ranks) if len(ranks) > 1]
         links = {f"{a.name} to {b.name}": b.link for a, b in pairs if (a.host == b.host) == inside}
         if links:
             lines.append(_slowest(name, links, "MB/s", 1e6))
     problems = [f"{rank.name}: {rank.problem}" for rank in ranks if rank.problem]
-    lines += [PreflightLine("files", "missing", text, "all nodes need one file system") for text in problems]
+    lines += [Line("files", "missing", text, "all nodes need one file system") for text in problems]
     return lines if problems else [*lines, _slowest("files", {rank.name: rank.files for rank in ranks}, "MB/s", 1e6)]
 
 
-def _facts(ranks: list[RankSurvey]) -> list[PreflightLine]:
+def _facts(ranks: list[RankSurvey]) -> list[Finding]:
     """One line of the facts that all ranks share, and one for each difference, with its hosts."""
     same: dict[str, str] = {}
     lines = []
@@ -182,22 +171,20 @@ def _facts(ranks: list[RankSurvey]) -> list[PreflightLine]:
         for rank in ranks:
             hosts.setdefault(rank.facts.get(name, "not installed"), set()).add(rank.host)
         usual, *others = sorted(hosts, key=lambda value: -len(hosts[value]))
-        same |= {} if others else {name: usual}
-        if others:
+        if not others:
+            same[name] = usual
+        else:
             odd = "; ".join(f"{value} on {', '.join(sorted(hosts[value]))}" for value in others)
             state, fix = ("note", "") if name in NOTED else ("missing", f"make {name} the same on all nodes")
-            lines.append(PreflightLine(f"{name} differs", state, f"{odd}; {usual} elsewhere", fix))
-    return [
-        PreflightLine("the same on all", "ok", "; ".join(f"{name} {value}" for name, value in same.items())),
-        *lines,
-    ]
+            lines.append(Line(f"{name} differs", state, f"{odd}; {usual} elsewhere", fix))
+    return [Line("the same on all", "ok", "; ".join(f"{name} {same[name]}" for name in same)), *lines]
 
 
-def _slowest(title: str, rates: dict[str, float], unit: str, scale: float) -> PreflightLine:
+def _slowest(title: str, rates: dict[str, float], unit: str, scale: float) -> Finding:
     median = sorted(rates.values())[len(rates) // 2]
     slowest = min(rates, key=rates.__getitem__)
     text = f"median {_number(median / scale)} {unit}, slowest {slowest}: {_number(rates[slowest] / scale)} {unit}"
-    return PreflightLine(title, "note" if rates[slowest] < SLOW[title] * median else "ok", text)
+    return Line(title, "note" if rates[slowest] < SLOW[title] * median else "ok", text)
 
 
 def _number(value: float) -> str:

@@ -14,13 +14,12 @@ import itertools
 import json
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import INTERRUPTED, OK, command, exit_code_from
+from megabert.common.arguments import Parser
+from megabert.common.errors import INTERRUPTED, OK, command
 from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_folder, json_lines
 
 if TYPE_CHECKING:
@@ -66,16 +65,13 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
     inside = [entry for last, entry in zip(before, entries, strict=False) if last < end and entry["step"] > begin]
     for entry, following in itertools.pairwise(inside):
         if entry["config_sha256"] != following["config_sha256"]:
-            at = entry["step"]
-            raise ValueError(
-                f"--from {begin} --to {end}: the configuration changed at step {at}; replay up to it, or from it on"
-            )
+            changed = f"the configuration changed at step {entry['step']}; replay up to it, or from it on"
+            raise ValueError(f"--from {begin} --to {end}: {changed}")
     return Interval(run, begin, end, inside, read_config(run, inside[0]["config_sha256"], data, begin in kept))
 
 
 def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
-    """The configuration with this digest, from `config.json` or a checkpoint, with `metrics.jsonl` as the only sink. Raises
-    ValueError."""
+    """The configuration with this digest, with `metrics.jsonl` as the only sink. Raises ValueError where it is not kept."""
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
@@ -170,12 +166,9 @@ def compare(of: Interval, folder: Path) -> str:
     saved = [step for step, name in both if name == WEIGHTS]
     distances = (distance_of_weights(of, folder, step) for step in reversed(saved))
     distance = next((value for value in distances if value is not None), None)
+    weights_near = distance is None or distance <= ROUNDING[WEIGHTS]
     for step, name, was, now in unequal:
-        if name == WEIGHTS:
-            far = distance is not None and not distance <= ROUNDING[WEIGHTS]
-        else:
-            far = not near(name, was, now)
-        if far or not reasons:
+        if not reasons or not (weights_near if name == WEIGHTS else near(name, was, now)):
             raise ValueError(f"{of.run}: {name} of step {step} was {was} and is {now}, compared {how}")
     allowed = ", ".join(f"{name} {share:g}" for name, share in ROUNDING.items())
     if distance is not None:
@@ -188,12 +181,10 @@ def compare(of: Interval, folder: Path) -> str:
 
 def near(name: str, was: Any, now: Any) -> bool:
     """Whether a value is equal to rounding; True for values that are neither of the data nor in ROUNDING."""
-    far = [
-        not abs(float(was) - float(now)) <= share * abs(float(was))  # also of NaN
-        for end, share in ROUNDING.items()
-        if name.endswith(end)
-    ]
-    return not any(far) and not name.startswith("data/")
+    shares = [share for end, share in ROUNDING.items() if name.endswith(end)]
+    # False for NaN
+    close = all(abs(float(was) - float(now)) <= share * abs(float(was)) for share in shares)
+    return close and not name.startswith("data/")
 
 
 def differences_of_place(of: Interval, folder: Path) -> str:
@@ -222,19 +213,15 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float | None:
     return math.sqrt(differ / moved)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.replay"), description=__doc__)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, which is not modified")
     add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; default: the newest before B")
     add("--to", type=int, metavar="B", dest="end", help="last step; default: that of the newest checkpoint")
     add("--data", default="", metavar="DIR", help="its dataset, if it was moved")
-    return repeat(parser.parse_args(argv))
-
-
-@command
-def repeat(args: Any) -> int:
-    """Repeat and compare; returns the exit code. Rank 0 compares."""
+    args = parser.parse_args(argv)
     of = interval(Path(args.run), args.begin, args.end, args.data)
     from megabert.checkpoint import run_lock
     from megabert.distributed import ranks, session
@@ -244,7 +231,3 @@ def repeat(args: Any) -> int:
         if code == OK and ranks.discover().is_main:
             print(compare(of, Path(folder)))
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

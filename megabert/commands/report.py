@@ -6,28 +6,25 @@ megabert report RUN RUN … --output FILE        curves over updates, tokens and
 The file has no external references. The runs may still be training.
 """
 
-from __future__ import annotations
-
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megabert import __version__
 from megabert.common import storage
-from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import Parser
+from megabert.common.errors import command
 from megabert.common.files import write_whole
 from megabert.common.hub import copied
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE, json_lines
 
-OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
+OUTPUT = "report.html"
 # beginning of a report; no other file is overwritten
 MARKER = b"<!doctype html><!-- megabert report -->"
 MOST_EVENTS = 200
@@ -65,7 +62,9 @@ CHARTS = (
     CurveChart("MFU", "share of the matrix-product ceiling", ("perf/mfu",), "{:.1%}", True),
     CurveChart("Memory", "peak of a rank", ("perf/peak_memory_gib",), "{:.4g} GiB", True),
 )
-DRAWN = {name for chart in CHARTS for name in chart.names}
+# metrics over which curves are drawn, and those that are drawn
+KEPT = {"step", "data/tokens", "time/train_seconds"} | {name for chart in CHARTS for name in chart.names}
+Points = list[tuple[float, float]]
 
 
 class ReportEvent(NamedTuple):
@@ -80,8 +79,8 @@ class ReportedRun:
 
     folder: Path
     config_json: dict[str, Any]
-    # finite points (update, value) of each metric
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    # the metrics in KEPT of each line of metrics.jsonl
+    lines: list[dict[str, Any]] = field(default_factory=list)
     # the newest value of each key of metrics.jsonl
     last: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -135,10 +134,7 @@ def read_metrics(run: ReportedRun) -> None:
                 text = f"rank {one['rank']} (host {one['host']}), {one['ratio']:.2f} times the median of the ranks"
                 run.events.append(ReportEvent(step, "slow rank", f"{text}; cause: {one['cause']}"))
         run.last |= line
-        for name in DRAWN & line.keys():
-            # non-finite values are strings ("nan")
-            if isinstance(line[name], int | float):
-                run.curves.setdefault(name, []).append((step, float(line[name])))
+        run.lines.append({name: line[name] for name in KEPT & line.keys()})
 
 
 def read_events(run: ReportedRun) -> None:
@@ -196,7 +192,20 @@ def environment(run: ReportedRun) -> dict[str, Any]:
     return table | {name: run.config_json.get(name) for name in ("revision", "command")}
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def points(run: ReportedRun, name: str, over: str = "step", divisor: float = 1) -> Points:
+    """(x, y) of a metric, of lines that have both or a line of the same step that has x."""
+    known: dict[int, float] = {}
+    found = []
+    for line in run.lines:
+        if isinstance(x := line.get(over), int | float):
+            known[line["step"]] = x / divisor
+        # non-finite values are strings ("nan")
+        if isinstance(line.get(name), int | float) and line["step"] in known:
+            found.append((known[line["step"]], float(line[name])))
+    return found
+
+
+def thinned(points: Points) -> Points:
     """At most 4 x BUCKETS points of a curve, which keep its extremes."""
     points = sorted(points)
     if len(points) <= 4 * BUCKETS:
@@ -236,36 +245,42 @@ class ChartScale:
         return [k * step for k in range(first, last + 1)]
 
 
+def draw(curves: Sequence[Points], from_zero: bool, logarithmic: bool = False, percent: bool = False) -> dict[str, Any]:
+    """Paths and ticks of curves, of which one has points at least. `logarithmic`: if the values differ enough."""
+    steps, values = zip(*chain(*curves), strict=True)
+    low, high = min(values), max(values)
+    logarithmic = logarithmic and low > 0 and high / low >= LOGARITHMIC
+    x = ChartScale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    y = ChartScale(min(low, 0.0) if from_zero else low, high, HEIGHT - BOTTOM, TOP + 4, logarithmic)
+    paths = ["L".join(f"{x(a):g} {y(b):g}" for a, b in thinned(curve)) for curve in curves]
+    return {
+        "logarithmic": logarithmic,
+        "paths": [f"M{path}" if path else "" for path in paths],
+        "x_ticks": [(x(value), f"{value:.6g}") for value in x.ticks()],
+        "y_ticks": [(y(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in y.ticks()],
+        "x": x,
+    }
+
+
 def plot(chart: CurveChart, run: ReportedRun) -> dict[str, Any] | None:
     """Input of the template for a chart; None if the run has none of its metrics."""
-    lines: list[dict[str, Any]] = []
-    for name in chart.names:
-        if points := thinned(run.curves.get(name, [])):
-            lines.append({"held_out": name.startswith("eval/"), "points": points})
-    if not lines:
+    curves = {name: curve for name in chart.names if (curve := points(run, name))}
+    if not curves:
         return None
-    steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
-    low, high = min(values), max(values)
-    logarithmic = not chart.from_zero and low > 0 and high / low >= LOGARITHMIC
-    across = ChartScale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
-    up = ChartScale(min(low, 0.0) if chart.from_zero else low, high, HEIGHT - BOTTOM, TOP + 4, logarithmic)
-    for line in lines:
-        line["path"] = "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in line["points"])
-        of_line = [y for _, y in line["points"]]
-        line["metrics"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
-    percent = chart.written.endswith("%}")
-    return {
-        "title": chart.title,
-        "unit": chart.unit + "; logarithmic" * logarithmic,
-        "lines": lines,
-        "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
-        "y_ticks": [(up(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in up.ticks()],
-        "marks": [
-            (across(event.step), SIGNS[event.kind], f"{event.kind} at {event.step:,}: {event.text}")
-            for event in run.events[:MOST_EVENTS]
-            if chart.title == "Loss" and event.kind in SIGNS and min(steps) <= event.step <= max(steps)
-        ],
-    }
+    drawn = draw([*curves.values()], chart.from_zero, not chart.from_zero, chart.written.endswith("%}"))
+    lines: list[dict[str, Any]] = []
+    for (name, curve), path in zip(curves.items(), drawn["paths"], strict=True):
+        values = [value for _, value in sorted(curve)]
+        metrics = [chart.written.format(value) for value in (values[0], min(values), max(values), values[-1])]
+        lines.append({"held_out": name.startswith("eval/"), "path": path, "metrics": metrics})
+    steps = [step for curve in curves.values() for step, _ in curve]
+    marks = [
+        (drawn["x"](event.step), SIGNS[event.kind], f"{event.kind} at {event.step:,}: {event.text}")
+        for event in run.events[:MOST_EVENTS]
+        if chart.title == "Loss" and event.kind in SIGNS and min(steps) <= event.step <= max(steps)
+    ]
+    unit = chart.unit + "; logarithmic" * drawn["logarithmic"]
+    return drawn | {"title": chart.title, "unit": unit, "lines": lines, "marks": marks}
 
 
 def displayed(token: str) -> str:
@@ -292,16 +307,23 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
     return tables
 
 
-def render(run: ReportedRun) -> bytes:
-    """The HTML page of a run."""
+def fill_template(file: str, **values: Any) -> bytes:
+    """The HTML page of a template in this folder."""
     import jinja2
 
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
+    size = (WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
+    page = templates.from_string(Path(__file__).with_name(file).read_text()).render(values, size=size)
+    return MARKER + page.encode() + b"\n"
+
+
+def render(run: ReportedRun) -> bytes:
+    """The HTML page of a run."""
     from megabert.config import changed
 
-    template = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    page = template.from_string(TEMPLATE.read_text()).render(
+    return fill_template(
+        "report_template.html",
         run=run,
         name=run.folder.resolve().name,
         results=results(run),
@@ -310,21 +332,17 @@ def render(run: ReportedRun) -> bytes:
         most_events=MOST_EVENTS,
         settings=changed(run.config_json["config"]),
         environment=environment(run),
-        size=(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
         made=time.strftime(f"MegaBERT {__version__}, made %Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-    return MARKER + page.encode() + b"\n"
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder written by megabert train, or the URL of its mirror"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"the file to write (default, of one run: RUN/{OUTPUT})"
-    )
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    folder = "run folder written by megabert train, or the URL of its mirror"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=folder)
+    file = f"the file to write (default, of one run: RUN/{OUTPUT})"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=file)
     args = parser.parse_args(argv)
     if args.output is None and (len(args.runs) > 1 or storage.is_url(args.runs[0])):
         raise ValueError(f"--output is missing: name the file for the report of {' and '.join(args.runs)}")
@@ -334,18 +352,10 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
         raise ValueError(f"{output}: exists and is not a report; name another file with --output")
-    if len(runs) > 1:
-        from megabert.commands.comparison import page
+    from megabert.commands import comparison
 
-        write_whole(output, MARKER + page(runs).encode() + b"\n")
-    else:
-        write_whole(output, render(runs[0]))
+    write_whole(output, comparison.render(runs) if len(runs) > 1 else render(runs[0]))
     for run in runs:
         for text in run.missing:
             log.info(f"{run.folder}: {text}" if len(runs) > 1 else text)
     log.info(f"{output}: {output.stat().st_size / 1e3:,.0f} kB")
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

@@ -7,16 +7,13 @@ A change is named in one line, with exit code 2. A rewritten chain is detected o
 a published one. `megabert replay` shows that the data leads to these weights.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, command, exit_code_from
+from megabert.common.arguments import Parser
+from megabert.common.errors import command
 from megabert.common.run_files import CONFIG, STARTS, checkpoints_folder
 
 # fields of `config.json` besides those of a chain entry
@@ -93,8 +90,8 @@ def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog=called_as("megabert.commands.verify"), description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder")
     moved = "its datasets, if they were moved, in the order in which the run names them"
@@ -114,17 +111,11 @@ def main(argv: list[str] | None = None) -> int:
     if "phase_datasets" not in state:
         raise ValueError(f"{run}: was converted or averaged, not trained, so there is no data to verify it by")
     check_config(run, state)
-    print(
-        f"chain        {len(entries)} entries of steps {entries[0]['step']:,} to {last['step']:,}, as they were written"
-    )
+    steps_of = f"steps {entries[0]['step']:,} to {last['step']:,}"
+    print(f"chain        {len(entries)} entries of {steps_of}, as they were written")
     print(f"logs         as they were written; {uncovered} lines after the newest checkpoint are in no entry")
     print(f"checkpoints  of steps {', '.join(map(str, sorted(steps)))}: every file as it was saved")
     print(f"data         {check_data(state, args.data)}: every byte as it was written")
     print(f"code         revision {last['revision']}, source {last['source'][:12]}; here {environment.source()[:12]}")
     print(*[f"head         as published, at step {step:,}" for step in published], sep="\n")
     print(f"head         {last['sha256']}")
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_from(main))

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser with `Help` and one-line errors, which name the option nearest to a misspelt one."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": Help} | options)
+        super().__init__(**{"formatter_class": Help, "prog": _called_as or None} | options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options before missing ones: a misspelt required option is both."""

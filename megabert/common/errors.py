@@ -87,15 +87,15 @@ def tried_again(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
     return action()
 
 
-def command(main: Callable[[Any], int]) -> Callable[..., int]:
-    """Decorator of a command's `main(argv)` or of a function of its arguments: sets up messages, and turns an error into one line on
-    stderr and its exit code."""
+def command(main: Callable[[Any], int | None]) -> Callable[..., int]:
+    """Decorator of a command's `main(argv)` or of a function of its arguments: sets up messages, turns an error into one line on
+    stderr and its exit code, and None into OK."""
 
     @functools.wraps(main)
     def wrapped(argv: Any = None) -> int:
         try:
             logs.setup()
-            return main(argv)
+            return main(argv) or OK
         except (ValueError, OSError) as error:
             log.error(describe(error))
             return exit_code(error)

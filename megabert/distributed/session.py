@@ -61,6 +61,13 @@ class Session:
         watchdog.start()
         return watchdog
 
+    def close(self, good: bool) -> None:
+        """End watchdog and process group, and hand back the signals. `good`: without an error."""
+        if self.watchdog is not None:
+            self.watchdog.stop(good)
+        ranks.shutdown()
+        signals.hand_back()
+
 
 def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda: None) -> int:
     """Run `command`, and `finish()` if it ends without an error; returns its exit code, after printing mistakes and faults in one line
@@ -98,10 +105,8 @@ def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda
             raise
         return code
     finally:
-        if session is not None and session.watchdog is not None:
-            session.watchdog.stop(good)
-        ranks.shutdown()
-        signals.hand_back()
+        if session is not None:
+            session.close(good)
 
 
 def _report(error: Exception, session: Session | None) -> int:

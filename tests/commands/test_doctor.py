@@ -14,7 +14,8 @@ import torch
 
 from megabert import config
 from megabert.commands import doctor
-from megabert.commands.preflight import PreflightLine, RankSurvey, check_shared_files, report, survey
+from megabert.commands.doctor import Finding
+from megabert.commands.preflight import RankSurvey, check_shared_files, report, survey
 from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 
@@ -51,7 +52,7 @@ def test_apex_is_imported_as_training_does(tmp_path, monkeypatch) -> None:
     kernels = "multi_tensor_adam_capturable = multi_tensor_lamb_mp = None\n"
     (tmp_path / "apex/multi_tensor_apply.py").write_text("multi_tensor_applier = None\n")
     (tmp_path / "amp_C.py").write_text(kernels)
-    assert doctor.apex() == doctor.Finding("packages", "apex", "ok", "NVIDIA's, no version")
+    assert doctor.apex() == Finding("packages", "apex", "ok", "NVIDIA's, no version")
 
 
 def test_without_torch_training_cannot_run_and_nothing_crashes(monkeypatch, capsys) -> None:
@@ -81,7 +82,7 @@ def surveys(**changes: dict[int, Any]) -> list[RankSurvey]:
     return found
 
 
-def lines(found: list[RankSurvey]) -> dict[str, PreflightLine]:
+def lines(found: list[RankSurvey]) -> dict[str, Finding]:
     return {line.name: line for line in report(WORLD, found, 0.002)}
 
 
@@ -93,9 +94,8 @@ def test_what_differs_between_nodes_is_named() -> None:
     assert found["all-reduce of 4 MiB"].value == "2.00 ms, 3.670 GB/s a rank"  # 2 x 7/8 x 2^22 bytes in 2 ms
     other = FACTS | {"torch": "2.12.1"}
     found = lines(surveys(facts={4: other, 5: other, 7: FACTS | {"kernel": "6.2"}, 0: FACTS | {"device": "A100"}}))
-    fix = "make torch the same on all nodes"
-    line = PreflightLine("torch differs", "missing", "2.12.1 on n2; 2.13.0 elsewhere", fix)
-    assert found["torch differs"] == line
+    difference = "missing", "2.12.1 on n2; 2.13.0 elsewhere", "make torch the same on all nodes"
+    assert found["torch differs"] == Finding("cluster", "torch differs", *difference)
     for name, value in (("kernel", "6.2 on n3"), ("device", "A100 on n0")):
         assert found[f"{name} differs"].state == "note" and value in found[f"{name} differs"].value
 
@@ -115,8 +115,7 @@ def test_a_slow_rank_is_named() -> None:
 
 
 def test_a_lone_rank_writes_and_removes_its_file(tmp_path) -> None:
-    world = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-    place = replace(surveys()[0], files=0.0)
+    world, place = replace(WORLD, size=1), replace(surveys()[0], files=0.0)
     check_shared_files(world, tmp_path, place)
     assert place.files > 0 and not place.problem and not list(tmp_path.iterdir())
     check_shared_files(world, Path("/proc/nowhere"), place)

@@ -12,11 +12,8 @@ import transformers
 from megabert import checkpoint, hf
 from megabert.checkpoint import run_lock
 from megabert.commands import export, fill
-from megabert.distributed.ranks import World
 from tests.helpers import runs
 from tests.helpers.refusal import refusal
-
-ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
@@ -68,15 +65,15 @@ def test_the_likeliest_words_or_a_mistake_are_printed(tmp_path: Path, capsys) ->
         assert message in refusal(capsys, fill.main, "--model", run, text)
 
 
-def test_it_reads_beside_a_locked_run(tmp_path: Path, monkeypatch) -> None:
+def test_it_reads_beside_a_locked_run(world, tmp_path: Path, monkeypatch) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     monkeypatch.setattr(run_lock, "BEAT", 1000.0)
-    run_lock.take(run, ALONE)
+    run_lock.take(run, world)
     half = run / "checkpoints" / ".saving-00000009"
     half.mkdir()
     (half / "weights.safetensors").write_bytes(b"not yet")
     before = sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*"))
-    command = [sys.executable, "-m", "megabert.commands.fill", "--model", str(run), "the [MASK]"]
+    command = [sys.executable, "-m", "megabert", "fill", "--model", str(run), "the [MASK]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.count("%") == 5 and not done.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*")) == before

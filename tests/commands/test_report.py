@@ -1,4 +1,4 @@
-"""The report is one file that fetches nothing, says what the run's files say and what they lack, and is there whole or not at all."""
+"""The report of a run, or of several, is one file that fetches nothing, says what their files say and lack, and is whole or absent."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from megabert import config as configuration
 from megabert.commands import report
-from megabert.commands.report import CurveChart, ReportedRun, plot
+from megabert.commands.report import CurveChart, ReportedRun, plot, points
 from tests.helpers.refusal import refusal
 
 
@@ -23,7 +23,7 @@ def logged(step: int, **more: Any) -> dict[str, Any]:
     """A log line; `more` has `__` for the slash."""
     values = {"train__loss": 9.0 - step / 100, "train__mlm_accuracy": step / 1000, "train__lr": 1e-4}
     values |= {"train__grad_norm": 1.5, "perf__tokens_per_sec": 2000.0, "perf__mfu": 0.4}
-    values |= {"perf__peak_memory_gib": 0.5, "time__train_seconds": step * 2.0} | more
+    values |= {"perf__peak_memory_gib": 0.5, "time__train_seconds": step * 2.0, "data__tokens": step * 1e6} | more
     return {"step": step} | {name.replace("__", "/"): value for name, value in values.items()}
 
 
@@ -183,11 +183,28 @@ def test_a_mistake_writes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
         ("damaged", "damaged/config.json: holds no configuration"),
         ("list", "list/config.json: holds no configuration"),
         ("run --output list", "list: Is a directory"),
+        ("run run", "--output is missing: name the file for the report of run and run"),
         ("run --output no/x.html", "--output no/x.html: there is no folder no"),
         ("run --output run/config.json", "run/config.json: exists and is not a report"),
     ):
         assert message in refusal(capsys, report.main, *words.split())
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    runs, output = [make(tmp_path / f"run{n}", f"optimizer.lr=0.00{n}") for n in (1, 2)], tmp_path / "both.html"
+    for _ in range(2):  # a report is replaced
+        assert report.main([*map(str, runs), "--output", str(output)]) == 0
+    page = output.read_text()
+    assert not re.search(r"(?:src|href)=|url\(|https?:", page), "it fetches nothing"
+    assert page.count("<figure>") == 4 * 3 and page.count('class="run0" d="M') == page.count('class="run1" d="M') == 12
+    rows = dict(re.findall(r'<th scope="row">([^<]+)</th>((?:<td>[^<]*</td>)+)', page))
+    assert rows["optimizer.lr"] == "<td>0.001</td><td>0.002</td>" and rows["Loss, held out"] == "<td>8.5</td>" * 2
+    assert "schedule.total_steps" not in rows, "equal settings are left out"
+    # an evaluation has the tokens of the log line of its step
+    run = report.read_run(runs[0])
+    assert points(run, "eval/mlm_loss", "data/tokens", 1e6) == [(50.0, 8.75), (100.0, 8.5)]
+    assert points(run, "train/loss", "time/train_seconds", 4)[:2] == [(5.0, 8.9), (10.0, 8.8)]
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
@@ -202,7 +219,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_any_curve_can_be_drawn(from_zero: bool, tmp_path: Path) -> None:
     for values in ([1.0], [0.0], [2.0, 2.0], [-1.0, 1.0], [1e-9, 1.0], [5e6, 1.0]):
-        run = ReportedRun(tmp_path, {"config": {}}, {"x": list(enumerate(values))})
+        run = ReportedRun(tmp_path, {"config": {}}, [{"step": step, "x": value} for step, value in enumerate(values)])
         drawn = plot(CurveChart("t", "", ("x",), from_zero=from_zero), run)
         assert drawn is not None and drawn["y_ticks"]
         for coordinate in re.findall(r"[-\w.]+", drawn["lines"][0]["path"].replace("M", " ").replace("L", " ")):

@@ -1,7 +1,5 @@
 """Texts whose characters a tokenizer lacks are reported wherever a model is given text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

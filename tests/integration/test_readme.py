@@ -4,8 +4,6 @@
 What is added are sizes that take seconds, and options that a machine shared with other tests needs (ports, nodes).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

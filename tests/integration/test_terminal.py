@@ -1,7 +1,5 @@
 """Commands at a terminal: Ctrl-C with and without `| tee`, a reader that ends first, a terminal that is closed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

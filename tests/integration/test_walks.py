@@ -1,7 +1,5 @@
 """Commands one after another, as they are typed: from text to Hugging Face and back, a student of a run, rows of 8,192 tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`launch/kubernetes` and `launch/skypilot.yaml`: what is rendered, and the commands in it on this machine, which stands for the nodes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -62,18 +60,15 @@ def test_objects_have_only_fields_of_their_apis(values: dict[str, str]) -> None:
     assert rendered["TrainingRuntime"]["spec"]["template"]["spec"] == rendered["JobSet"]["spec"]
 
 
-@pytest.mark.parametrize(
-    ("values", "volume"),
-    [
+def test_nodes_share_a_claim_and_one_needs_none() -> None:
+    for values, volume in (
         ({"DISK": "7Gi"}, {"emptyDir": {"sizeLimit": "7Gi"}}),
         ({"NODES": "2", "RUNS_CLAIM": "shared"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
-    ],
-)
-def test_nodes_share_a_claim_and_one_needs_none(values: dict[str, str], volume: dict[str, Any]) -> None:
-    pod = build_job(objects("jobset", **values)["JobSet"])["template"]["spec"]
-    (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "runs")
-    assert pod["containers"][0]["args"][1].startswith(mount["mountPath"] + "/")
-    assert {"name": "runs"} | volume in pod["volumes"]
+    ):
+        pod = build_job(objects("jobset", **values)["JobSet"])["template"]["spec"]
+        (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "runs")
+        assert pod["containers"][0]["args"][1].startswith(mount["mountPath"] + "/")
+        assert {"name": "runs"} | volume in pod["volumes"]
 
 
 ODD = [
@@ -83,20 +78,11 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "values", "said"),
-    [
-        (["pod"], {}, "error: "),
-        ([], {}, "error: "),
-        (["jobset", 'a="b'], {}, "error: "),
-        (["jobset", "a=$(HOME)"], {}, "error: "),
-        (["jobset"], {"NODES": "2"}, "error: RUNS_CLAIM is empty: 2 nodes write one checkpoint"),
-        *(
-            (["jobset"], {name: value}, f"error: {name}=.*; set it in launch/kubernetes/values.sh$")
-            for name, value in ODD
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "values", "said"), [
+    *((words, {}, "error: ") for words in (["pod"], [], ["jobset", 'a="b'], ["jobset", "a=$(HOME)"])),
+    (["jobset"], {"NODES": "2"}, "error: RUNS_CLAIM is empty: 2 nodes write one checkpoint"),
+    *((["jobset"], {name: value}, f"error: {name}=.*; set it in launch/kubernetes/values.sh$") for name, value in ODD),
+])  # fmt: skip
 def test_mistake_is_one_line(words: list[str], values: dict[str, str], said: str) -> None:
     done = render(*words, **values)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
@@ -187,17 +173,11 @@ sys.exit(code and 1)
 """
 
 
-@pytest.mark.parametrize(
-    ("plan", "phases", "code"),
-    [
-        ("0 0", "12", 0),
-        ("85 0 0", "112", 0),
-        ("0+ 4+ 0 4+ 0 4+ 0 0", "12121212", 0),  # a checkpoint of either phase is progress
-        ("0 4 0 4", "1212", 4),
-        ("2", "1", 2),
-        ("0 3", "12", 3),
-    ],
-)
+@pytest.mark.parametrize(("plan", "phases", "code"), [
+    # a checkpoint of either phase is progress
+    ("0 0", "12", 0), ("85 0 0", "112", 0), ("0+ 4+ 0 4+ 0 4+ 0 0", "12121212", 0), ("0 4 0 4", "1212", 4), ("2", "1", 2),
+    ("0 3", "12", 3),
+])  # fmt: skip
 def test_pod_runs_phases_and_ends_with_their_code(plan: str, phases: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "torchrun").write_text(TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)

@@ -1,7 +1,5 @@
 """The datasets of the integration tests, and one SLURM a session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

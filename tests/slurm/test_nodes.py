@@ -1,8 +1,6 @@
 """Four nodes with addresses of their own under a real SLURM, mpirun and deepspeed: the run of one machine comes out, also when
 a node vanishes, the network falls apart, or a link is slow."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`sbatch launch/pretrain_large.slurm` on two nodes of a real SLURM: resumed after whatever ends it early."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,32 +3,13 @@
 The costs of this trainer's kernels are counted from the model; none of them has been timed on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabert.commands.plan.step_time import (
-    Device,
-    Fabric,
-    GpuShare,
-    MicroBatch,
-    Software,
-    StepTime,
-    System,
-    launch_seconds,
-    step_seconds,
-)
-from megabert.commands.plan.workload import (
-    GRADIENT_BYTES,
-    Work,
-    count_steps,
-    matrices,
-    read_manifest_or_none,
-    with_vocabulary,
-    work,
-)
+from megabert.commands.plan import step_time, workload
+from megabert.commands.plan.step_time import Device, Fabric, GpuShare, MicroBatch, Software, StepTime, System
+from megabert.commands.plan.workload import Work
 from megabert.common.logs import aligned
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.deepspeed_step import LEAST
@@ -90,16 +71,13 @@ class ForecastPoint:
 
 
 def build_job(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob:
-    """The work of a phase after `before` updates of the run, by the manifests of its data if it names any, including padding.
-
-    Backends of `EVERY_PAIR` compute more than the sequences' pairs.
-    """
-    manifest = read_manifest_or_none(config)
-    config = with_vocabulary(config, manifest)
-    update = work(config, manifest)
+    """The work of a phase after `before` updates of the run, by the manifests of its data if it names any, including padding."""
+    manifest = workload.read_manifest_or_none(config)
+    config = workload.with_vocabulary(config, manifest)
+    update = workload.work(config, manifest)
     pairs = float(update.rows * update.seq_len**2) if config.ops.attention in EVERY_PAIR else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    steps = count_steps(config, part, update, before)
+    steps = workload.count_steps(config, part, update, before)
     return ForecastJob(config, part, steps=steps, counts=counts, update=update, operations=update.flops(config))
 
 
@@ -116,10 +94,10 @@ def describe_software(config: Config) -> Software:
         launch=PYTHON,
         accumulate=ACCUMULATE,
         optimizer=OPTIMIZER[config.optimizer.name],
-        orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
+        orthogonal=workload.matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
         # stage 1 in bf16 is `megabert.engine.deepspeed_step`
-        gradient_bytes=GRADIENT_BYTES,
+        gradient_bytes=workload.GRADIENT_BYTES,
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,
@@ -134,33 +112,26 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
     points = []
     for size in sizes:
         share = job.share(size)
-        step = step_seconds(job.config.model, share, size, system)
-        schedule = job.config.schedule
-        minutes = schedule.unit == "minutes"
-        seconds = job.part * schedule.budget_minutes * 60 if minutes else step.seconds * job.steps
+        step = step_time.step_seconds(job.config.model, share, size, system)
+        schedule, seconds = job.config.schedule, step.seconds * job.steps
+        if schedule.unit == "minutes":
+            seconds = job.part * schedule.budget_minutes * 60
         micro_size = fit_micro_size(job.config, size).batch.micro_size
         points.append(ForecastPoint(size, micro_size, share.micro_steps, step, seconds))
     return points
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> str:
-    """Speed, efficiency (relative to the first line), days and GPU-hours, a line for each number of GPUs; then the terms in
-    milliseconds."""
-    lines = [
-        ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "updates", "days", "GPU-hours"]
-    ]
+    """Speed, efficiency relative to the first line, days and GPU-hours, by number of GPUs; then the terms in milliseconds."""
+    heads = "GPUs,rows x steps,s/update,rows/s,tokens/s,MFU,efficiency,updates,days,GPU-hours"
+    lines = [heads.split(",")]
     first = points[0].size * points[0].step.seconds
     for point in points:
         seconds = point.step.seconds
         mfu, efficiency = job.operations / (seconds * point.size * device.peak), first / (point.size * seconds)
         cells = [f"{point.size:,}", f"{point.micro_size} x {point.micro_steps}", f"{seconds:.4g}"]
-        cells += [
-            f"{job.update.rows / seconds:,.0f}",
-            f"{job.update.tokens / seconds:,.0f}",
-            f"{mfu:.1%}",
-            f"{efficiency:.1%}",
-        ]
-        cells.append(f"{point.seconds / seconds:,.0f}")
+        cells += [f"{count / seconds:,.0f}" for count in (job.update.rows, job.update.tokens)]
+        cells += [f"{mfu:.1%}", f"{efficiency:.1%}", f"{point.seconds / seconds:,.0f}"]
         lines.append([*cells, f"{point.seconds / 86_400:.3g}", f"{point.size * point.seconds / 3_600:,.0f}"])
     terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
@@ -169,7 +140,7 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device) -> 
 
 def host_bound(job: ForecastJob, points: Sequence[ForecastPoint]) -> str:
     """A warning about the first point whose micro-steps may be bound by Python's launches; "" without one."""
-    launching = launch_seconds(job.config.model, describe_software(job.config))
+    launching = step_time.launch_seconds(job.config.model, describe_software(job.config))
     for point in points:
         terms = (point.step.products, point.step.attention, point.step.elementwise, point.step.kernels)
         running = math.fsum(terms) / point.micro_steps

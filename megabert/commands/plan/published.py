@@ -5,14 +5,13 @@ masked-LM accuracy of 0.72, and samples a second including evaluations; for seve
 Networks are from the system descriptions there.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import get_type_hints
 
 from megabert.commands.plan.forecast import ForecastJob, ForecastPoint
 from megabert.commands.plan.quality import SAMPLE_TOKENS
@@ -51,44 +50,17 @@ class PublishedRun:
 
     @property
     def year(self) -> int:
-        return ROUND_YEARS[self.round]
-
-
-# year of publication
-ROUND_YEARS = {
-    "0.7": 2020,
-    "1.0": 2021,
-    "1.1": 2021,
-    "2.0": 2022,
-    "2.1": 2022,
-    "3.0": 2023,
-    "3.1": 2023,
-    "4.0": 2024,
-    "4.1": 2024,
-    "5.0": 2025,
-}
+        """Of publication: rounds N.x were published in 2020 + N."""
+        return 2020 + int(self.round.partition(".")[0])
 
 
 @functools.cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """All rows, in the order of rounds and submitters."""
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
+    kinds = get_type_hints(PublishedRun)
     return tuple(
-        PublishedRun(
-            row["round"],
-            row["submitter"],
-            row["system"],
-            row["gpu"],
-            gpus=int(row["gpus"]),
-            nodes=int(row["nodes"]),
-            network=row["network"],
-            batch=int(row["batch"]),
-            rate=float(row["rate"]),
-            samples=int(row["samples"] or 0),
-            left_out=row["left_out"],
-            table=int(row["table"]),
-            link=float(row["link"] or 0),
-        )
+        PublishedRun(**{name: kinds[name](cell) if cell else kinds[name]() for name, cell in row.items()})
         for row in csv.DictReader(text.splitlines())
     )
 
@@ -112,19 +84,15 @@ def nearest(gpu: str, size: int, count: int = 3) -> list[PublishedRun]:
 def comparison(job: ForecastJob, points: Sequence[ForecastPoint], gpu: str) -> str:
     """Each forecast, followed by the nearest published runs: real tokens a second and useful TFLOP/s of a GPU."""
     tokens = SAMPLE_TOKENS
-    sample = (
-        training_flops(LARGE, *map(round, (1e3 * tokens, 1e3 * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)))
-        / 1e3
-    )
+    thousand = (1e3 * tokens, 1e3 * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)
+    sample = training_flops(LARGE, *map(round, thousand)) / 1e3
     lines = [["GPUs", "tokens/s/GPU", "TFLOP/s/GPU", "run"]]
     for point in points:
         seconds = point.step.seconds * point.size
-        cells = [f"{job.update.tokens / seconds:,.0f}", f"{job.operations / seconds / 1e12:,.0f}"]
-        lines.append([f"{point.size:,}", *cells, "this forecast"])
+        rates = f"{job.update.tokens / seconds:,.0f}", f"{job.operations / seconds / 1e12:,.0f}"
+        lines.append([f"{point.size:,}", *rates, "this forecast"])
         for run in nearest(gpu, point.size):
             rate = run.rate / run.gpus
-            cells = [f"{rate * tokens:,.0f}", f"{rate * sample / 1e12:,.0f}"]
-            lines.append(
-                [f"{run.gpus:,}", *cells, f"{run.submitter} {run.gpu}, MLPerf {run.round}, batch {run.batch:,}"]
-            )
+            cells = [f"{run.gpus:,}", f"{rate * tokens:,.0f}", f"{rate * sample / 1e12:,.0f}"]
+            lines.append([*cells, f"{run.submitter} {run.gpu}, MLPerf {run.round}, batch {run.batch:,}"])
     return f"published runs of BERT-LARGE nearest to it\n{aligned(lines)}"

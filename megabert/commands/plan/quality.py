@@ -3,8 +3,6 @@
 The task is phase 2 of BERT-LARGE: rows of 512 places, LAMB, from MLPerf's checkpoint after phase 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -17,19 +15,9 @@ SAMPLE_TOKENS = 254.5
 # batch: samples to the target, the mean of the 20 runs of MLPerf's reference implementation (mlcommons/logging,
 # rcp_checker/training_2.0.0/rcps_bert.json; its list for 8,192 repeats that for 4,096 and is omitted)
 REFERENCE = {
-    256: 2_553_000,
-    448: 2_625_000,
-    1_536: 2_778_000,
-    3_072: 2_768_000,
-    4_096: 2_843_000,
-    4_608: 2_795_000,
-    6_144: 3_321_000,
-    6_912: 3_596_000,
-    8_704: 4_278_000,
-    12_288: 4_470_000,
-    13_056: 4_633_000,
-    14_336: 4_777_000,
-}
+    256: 2_553_000, 448: 2_625_000, 1_536: 2_778_000, 3_072: 2_768_000, 4_096: 2_843_000, 4_608: 2_795_000,
+    6_144: 3_321_000, 6_912: 3_596_000, 8_704: 4_278_000, 12_288: 4_470_000, 13_056: 4_633_000, 14_336: 4_777_000,
+}  # fmt: skip
 # year: samples of submissions relative to the reference, the median of the calibrating rows (benchmarks/common/mlperf.py)
 SUBMISSIONS = {2020: 1.324, 2021: 1.206, 2022: 1.064, 2023: 0.991, 2024: 0.903}
 
@@ -56,15 +44,11 @@ def applies(job: ForecastJob) -> bool:
 
 
 def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, price: float | None) -> str:
-    """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, a line for each number of
-    GPUs.
-
-    Batches outside the reference's range have no metric.
-    """
+    """Minutes, energy at the GPUs' power limit and, with a `price` of a GPU-hour, cost until the target, by number of GPUs; no
+    table for batches outside the reference's range."""
     batch = job.update.tokens / SAMPLE_TOKENS
-    head = (
-        f"to MLPerf's target, 0.72 masked-LM accuracy from its phase-1 checkpoint: batch of {batch:,.0f} of its samples"
-    )
+    head = "to MLPerf's target, 0.72 masked-LM accuracy from its phase-1 checkpoint"
+    head = f"{head}: batch of {batch:,.0f} of its samples"
     if not min(REFERENCE) <= batch <= max(REFERENCE):
         return f"{head}; published are {min(REFERENCE):,} to {max(REFERENCE):,}, set batch.global_size"
     samples = target_samples(batch)
@@ -72,12 +56,9 @@ def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, pri
     for point in points:
         minutes = samples / batch * point.step.seconds / 60
         hours = point.size * minutes / 60
-        cells = [
-            f"{point.size:,}",
-            *(f"{minutes * factor:,.1f}" for factor in (1, 1 / (1 + BAND), 1 / (1 - BAND))),
-            f"{hours:,.1f}",
-        ]
-        cells.append(f"{hours * device.power / 1_000:,.1f}")
-        lines.append([*cells, f"{hours * price:,.2f}"] if price else cells)
+        range_of_minutes = (minutes, minutes * (1 / (1 + BAND)), minutes * (1 / (1 - BAND)))
+        figures = (*range_of_minutes, hours, hours * device.power / 1_000)
+        cost = [f"{hours * price:,.2f}"] if price else []
+        lines.append([f"{point.size:,}", *(f"{figure:,.1f}" for figure in figures), *cost])
     reached = f"{samples / 1e6:.2f} M samples, {samples / batch:,.0f} updates; low and high as nine of ten published runs lay about their prediction"
     return f"{head}\n{reached}\n{aligned(lines)}"

@@ -2,7 +2,7 @@
 
 A pure model. On one GPU: matrix products at their achieved rate, everything else by its bytes over the memory's bandwidth, a
 minimum for each kernel, and the host's launches where they take longer. Between GPUs: the collectives of the ZeRO stage, minus
-the part overlapped with the backward pass. docs/planner.md has the formulas, and the sources of the devices' metrics.
+the part overlapped with the backward pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common.datasheets import datasheet_tflops
 from megabert.config import ModelConfig
@@ -58,41 +58,32 @@ class Device:
         return replace(self, link=gigabytes * GB) if gigabytes else self
 
 
-def _device(
-    sold_as: str,
-    generation: str,
-    achieved: float,
-    memory: float,
-    link: float,
-    processors: int,
-    power: float,
-    domain: int = 0,
-) -> Device:
+def _device(sold_as: str, generation: str, memory: float, link: float, **figures: Any) -> Device:
     peak = datasheet_tflops(sold_as)
     assert peak is not None, sold_as
-    return Device(generation, peak * 1e12, achieved, memory * GB, link * GB, processors, power, domain)
+    return Device(generation, peak * 1e12, memory=memory * GB, link=link * GB, **figures)
 
 
 # memory and link GB/s, multiprocessors, W: NVIDIA's datasheets and architecture papers. NVLink metrics are the sum of both
 # directions; PCIe 4.0 x16 has 32 GB/s a direction, 5.0 64. V100-SXM3 is that of DGX-2H. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
-    "v100": _device("V100", "volta", achieved=0.528, memory=900, link=150, processors=80, power=300),
-    "v100-sxm3": _device("V100", "volta", achieved=0.8083, memory=900, link=150, processors=80, power=450),
-    "a100": _device("A100", "ampere", achieved=0.5338, memory=2_039, link=300, processors=108, power=400),
-    "a100-40": _device("A100", "ampere", achieved=0.5603, memory=1_555, link=300, processors=108, power=400),
-    "a100-pcie": _device("A100", "ampere", achieved=0.4489, memory=1_935, link=32, processors=108, power=300),
-    "a100-pcie-40": _device("A100", "ampere", achieved=0.444, memory=1_555, link=32, processors=108, power=250),
-    "a30": _device("A30", "ampere", achieved=0.4145, memory=933, link=32, processors=56, power=165),
-    "a5000": _device("RTX A5000", "ampere", achieved=0.4031, memory=768, link=32, processors=64, power=230),
-    "l40s": _device("L40S", "ada", achieved=0.2169, memory=864, link=32, processors=142, power=350),
-    "l40": _device("L40", "ada", achieved=0.3069, memory=864, link=32, processors=142, power=300),
-    "l4": _device("L4", "ada", achieved=0.1899, memory=300, link=32, processors=58, power=72),
-    "h100": _device("H100", "hopper", achieved=0.4401, memory=3_350, link=450, processors=132, power=700),
-    "h100-pcie": _device("H100 PCIe", "hopper", achieved=0.3051, memory=2_000, link=64, processors=114, power=350),
-    "h200": _device("H200", "hopper", achieved=0.4542, memory=4_800, link=450, processors=132, power=700),
-    "b200": _device("B200", "blackwell", achieved=0.2845, memory=8_000, link=900, processors=148, power=1_000),
+    "v100": _device("V100", "volta", memory=900, link=150, achieved=0.528, processors=80, power=300),
+    "v100-sxm3": _device("V100", "volta", memory=900, link=150, achieved=0.8083, processors=80, power=450),
+    "a100": _device("A100", "ampere", memory=2_039, link=300, achieved=0.5338, processors=108, power=400),
+    "a100-40": _device("A100", "ampere", memory=1_555, link=300, achieved=0.5603, processors=108, power=400),
+    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, achieved=0.4489, processors=108, power=300),
+    "a100-pcie-40": _device("A100", "ampere", memory=1_555, link=32, achieved=0.444, processors=108, power=250),
+    "a30": _device("A30", "ampere", memory=933, link=32, achieved=0.4145, processors=56, power=165),
+    "a5000": _device("RTX A5000", "ampere", memory=768, link=32, achieved=0.4031, processors=64, power=230),
+    "l40s": _device("L40S", "ada", memory=864, link=32, achieved=0.2169, processors=142, power=350),
+    "l40": _device("L40", "ada", memory=864, link=32, achieved=0.3069, processors=142, power=300),
+    "l4": _device("L4", "ada", memory=300, link=32, achieved=0.1899, processors=58, power=72),
+    "h100": _device("H100", "hopper", memory=3_350, link=450, achieved=0.4401, processors=132, power=700),
+    "h100-pcie": _device("H100 PCIe", "hopper", memory=2_000, link=64, achieved=0.3051, processors=114, power=350),
+    "h200": _device("H200", "hopper", memory=4_800, link=450, achieved=0.4542, processors=132, power=700),
+    "b200": _device("B200", "blackwell", memory=8_000, link=900, achieved=0.2845, processors=148, power=1_000),
     "gb200": _device(
-        "GB200", "blackwell", achieved=0.2388, memory=8_000, link=900, processors=148, power=1_200, domain=72
+        "GB200", "blackwell", memory=8_000, link=900, achieved=0.2388, processors=148, power=1_200, domain=72
     ),
 }
 
@@ -171,9 +162,8 @@ class Ranks:
         an all-to-all in which each rank sends `size / n` bytes to each other one."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * size / self.bandwidth + calls * (
-            self.constants.base_latency + self.ring_latency
-        )
+        latency = self.constants.base_latency + self.ring_latency
+        return (self.size - 1) / self.size * size / self.bandwidth + calls * latency
 
     def all_reduce(self, size: float, calls: int = 1) -> float:
         """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops or twice the depth of the tree."""
@@ -327,10 +317,8 @@ class StepTime:
 
 
 def wave_share(m: float, n: float, k: float, processors: int) -> float:
-    """Efficiency of a product [m, k] x [k, n] that is computed in whole waves of whole tiles.
-
-    The inner dimension may be split into parts of at least SPLIT_DEPTH to fill the last wave.
-    """
+    """Efficiency of a product [m, k] x [k, n] that is computed in whole waves of whole tiles. To fill the last wave the inner dimension
+    may be split into parts of at least SPLIT_DEPTH."""
     if not processors:
         return 1.0
     tiles = math.ceil(m / TILE) * math.ceil(n / TILE)
@@ -394,10 +382,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> Traffic:
-    """Traffic of gradients, and of weights in 16 bits, of `size` GPUs. docs/planner.md has it by stage.
-
-    Raises ValueError where the GPUs need a network that the fabric lacks.
-    """
+    """Traffic of gradients, and of weights in 16 bits, of `size` GPUs. Raises ValueError as `groups`."""
     software = system.software
     inside, across, whole = groups(system.device, system.fabric, size, system.constants)
     weights = float(WEIGHT_BYTES * parameters(model))
@@ -429,7 +414,7 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
 
 
 def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System) -> StepTime:
-    """An update of `size` GPUs, each with a `share`. Raises ValueError as `traffic` does."""
+    """An update of `size` GPUs, each with a `share`. Raises ValueError as `groups`."""
     software, steps = system.software, share.micro_steps
     one = pass_seconds(model, share.batch, system)
     moved = traffic(model, steps, size, system)

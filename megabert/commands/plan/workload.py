@@ -5,8 +5,6 @@ Memory of one GPU: the states as DeepSpeed allocates them (compared with real en
 counted; the proposed micro-batch leaves a tenth of the memory for them. Not measured on GPUs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -63,10 +61,8 @@ class Work:
 
 
 def work(config: Config, manifest: Manifest | None) -> Work:
-    """One update's work; without a manifest full rows of one sequence of `data.seq_len` tokens, or (0) of `model.max_positions`.
-
-    A dataset's sequences are assumed to be equally long, which underestimates attention by a few percent.
-    """
+    """One update's work; without a manifest full rows of one sequence of `data.seq_len` tokens, or (0) of `model.max_positions`. A
+    dataset's sequences are assumed to be equally long, which underestimates attention by a few percent."""
     rows, masking = config.batch.global_size, config.data.masking
     length = config.data.seq_len or config.model.max_positions
     tokens, sequences = float(rows * length), float(rows)
@@ -100,17 +96,13 @@ def count_steps(config: Config, share: float, update: Work, before: int) -> int:
 
 
 def read_manifest_or_none(config: Config) -> Manifest | None:
-    """The manifest of the run's dataset or mixture, read without its shards; None where no dataset is named.
-
-    Raises ValueError naming a folder that is not a dataset or does not fit.
-    """
+    """The manifest of the run's dataset or mixture, if it names one. Raises ValueError naming a folder that is none or does not fit."""
     data = config.data
     return open_mixture(data.path, data.mix, shards=False).manifest if data.path else None
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
-    """The config with the vocabulary size of the data's tokenizer, or the default without data. Raises ValueError if a run on this
-    data would be refused."""
+    """The config with the vocabulary size of the data, or the default. Raises ValueError if a run on this data would be refused."""
     if manifest is not None:
         refuse_other_vocabulary(config, manifest)
         check_data_fits(config, manifest)
@@ -199,9 +191,8 @@ def report(
         lines += _work_lines(config, manifest=manifest, update=update, share=share, steps=steps, world_size=world_size)
         if assumed := assumed_rows(config, number * named):
             lines.append(f"rows     {assumed}")
-        largest = max(
-            largest, (needed(config, update.seq_len, world_size), config, update.seq_len), key=lambda of: of[0]
-        )
+        memory = needed(config, update.seq_len, world_size)
+        largest = max(largest, (memory, config, update.seq_len), key=lambda of: of[0])
     _, config, seq_len = largest
     planned = replace(config, "precision", planned_precision(config))
     merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
@@ -213,29 +204,24 @@ def _work_lines(
     config: Config, manifest: Manifest | None, update: Work, share: float, steps: int, world_size: int
 ) -> list[str]:
     """Batch, updates and work of a phase with this share of the budget."""
-    flops, schedule = update.flops(config), config.schedule
-    masking = config.data.masking
+    flops, schedule, masking = update.flops(config), config.schedule, config.data.masking
     mean = f" (a mean: 1 of {masking.causal_every} updates is causal)" if 0 < masking.causal_part < 1 else ""
     data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
-    run = (
-        f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens{data}",
-        f", {steps * flops:.4g} the run",
-    )
-    if schedule.unit == "minutes":
-        # the number of updates depends on the machine
-        run = (
-            f"{share * schedule.budget_minutes:g} minutes of training, in as many updates as fit; --gpus NAME predicts how many",
-            "",
-        )
+    run = f"{steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens{data}"
+    whole = f", {steps * flops:.4g} the run"
+    if schedule.unit == "minutes":  # the number of updates depends on the machine
+        minutes = f"{share * schedule.budget_minutes:g} minutes of training"
+        run, whole = f"{minutes}, in as many updates as fit; --gpus NAME predicts how many", ""
     return [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions{mean}",
-        f"run      {run[0]}",
-        f"work     {flops:.4g} FLOPs an update{run[1]}",
+        f"run      {run}",
+        f"work     {flops:.4g} FLOPs an update{whole}",
     ]
 
 
+@functools.cache
 def padded_parameters(model: ModelConfig) -> int:
     """Parameters including the padding rows of the vocabulary and their biases."""
     return sum(parameter.numel() for parameter in outline(model).parameters())
@@ -268,8 +254,7 @@ def needed(config: Config, seq_len: int, world_size: int) -> float:
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
-    """The largest `batch.micro_size` that fits a GPU; 0 if none does. It divides a rank's share of the global batch if the shares
-    are equal."""
+    """The largest `batch.micro_size` that fits a GPU, 0 if none does; it divides a rank's share if the shares are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
         if needed(replace(config, "batch.micro_size", micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:

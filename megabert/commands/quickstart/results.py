@@ -6,9 +6,6 @@ The sentences are the first in the held-out documents that fit a line and have a
 accuracy is compared with that of always predicting the most frequent token of the training rows.
 """
 
-from __future__ import annotations
-
-import json
 import re
 import sys
 from dataclasses import replace
@@ -20,7 +17,9 @@ import torch
 from megabert import config as configuration
 from megabert import evaluation, hf
 from megabert.commands.fill import Filler
+from megabert.common.run_files import METRICS, json_lines
 from megabert.data.masking import IGNORE
+from megabert.data.mixture import token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import Pretrained
@@ -34,15 +33,6 @@ FREQUENT = 5_000
 # without ⁇, a character that the tokenizer does not know
 SENTENCE = re.compile(r"[A-Z][^.!?⁇]*[.!?]")
 WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ .,;!?])")
-
-
-def token_counts(dataset: Dataset) -> np.ndarray:
-    """int64 [vocab]: occurrences of each id in the rows."""
-    counts = np.zeros(dataset.manifest.vocab_size, np.int64)
-    for first in range(0, dataset.rows, 8192):
-        rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
-        counts += np.bincount(rows.ids.ravel(), minlength=len(counts))
-    return counts
 
 
 def accuracy(trained: Pretrained, held_out: Dataset, most_frequent: int) -> tuple[float, float, int]:
@@ -90,12 +80,12 @@ def predictions(filler: Filler, text: str) -> str:
 
 
 def main(run: str, data: str) -> None:
-    trained, dataset = hf.load(run), Dataset(data)
-    held_out = evaluation.held_out(data)
-    counts = token_counts(dataset)
-    counts[list(trained.tokenizer.special_ids.values())] = 0
+    trained, held_out = hf.load(run), evaluation.held_out(data)
+    words = np.ones(trained.tokenizer.vocab_size, bool)
+    words[list(trained.tokenizer.special_ids.values())] = False
+    counts = token_counts(Dataset(data), words)
 
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(Path(run) / METRICS)
     logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
     tenths = np.array_split([loss for _, loss in logged], min(10, len(logged)))
     print(f"training loss, updates {logged[0][0]} to {logged[-1][0]}, the mean of each tenth")
@@ -110,10 +100,9 @@ def main(run: str, data: str) -> None:
 
     most_frequent = int(counts.argmax())
     ours, constant, masks = accuracy(trained, held_out, most_frequent)
-    token = trained.tokenizer.tokens[most_frequent].strip() or "a blank"
-    print(
-        f"\naccuracy: {ours:.1%} of {masks:,} held-out masks; always the most frequent token ({token!r}): {constant:.1%}"
-    )
+    token = repr(trained.tokenizer.tokens[most_frequent].strip() or "a blank")
+    always = f"always the most frequent token ({token}): {constant:.1%}"
+    print(f"\naccuracy: {ours:.1%} of {masks:,} held-out masks; {always}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megabert import config as configuration
-from megabert.commands.plan import __main__ as plan
+from megabert.commands import plan
 from megabert.commands.plan import forecast as planner
 from megabert.commands.plan import workload
 from megabert.commands.plan.forecast import forecast

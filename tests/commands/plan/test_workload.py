@@ -3,19 +3,22 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megabert import config as configuration
-from megabert.commands.plan import __main__ as plan
+from megabert.commands import plan
 from megabert.commands.plan import forecast as planner
 from megabert.commands.plan import workload
-from megabert.commands.plan.step_time import DEVICES, Fabric, MicroBatch, Software, System, pass_seconds
-from megabert.config import Config, ModelConfig
+from megabert.commands.plan.step_time import Fabric, MicroBatch, Software, System, pass_seconds, traffic
+from megabert.config import Config, ModelConfig, accumulation
 from megabert.distributed.ranks import World
 from megabert.model import BertForPreTraining
-from tests.commands.plan.cases import PLAIN, TINY, base
+from tests.commands.plan.cases import FABRIC, FREE, H100, PLAIN, TINY, base
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset
@@ -28,8 +31,24 @@ STATES = [
 ]
 
 
-def measure(world: World) -> list[tuple[int, int]]:
-    """(parameters, bytes of weights, masters and moments after an update) of each case of STATES."""
+class CountedBytes(TorchDispatchMode):
+    """Bytes of a rank's collectives in units of a reduce-scatter: an all-reduce is two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.size += (2 if "allreduce" in name else 1) * max((tensor.nbytes for tensor in tensors), default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def measure(world: World) -> list[tuple[Config, int, int, int]]:
+    """Of each case of STATES configuration, parameters, bytes of weights, masters and moments after an update, and bytes that the next
+    one sends."""
     results = []
     for precision, stage, optimizer in STATES:
         fields = {"precision": precision, "zero__stage": stage, "model__hidden": 128, "optimizer__name": optimizer}
@@ -39,21 +58,30 @@ def measure(world: World) -> list[tuple[int, int]]:
         tensors += [master.tensor for master in engine.layout.masters]
         tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        results.append((sum(shape.numel() for shape in engine.layout.shapes), sum(storages.values())))
+        with CountedBytes() as counted:
+            tiny.train(engine, range(1, 2))
+        count = sum(shape.numel() for shape in engine.layout.shapes)
+        results.append((engine.config, count, sum(storages.values()), counted.size))
     return results
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_states_take_what_the_formula_says() -> None:
+def test_states_and_traffic_are_those_of_two_ranks() -> None:
     """Gradients are not compared: how many of them live at once is DeepSpeed's own business from moment to moment."""
-    ranks = 2
-    model = tiny.config(model__hidden=128).model
-    for (precision, stage, optimizer), (count, found) in zip(STATES, run_ranks(ranks, measure)[0], strict=True):
-        single = sum(m.size for m in workload.matrices(model)) if optimizer == "muon" else 0
-        states = workload.states(count, precision, stage, ranks, single)
+    for (precision, stage, optimizer), (config, count, kept, sent) in zip(
+        STATES, run_ranks(2, measure)[0], strict=True
+    ):
+        single = sum(m.size for m in workload.matrices(config.model)) if optimizer == "muon" else 0
+        states = workload.states(count, precision, stage, 2, single)
         expected = states["weights"] + states["masters"] + states["moments"]
-        assert found == pytest.approx(expected, rel=0.03), (precision, stage)
+        assert kept == pytest.approx(expected, rel=0.03), (precision, stage)
+        if (precision, optimizer) == ("bf16", "adamw"):
+            system = System(H100, FABRIC, planner.describe_software(config), FREE)
+            moved = traffic(config.model, accumulation(config, 2), 2, system)
+            # of a reduce-scatter over two ranks half travels
+            planned = 2 * H100.link * (moved.during[0] + moved.after[0])
+            assert sent == pytest.approx(planned, rel=0.02), stage
 
 
 def full_rows(config: Config, length: int) -> dict[str, torch.Tensor]:
@@ -78,7 +106,7 @@ LONG = (
 KEPT = {
     "bert": (["model.dropout=0.1", "batch.micro_size=4", *NATIVE], 128),
     "recomputed": (["model.activation_checkpointing=true", "batch.micro_size=4", *NATIVE], 128),
-    "modern, 8192 tokens": ([*LONG, *NATIVE], 8192),
+    "modern, 2048 tokens": ([*LONG, *NATIVE], 2048),
     "torch's layers": ([*LONG, "ops.attention=native", "ops.layer=torch", "ops.mlm_loss=torch"], 1024),
     "masks": ([*LONG, *NATIVE, "ops.attention=sdpa"], 1024),
     "attention matrices": ([*LONG, *NATIVE, "ops.attention=fused_softmax"], 1024),
@@ -123,7 +151,7 @@ def test_windows_save_attention_unless_a_mask_hides_pairs() -> None:
     batch = MicroBatch(8192, 8192**2, 1000, 1)
 
     def attention(software: Software, model: ModelConfig) -> float:
-        return pass_seconds(model, batch, System(DEVICES["h100"], Fabric.of(8, ""), software)).attention
+        return pass_seconds(model, batch, System(H100, Fabric(8), software)).attention
 
     whole = attention(PLAIN, configuration.replace(cfg, "window", 0))
     assert attention(PLAIN, cfg) / whole == pytest.approx((2 * 8192 + 4 * 129) / (6 * 8192), rel=1e-9)
