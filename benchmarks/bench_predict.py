@@ -35,7 +35,7 @@ from megabert.commands.extraction import Extractor
 from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig
 from megabert.distributed.ranks import discover
-from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
+from megabert.finetune import files, heads, prediction, save, tasks
 from megabert.finetune.save import Described
 
 TOLERANCE = 1e-4
@@ -109,13 +109,13 @@ def our_vectors(encoder: Path, precision: str) -> Side:
 
 def our_labels(model: Path, precision: str, work: Path) -> Side:
     """Prediction from file to file, as in the command; (labels, probability of each)."""
-    ready, world = prediction.ready(model, CPU, precision), discover({})
+    ready = prediction.ready(model, CPU, precision)
 
     def run(texts: Sequence[str], batch: int) -> list[str]:
         given, output = work / "texts.tsv", work / "labels.tsv"
         given.write_text("text\n" + "".join(f"{text}\n" for text in texts))
         prediction.BATCH_TOKENS = batch
-        prediction.predict_with(ready, ready.described.task, given, output, world)
+        prediction.predict_with(ready, ready.described.task, given, output)
         return [line.split("\t")[1] for line in output.read_text().splitlines()[1:]]
 
     return Side(run, BATCH_TOKENS)
@@ -125,8 +125,8 @@ def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: P
     """float64 [n]: probability of the likelier label."""
     ready = prediction.ready(model, CPU, precision)
     (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
-    examples = datasets.read(ready.described.task, work / "texts.tsv", labelled=False)
-    items = encoding.encode(ready.described.task, examples, ready.tokenizer, LABELS, 512)
+    examples = files.read(ready.described.task, work / "texts.tsv", labelled=False)
+    items = ready.items(ready.described.task, examples)
     logits = prediction.compute_logits(ready.module, items, ready.described.layout, discover({}))
     shares = np.exp(np.stack(logits).astype(np.float64))
     return (shares / shares.sum(1, keepdims=True)).max(1)

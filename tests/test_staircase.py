@@ -43,7 +43,7 @@ WITHOUT_TORCH = (
     *("megabert.common.files", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
     *("megabert.data.tokenizer", "megabert.inplace.keeper", "megabert.inplace.kept_rank", "megabert.commands.report"),
     *("megabert.distributed.signals", "megabert.commands.doctor", "megabert.spikes", "megabert.optim.schedule"),
-    *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.scores"),
+    *("megabert.finetune.encoding", "megabert.finetune.files", "megabert.finetune.scores"),
     *("megabert.finetune.tasks", "data_prep"),
 )
 # package -> the only files or folders that may import it, where it is used and not at the top

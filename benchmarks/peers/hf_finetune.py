@@ -30,7 +30,7 @@ from transformers import (
 from benchmarks.common import hardware
 from megabert.common.files import write_whole
 from megabert.finetune import __main__ as ours
-from megabert.finetune import datasets, encoding, scores
+from megabert.finetune import encoding, files, scores
 from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task
 
@@ -90,7 +90,7 @@ def decode(
 def train(args: argparse.Namespace, task: Task, settings: Settings, folder: Path) -> dict[str, Any]:
     """Fine-tune with one seed, write the predictions, and return what `result.json` holds."""
     set_seed(settings.seed)  # the added layer is initialised before the Trainer sets its own
-    examples = {name: datasets.read(task, getattr(args, name)) for name in ("train", "test")}
+    examples = {name: files.read(task, getattr(args, name)) for name in ("train", "test")}
     labels = encoding.collect_labels(task, examples["train"])
     classes = {label: i for i, label in enumerate(labels)}
     model_class, collator = CLASSES[task.kind]

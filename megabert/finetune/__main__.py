@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.errors import OK
@@ -75,10 +75,10 @@ def parse_task(args: argparse.Namespace) -> Task:
     """The task given by the options. Raises ValueError for none, two, or an unknown one."""
     if bool(args.task) == bool(args.kind):
         raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
-    if args.kind:
-        return tasks.custom(args.kind, args.text, args.label, args.metric, args.id, args.labels)
-    given = {"text": tuple(args.text), "label": args.label, "metrics": tuple(args.metric)}
+    given: dict[str, Any] = {"text": tuple(args.text), "label": args.label, "metrics": tuple(args.metric)}
     given |= {"id": args.id, "labels": tuple(args.labels)}
+    if args.kind:
+        return tasks.custom(args.kind, **given)
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
@@ -108,15 +108,15 @@ def check(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, ranks: Session) -> int:
     """Train every run without a result, then write the table and `summary.json`."""
-    from megabert.finetune import datasets, run
+    from megabert.finetune import files, run
 
     task = parse_task(args)
-    files = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
+    paths = {name: Path(path) for name in ("train", "dev", "test") if (path := getattr(args, name))}
     return run.train_tasks(
         args,
         ranks,
-        tasks=[(task, files, Path(args.output))],
-        read=lambda task, files: {name: datasets.read(task, path) for name, path in files.items()},
+        tasks=[(task, paths, Path(args.output))],
+        read=lambda task, paths: {name: files.read(task, path) for name, path in paths.items()},
         show=lambda summary: f"{run.table(summary['points'])}\n{run.closing(summary['best'])}",
     )
 
@@ -128,10 +128,10 @@ def predict(args: argparse.Namespace) -> int:
 
     signals.take_over(signals.interrupt)
     precision = "" if args.precision == "auto" else args.precision
-    columns = args.text, args.id
     count = prediction.predict_file(
-        args.model, args.predict, args.output, *columns, precision, lines=args.lines, probabilities=args.probabilities
-    )
+        args.model, args.predict, args.output, args.text, args.id, precision,
+        lines=args.lines, probabilities=args.probabilities,
+    )  # fmt: skip
     log.info(f"{args.output}: {count:,} predictions")
     return OK
 

@@ -6,18 +6,24 @@ labels, so that its losses are 0 and it takes part in every collective.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megabert.data.batch import Update
 from megabert.data.packing import Packed, pack, pack_line
+from megabert.distributed.ranks import World
 from megabert.finetune.encoding import TaskItem
+from megabert.finetune.settings import Settings
 
 # Smallest row length, unless `max_length` is smaller: few shapes, and short items share rows.
 WIDTH = 128
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class TaskBatch:
     # int64 [N] class | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
     targets: Tensor
     items: int
+    # int64 [N] each, in training: indices of the items, and their epoch
+    row_ids: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    epochs: np.ndarray = field(default_factory=lambda: NO_ROWS)
 
     def to(self, device: torch.device | str) -> TaskBatch:
         places = None if self.places is None else self.places.to(device)
@@ -54,33 +63,6 @@ class TaskBatch:
     @property
     def tokens(self) -> int:
         return int(self.packed.lengths.sum())
-
-
-@dataclass(frozen=True)
-class TaskUpdate:
-    """This rank's micro-batches of update `step`, counted from 0, and their items."""
-
-    step: int
-    batches: list[TaskBatch]
-    epoch: int = 0
-    # int64 [n], indices of the items
-    row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    problem: str = ""
-    problem_code: int = 0
-    objective: str = "task"
-
-    def on(self, device: torch.device | str) -> list[TaskBatch]:
-        """The micro-batches on `device`."""
-        return [batch.to(device) for batch in self.batches]
-
-    @property
-    def epochs(self) -> np.ndarray:
-        """int64 [n]."""
-        return np.full_like(self.row_ids, self.epoch)
-
-    @property
-    def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.batches)
 
 
 def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -> TaskBatch:
@@ -129,24 +111,19 @@ def steps_per_epoch(items: int, batch: int) -> int:
 
 
 def updates(
-    items: Sequence[TaskItem],
-    layout: ItemLayout,
-    seed: int,
-    batch: int,
-    first: int,
-    micro_steps: int,
-    rank: int,
-    ranks: int,
-) -> Generator[TaskUpdate, None, None]:
+    items: Sequence[TaskItem], layout: ItemLayout, settings: Settings, world: World, micro_steps: int, first: int = 0
+) -> Iterator[Update]:
     """Endless updates of this rank, from number `first` on. Ranks and micro-steps split every global batch evenly."""
-    per_epoch = steps_per_epoch(len(items), batch)
-    step, epoch, shuffled = first, -1, np.zeros(0, np.int64)
-    while True:
+    per_epoch = steps_per_epoch(len(items), settings.batch)
+    epoch, shuffled = -1, NO_ROWS
+    for step in count(first):
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            shuffled = order(len(items), seed, epoch)
-        at = step % per_epoch * batch
-        parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)[rank::ranks]
-        batches = [collate([items[i] for i in part], layout) for part in parts]
-        yield TaskUpdate(step, batches, epoch, np.concatenate(parts))
-        step += 1
+            shuffled = order(len(items), settings.seed, epoch)
+        at = step % per_epoch * settings.batch
+        parts = np.array_split(shuffled[at : at + settings.batch], world.size * micro_steps)[world.rank :: world.size]
+        batches: list[Any] = [
+            replace(collate([items[i] for i in part], layout), row_ids=part, epochs=np.full_like(part, epoch))
+            for part in parts
+        ]
+        yield Update(step, epoch, batches, objective="task")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import ENTITY_METRICS, Example, QuestionExample, SentenceExample, TextExample
+from megabert.finetune.files import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
 
 # Tokens; from the code of Devlin et al. 2019.
@@ -88,138 +89,149 @@ def tags_every_token(task: Task, labels: Sequence[str]) -> bool:
     """Whether tags are B- and I- of entities, so that a model can tag all tokens of a word: its further ones are inside the entity."""
     inside = {"O", *(f"I-{label[2:]}" for label in labels if label.startswith("B-"))}
     bio = all(label in inside or label[:2] in ("B-", "I-") for label in labels) and inside <= {"O", *labels}
-    return task.kind == "tag" and bool(ENTITY_METRICS & set(task.metrics)) and bio
+    return task.of_entities and bio
 
 
-def encode(
-    task: Task,
-    examples: Sequence[Example],
-    tokenizer: Tokenizer,
-    labels: Sequence[str],
-    max_length: int,
-    stride: int = 128,
-    every_token: bool = False,
-) -> list[TaskItem]:
-    """The items of the examples in order, of at most `max_length` tokens.
+@dataclass(frozen=True)
+class TaskEncoding:
+    """How examples become items of at most `max_length` tokens. `stride`: tokens between the starts of windows; `every_token`: read and
+    tag all tokens of words, as of `tags_every_token`."""
 
-    `stride`: tokens between the starts of windows; `every_token`: read and tag all tokens of words, as of `tags_every_token`. Raises
-    ValueError naming file and line for a label that is not in `labels`.
-    """
-    classes = {label: i for i, label in enumerate(labels)}
-    given: Any = examples
-    if task.kind == "span":
-        items = list(_spans(given, tokenizer, max_length, stride))
-    elif task.kind == "tag":
-        items = list(_tags(given, tokenizer, classes, max_length, stride, every_token))
-    else:
-        items = list(_texts(task, given, tokenizer, classes, max_length))
-    return items
+    task: Task
+    tokenizer: Tokenizer
+    labels: tuple[str, ...]
+    max_length: int
+    stride: int = 128
+    every_token: bool = False
 
+    def encode(self, examples: Sequence[Example]) -> list[TaskItem]:
+        """The items of the examples in order. Raises ValueError naming file and line for a label that is not in `labels`."""
+        kinds: dict[str, Any] = {"span": self._spans, "tag": self._tags}
+        return list(kinds.get(self.task.kind, self._texts)(examples))
 
-def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """(int32 [CLS] a [SEP] b [SEP], where segment 1 begins)."""
-    cls, sep = np.array([tokenizer.cls_id], np.int32), np.array([tokenizer.sep_id], np.int32)
-    parts = [cls, a, sep] if b is None else [cls, a, sep, b, sep]
-    return np.concatenate(parts), len(a) + 2
+    def _row(self, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:
+        """(int32 [CLS] a [SEP] b [SEP], where segment 1 begins)."""
+        cls, sep = ([i] for i in (self.tokenizer.cls_id, self.tokenizer.sep_id))
+        parts: list[Any] = [cls, a, sep] if b is None else [cls, a, sep, b, sep]
+        return np.concatenate(parts, dtype=np.int32), len(a) + 2
 
+    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        from megabert.hf import tokenizer_files
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    from megabert.hf import tokenizer_files
+        return [np.array(ids, np.int32) for ids in tokenizer_files.encode(self.tokenizer, texts)]
 
-    return [np.array(ids, np.int32) for ids in tokenizer_files.encode(tokenizer, texts)]
+    def _ids_and_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(int32 [n], int64 [n, 2]) of each text."""
+        from megabert.hf import tokenizer_files
 
+        for at in range(0, len(texts), CHUNK):
+            for ids, offsets in tokenizer_files.encode_with_offsets(self.tokenizer, texts[at : at + CHUNK]):
+                yield np.array(ids, np.int32), offsets
 
-def _ids_and_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(int32 [n], int64 [n, 2]) of each text."""
-    from megabert.hf import tokenizer_files
+    @cached_property
+    def _classes(self) -> dict[str, int]:
+        return {label: i for i, label in enumerate(self.labels)}
 
-    for at in range(0, len(texts), CHUNK):
-        for ids, offsets in tokenizer_files.encode_with_offsets(tokenizer, texts[at : at + CHUNK]):
-            yield np.array(ids, np.int32), offsets
+    def _find_classes(self, where: str, labels: Sequence[str]) -> np.ndarray:
+        """int64 [n]."""
+        for label in labels:
+            if label not in self._classes:
+                raise ValueError(
+                    f"{where}: label {label!r:.60} is not in the training file, which has {', '.join(self.labels)}; "
+                    "correct it, train with an example of it, or name all labels with --labels"
+                )
+        return np.array([self._classes[label] for label in labels], np.int64)
 
+    # ---- texts
 
-def _class(where: str, label: str, classes: dict[str, int]) -> int:
-    if label not in classes:
-        raise ValueError(
-            f"{where}: label {label!r:.60} is not in the training file, which has {', '.join(classes)}; "
-            "correct it, train with an example of it, or name all labels with --labels"
-        )
-    return classes[label]
+    def _texts(self, examples: Sequence[TextExample]) -> Iterator[TaskItem]:
+        firsts = self._ids([e.a for e in examples])
+        seconds = self._ids([e.b or "" for e in examples]) if self.task.pair else None
+        for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
+            if seconds is None:
+                ids, second = self._row(a[: self.max_length - 2])
+            else:
+                # Of a room of odd size the longer part has one token more, b if they are equal.
+                b, room = seconds[i], self.max_length - 3
+                odd = room % 2 if len(a) > len(b) else 0
+                keep_a, keep_b = max(room - len(b), room // 2 + odd), max(room - len(a), (room + 1) // 2 - odd)
+                ids, second = self._row(a[:keep_a], b[:keep_b])
+            yield TaskItem(i, ids, second, FIRST, self._text_targets(example), NO_SPANS)
 
+    def _text_targets(self, example: TextExample) -> np.ndarray:
+        if isinstance(example.label, str):
+            return self._find_classes(example.where, [example.label])
+        if not isinstance(example.label, tuple):
+            return np.array([] if example.label is None else [example.label], np.float32)
+        targets = np.zeros(len(self.labels), np.float32)
+        targets[self._find_classes(example.where, example.label)] = 1
+        return targets
 
-# ---- texts
+    # ---- words
 
+    def _tags(self, examples: Sequence[SentenceExample]) -> Iterator[TaskItem]:
+        """The tag is at a word's first token, outside ASCII at the first that is not only a space. A word of unknown characters alone
+        that has no token is [UNK]. Words of which several are one token, as characters of a script without spaces, are encoded one by
+        one."""
+        room, tokenizer = self.max_length - 2, self.tokenizer
+        distinct = list(dict.fromkeys(word for e in examples if not e.text for word in e.words))
+        unknown = tokenizer.tokens[tokenizer.unk_id].strip()
+        gone = {word for word, ids in zip(distinct, self._ids(distinct), strict=True) if not len(ids)}
+        texts = [
+            (e.text, e.places) if e.text else _joined([unknown if word in gone else word for word in e.words])
+            for e in examples
+        ]
+        encoded = self._ids_and_offsets([text for text, _ in texts])
+        for i, (example, (_, places), (ids, offsets)) in enumerate(zip(examples, texts, encoded, strict=True)):
+            at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
+            if not example.text and not np.all(np.diff(read) > 0):
+                ids, offsets = _one_by_one(example.words, places, tokenizer)
+                at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
+            tags: Sequence[str] = example.tags or ()
+            each = self.every_token and len(ids) > 0
+            if each and tags:
+                tags = _tags_of_tokens(tags, at, read, offsets, places)
+            targets = self._find_classes(example.where, tags)
+            for first, start, end, last in _word_windows(at, room, self.stride):
+                ids_inside = ids[at[first] : min(at[last], at[first] + room)]
+                row, second = self._row(ids_inside)
+                # the neighbour of a word without tokens, [CLS] where there is none
+                words = np.clip(read[start:end] - at[first], -1, len(ids_inside) - 1)
+                if not each:
+                    yield TaskItem(i, row, second, 1 + words, targets[start:end], NO_SPANS)
+                    continue
+                begin = min(at[start], at[first] + len(ids_inside) - 1)
+                tokens = slice(begin, max(begin + 1, min(at[end], at[first] + room)))
+                positions = np.arange(tokens.start, tokens.stop) - at[first] + 1
+                words = np.clip(read[start:end] - begin, 0, len(positions) - 1)
+                yield TaskItem(i, row, second, positions, targets[tokens], offsets[tokens], words)
 
-def _texts(
-    task: Task, examples: Sequence[TextExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
-) -> Iterator[TaskItem]:
-    firsts = _ids(tokenizer, [e.a for e in examples])
-    seconds = _ids(tokenizer, [e.b or "" for e in examples]) if task.pair else None
-    for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
-        if isinstance(example.label, tuple):
-            targets = np.zeros(len(classes), np.float32)
-            targets[[_class(example.where, label, classes) for label in example.label]] = 1
-        elif isinstance(example.label, str):
-            targets = np.array([_class(example.where, example.label, classes)], np.int64)
-        else:
-            targets = np.array([] if example.label is None else [example.label], np.float32)
-        if seconds is None:
-            ids, second = _row(tokenizer, a[: max_length - 2])
-        else:
-            # Of a room of odd size the longer part has one token more, b if they are equal.
-            b, room = seconds[i], max_length - 3
-            odd = room % 2 if len(a) > len(b) else 0
-            keep_a, keep_b = max(room - len(b), room // 2 + odd), max(room - len(a), (room + 1) // 2 - odd)
-            ids, second = _row(tokenizer, a[:keep_a], b[:keep_b])
-        yield TaskItem(i, ids, second, FIRST, targets, NO_SPANS)
+    # ---- spans
+
+    def _spans(self, examples: Sequence[QuestionExample]) -> Iterator[TaskItem]:
+        distinct = list(dict.fromkeys(e.context for e in examples))
+        encoded = zip(distinct, self._ids_and_offsets(distinct), strict=True)
+        contexts = {context: (ids, np.concatenate([ORIGIN, offsets])) for context, (ids, offsets) in encoded}
+        longest = min(MAX_QUESTION, (self.max_length - 3) // 2)
+        for i, (example, asked) in enumerate(zip(examples, self._ids([e.question for e in examples]), strict=True)):
+            question, (tokens, char_spans) = asked[:longest], contexts[example.context]
+            answer = _answer_tokens(example, char_spans[1:])
+            room = self.max_length - 3 - len(question)
+            step = min(self.stride, room)
+            for start in range(0, max(len(tokens) - room, 0) + step, step):  # the last window reaches the end
+                end = min(start + room, len(tokens))
+                ids, second = self._row(question, tokens[start:end])
+                positions = np.concatenate([FIRST, np.arange(second, second + end - start)])
+                targets = np.zeros(0 if example.answers is None else 2, np.int64)
+                if answer and start <= answer[0] and answer[1] < end:
+                    targets[:] = answer[0] - start + 1, answer[1] - start + 1
+                inside = char_spans[: end + 1]  # most contexts are one window; their questions share the array
+                if start:
+                    inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
+                yield TaskItem(i, ids, second, positions, targets, inside)
 
 
 # ---- words
-
-
-def _tags(
-    examples: Sequence[SentenceExample],
-    tokenizer: Tokenizer,
-    classes: dict[str, int],
-    max_length: int,
-    stride: int,
-    every_token: bool,
-) -> Iterator[TaskItem]:
-    """Items of tagged sentences. The tag is at the first token, outside ASCII at the first that is not only a space. A word of unknown
-    characters alone that has no token is [UNK]. Words of which several are one token, as characters of a script without spaces, are
-    encoded one by one."""
-    room = max_length - 2
-    distinct = list(dict.fromkeys(word for e in examples if not e.text for word in e.words))
-    unknown = tokenizer.tokens[tokenizer.unk_id].strip()
-    gone = {word for word, ids in zip(distinct, _ids(tokenizer, distinct), strict=True) if not len(ids)}
-    texts = [
-        (e.text, e.places) if e.text else _joined([unknown if word in gone else word for word in e.words])
-        for e in examples
-    ]
-    encoded = _ids_and_offsets(tokenizer, [text for text, _ in texts])
-    for i, (example, (_, places), (ids, offsets)) in enumerate(zip(examples, texts, encoded, strict=True)):
-        at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
-        if not example.text and not np.all(np.diff(read) > 0):
-            ids, offsets = _one_by_one(example.words, places, tokenizer)
-            at, read = _tokens_of_words(example.words, np.array(places, np.int64), ids, offsets, tokenizer)
-        tags: Sequence[str] = example.tags or ()
-        each = every_token and len(ids) > 0
-        if each and tags:
-            tags = _tags_of_tokens(tags, at, read, offsets, places)
-        targets = np.array([_class(example.where, tag, classes) for tag in tags], np.int64)
-        for first, start, end, last in _word_windows(at, room, stride):
-            ids_inside = ids[at[first] : min(at[last], at[first] + room)]
-            row, second = _row(tokenizer, ids_inside)
-            # the neighbour of a word without tokens, [CLS] where there is none
-            words = np.clip(read[start:end] - at[first], -1, len(ids_inside) - 1)
-            if not each:
-                yield TaskItem(i, row, second, 1 + words, targets[start:end], NO_SPANS)
-                continue
-            begin = min(at[start], at[first] + len(ids_inside) - 1)
-            tokens = slice(begin, max(begin + 1, min(at[end], at[first] + room)))
-            positions = np.arange(tokens.start, tokens.stop) - at[first] + 1
-            words = np.clip(read[start:end] - begin, 0, len(positions) - 1)
-            yield TaskItem(i, row, second, positions, targets[tokens], offsets[tokens], words)
 
 
 def _joined(words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
@@ -290,11 +302,9 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
     """
     count, first, start = len(at) - 1, 0, 0
     while True:
-        # number of whole words that fit; a longer one is truncated
-        fit, next_one = (
-            int(np.searchsorted(at, at[first] + room, "right")) - 1,
-            int(np.searchsorted(at, at[first], "right")),
-        )
+        # whole words that fit; a longer one is truncated
+        fit = int(np.searchsorted(at, at[first] + room, "right")) - 1
+        next_one = int(np.searchsorted(at, at[first], "right"))
         last = min(max(fit, next_one), count)
         if last == count:
             yield first, start, count, count
@@ -308,40 +318,6 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
 
 
 # ---- spans
-
-
-def _windows(tokens: int, room: int, stride: int) -> list[int]:
-    """Starts of the windows of `room` tokens; the last one reaches the end."""
-    starts = [0]
-    while starts[-1] + room < tokens:
-        starts.append(starts[-1] + min(stride, room))
-    return starts
-
-
-def _spans(
-    examples: Sequence[QuestionExample], tokenizer: Tokenizer, max_length: int, stride: int
-) -> Iterator[TaskItem]:
-    distinct = list(dict.fromkeys(e.context for e in examples))
-    contexts = {
-        context: (tokens, np.concatenate([ORIGIN, offsets]))
-        for context, (tokens, offsets) in zip(distinct, _ids_and_offsets(tokenizer, distinct), strict=True)
-    }
-    longest = min(MAX_QUESTION, (max_length - 3) // 2)
-    for i, (example, asked) in enumerate(zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)):
-        question, (tokens, char_spans) = asked[:longest], contexts[example.context]
-        answer = _answer_tokens(example, char_spans[1:])
-        room = max_length - 3 - len(question)
-        for start in _windows(len(tokens), room, stride):
-            end = min(start + room, len(tokens))
-            ids, second = _row(tokenizer, question, tokens[start:end])
-            positions = np.concatenate([FIRST, np.arange(second, second + end - start)])
-            targets = np.zeros(0 if example.answers is None else 2, np.int64)
-            if answer and start <= answer[0] and answer[1] < end:
-                targets[:] = answer[0] - start + 1, answer[1] - start + 1
-            inside = char_spans[: end + 1]  # most contexts are one window; their questions share the array
-            if start:
-                inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
-            yield TaskItem(i, ids, second, positions, targets, inside)
 
 
 def _answer_tokens(example: QuestionExample, offsets: np.ndarray) -> tuple[int, int] | None:

@@ -44,24 +44,18 @@ from megabert.finetune.tasks import Task
 
 if TYPE_CHECKING:
     from megabert.distributed.session import Session
-    from megabert.finetune.datasets import TextExample
+    from megabert.finetune.files import TextExample
 
 # Name of the task -> names of its folder and of its row.
-GLUE = {
-    **{"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP"},
-    **{"mnli": "MNLI", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI"},
-}
+GLUE = {"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP"}
+GLUE |= {"mnli": "MNLI", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI"}
 # Ending of a dev file's name -> that of its row: MNLI has two.
 PARTS = {"": "", "_matched": "-m", "_mismatched": "-mm"}
-FILE = re.compile(
-    r"(train|dev|validation)(_matched|_mismatched)?(?:-00000-of-00001)?\.(?:tsv|csv|jsonl|parquet)(?:\.gz)?"
-)
+ENDINGS = r"\.(tsv|csv|jsonl|parquet)(\.gz)?"
+FILE = re.compile(r"(train|dev|validation)(_matched|_mismatched)?(-00000-of-00001)?" + ENDINGS)
 # Share of the training examples to hold out, and their largest number.
 SHARE, MOST = 0.1, 2_000
 PAGE = "results.md"
-
-
-# ---- the tasks of a folder, and their splits
 
 
 # A task with its files: "train" and "reported", for MNLI "reported-m" and "reported-mm".
@@ -88,13 +82,10 @@ def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
 
 def _files_in(folder: Path) -> dict[str, Path]:
     """The files of a task's folder by split, a .tsv before others; {} without a training or a dev file."""
-    named = [
-        (FILE.fullmatch(path.name), path)
-        for path in sorted(folder.iterdir(), key=lambda path: (".tsv" in path.suffixes, path))
-    ]
-    files = {
-        ("train" if match[1] == "train" else f"reported{PARTS[match[2] or '']}"): path for match, path in named if match
-    }
+    files = {}
+    for path in sorted(folder.iterdir(), key=lambda path: (".tsv" in path.suffixes, path)):
+        if match := FILE.fullmatch(path.name):
+            files["train" if match[1] == "train" else f"reported{PARTS[match[2] or '']}"] = path
     return {"train": files["train"]} | files if "train" in files and len(files) > 1 else {}
 
 
@@ -119,14 +110,11 @@ def hold_out(examples: Sequence[TextExample]) -> tuple[list[TextExample], list[T
 
 def read_splits(task: Task, files: Mapping[str, Path]) -> dict[str, list[TextExample]]:
     """The examples of each split; "dev" is the held-out part. Raises ValueError naming file and line of unusable data."""
-    from megabert.finetune import datasets
+    from megabert.finetune.files import read
 
-    splits = {name: datasets.read(task, path) for name, path in files.items()}
+    splits = {name: read(task, path) for name, path in files.items()}
     splits["train"], splits["dev"] = hold_out(splits["train"])
     return splits
-
-
-# ---- the table
 
 
 def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -157,9 +145,6 @@ def publish(output: Path, model: str) -> str:
     page = render_page(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
     write_whole(output / PAGE, page.encode())
     return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"
-
-
-# ---- the command
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

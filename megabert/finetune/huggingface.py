@@ -35,21 +35,22 @@ def load(source: str | Path) -> Finetuned:
     Raises ValueError naming what is damaged, or a feature that Hugging Face's BERT lacks.
     """
     finetuned = save.load(source, torch.device("cpu"), "fp32")
-    if finetuned.described.config.data.masking.causal:
+    described, folder = finetuned.described, finetuned.folder
+    if described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
-        raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
-    if finetuned.described.layers != "last":
+        raise ValueError(f"{folder}: Hugging Face's BERT has no {missing}")
+    if described.layers != "last":
         raise ValueError(
-            f"{finetuned.folder}: its added layer reads --layers {finetuned.described.layers}, Hugging Face's classes the last one; "
-            "train with --layers last, or predict with megabert finetune --predict"
+            f"{folder}: its added layer reads --layers {described.layers}, Hugging Face's classes the last one; train with --layers last, "
+            "or predict with megabert finetune --predict"
         )
     # Its dropout is that of fine-tuning, which EuroBERT's classes lack.
-    family = mapping.find_family(finetuned.described.config.model.model_copy(update={"dropout": 0.0}))
-    kind = family.prefix + HUB_KINDS[finetuned.described.task.kind].class_of
+    family = mapping.find_family(described.config.model.model_copy(update={"dropout": 0.0}))
+    kind = family.prefix + HUB_KINDS[described.task.kind].class_of
     if not family.text_layer:
-        raise ValueError(f"{finetuned.folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
-    if finetuned.described.task.kind == "span" and not family.spans:
-        raise ValueError(f"{finetuned.folder}: Hugging Face has no {kind}")
+        raise ValueError(f"{folder}: Hugging Face's {kind} has other layers behind its encoder than ours")
+    if described.task.kind == "span" and not family.spans:
+        raise ValueError(f"{folder}: Hugging Face has no {kind}")
     return finetuned
 
 
@@ -115,16 +116,13 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
 
 def write(finetuned: Finetuned, folder: Path) -> None:
     """Write everything but the card."""
-    files = tokenizer_files.files(
-        finetuned.tokenizer, finetuned.described.max_length, finetuned.described.config.model.segmented
-    )
-    files[CONFIG] = tokenizer_files.as_json(config(finetuned.described, finetuned.tokenizer.special_ids))
+    tokenizer, described = finetuned.tokenizer, finetuned.described
+    files = tokenizer_files.files(tokenizer, described.max_length, described.config.model.segmented)
+    files[CONFIG] = tokenizer_files.as_json(config(described, tokenizer.special_ids))
     for name, data in files.items():
         (folder / name).write_bytes(data)
     write_tensors(folder / WEIGHTS, weights(finetuned), {"format": "pt"})
 
-
-# ---- the model card
 
 PIPELINE = """from transformers import pipeline
 print(pipeline("text-classification", {name})({text}, truncation=True, top_k=None))"""
@@ -141,10 +139,8 @@ def card(finetuned: Finetuned, name: str) -> str:
     code = MODEL if task.kind in TOKEN_KINDS else PIPELINE
     code = code.format(name=json.dumps(name, ensure_ascii=False), text=text, of=kind.class_of)
     about = f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`."
-    shape: dict[str, Any] = {
-        "kind": task.kind,
-        "labels": ", ".join(f"`{label}`" for label in described.labels) or "none",
-    }
+    labels = ", ".join(f"`{label}`" for label in described.labels) or "none"
+    shape: dict[str, Any] = {"kind": task.kind, "labels": labels}
     shape |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
     shape |= {"max_length": described.max_length, "tokenizer SHA-256": finetuned.tokenizer.sha256}
     if described.threshold != 0.5:

@@ -8,6 +8,7 @@ and `logits` fp32 [batch, labels] or [batch, sequence, labels], for a span `star
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,18 +47,10 @@ def write(described: Described, folder: Path) -> float:
     place.mkdir()
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=size.max_positions)}
     sample = probe(size, 2, 8)
-    torch.onnx.export(
-        model,
-        (),
-        place / WHOLE,
-        kwargs=sample,
-        input_names=list(sample),
-        output_names=["start_logits", "end_logits"] if described.task.kind == "span" else ["logits"],
-        dynamic_shapes=dict.fromkeys(sample, dims),
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
+    names = ["start_logits", "end_logits"] if described.task.kind == "span" else ["logits"]
+    options: dict[str, Any] = {"dynamic_shapes": dict.fromkeys(sample, dims), "external_data": False, "verbose": False}
+    options |= {"input_names": list(sample), "output_names": names}
+    torch.onnx.export(model, (), place / WHOLE, kwargs=sample, dynamo=True, **options)
     session = onnxruntime.InferenceSession(place / WHOLE, providers=["CPUExecutionProvider"])
     largest = []
     for inputs in (probe(size, 3, described.max_length), probe(size, 1, 6)):
@@ -66,7 +59,7 @@ def write(described: Described, folder: Path) -> float:
             wanted = model(**inputs).to_tuple()
         mask = inputs["attention_mask"].bool()
         for want, got in zip(wanted, map(torch.from_numpy, outputs), strict=True):
-            # Tokens without padding.
+            # of tokens without the padding
             differences = (want - got).abs()
             largest.append((differences[mask] if want.shape[:2] == mask.shape else differences).max())
     worst = float(torch.stack(largest).max())  # NaN if one is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from megabert.common.streaming import in_order
 from megabert.data.packing import groups as groups_of
 from megabert.data.tokenizer import UnknownTokens
 from megabert.distributed.ranks import World, discover
-from megabert.finetune import datasets, save, scores
+from megabert.finetune import files, save, scores
 from megabert.finetune.batches import ItemLayout, collate
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
-from megabert.hf.inference import one_row, one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.model import evaluating
 
 # Tokens of a forward pass in evaluations.
@@ -39,7 +39,6 @@ CHUNK = 2048
 BATCH_TOKENS = 1024
 
 
-@torch.no_grad()
 def compute_logits(
     module: Finetuner,
     items: Sequence[TaskItem],
@@ -47,45 +46,34 @@ def compute_logits(
     world: World,
     tokens: int = EVALUATION_TOKENS,
     progress: Callable[[], None] = lambda: None,
-    threads: int = 0,
+    every_core: bool = False,
 ) -> list[np.ndarray]:
     """fp32 logits of every item for `scores.decode`, on every rank. Batches have `tokens` tokens; `progress` is called after each. A
     collective.
 
-    Dropout is off; the module's mode is restored. With `threads` that many batches are computed at once, each by one thread; call it
-    inside `threads_apart`.
+    Dropout is off; the module's mode is restored. With `every_core` a batch a core is computed at once, as of `on_every_core`.
     """
-    groups = groups_of([len(item.ids) for item in items], tokens)
-    # Each rank's items in the order of computation.
-    orders = [[i for group in groups[rank :: world.size] for i in group] for rank in range(world.size)]
-    most = max(sum(len(items[i].positions) for i in order) for order in orders)
-    computed = torch.zeros(most, module.outputs, device=world.device)
-    line = threads > 0 and one_row(module.encoder)
+    starts = np.cumsum([0, *(len(item.positions) for item in items)])
+    groups = groups_of([len(item.ids) for item in items], tokens)[world.rank :: world.size]
+    line = every_core and one_row(module.encoder)
 
     @torch.no_grad()
     def compute(group: list[int]) -> torch.Tensor:
         batch = collate([items[i] for i in group], layout, line).to(world.device)
         return module.logits(batch.read, **batch.packed.inputs())
 
-    rank_groups = groups[world.rank :: world.size]
-    results = in_order(compute, rank_groups, threads, 2 * threads, one_thread) if threads else map(compute, rank_groups)
-    at = 0
-    with evaluating(module):
-        for values in results:
-            computed[at : at + len(values)] = values
-            at += len(values)
+    results = on_every_core(compute, groups, world.device) if every_core else (compute(group) for group in groups)
+    computed = torch.zeros(int(starts[-1]), module.outputs, device=world.device)
+    with evaluating(module), closing(results):
+        for group, values in zip(groups, results, strict=True):
+            places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group])
+            computed[torch.from_numpy(places).to(world.device)] = values
             progress()
-    parts = [computed]
     if world.size > 1:
-        parts = [torch.empty_like(computed) for _ in range(world.size)]
-        dist.all_gather(parts, computed)
-    logits: list[np.ndarray] = [np.zeros((0, module.outputs), np.float32)] * len(items)
-    for order, part in zip(orders, parts, strict=True):
-        sizes = np.cumsum([len(items[i].positions) for i in order])
-        # [p, K] for tags and spans; [1, K] for a text becomes [K].
-        for i, rows in zip(order, np.split(part.cpu().numpy(), sizes), strict=False):
-            logits[i] = rows if module.kind in TOKEN_KINDS else rows[0]
-    return logits
+        dist.all_reduce(computed)  # each row is 0 on all ranks but one
+    rows = computed.cpu().numpy()
+    # [p, K] for tags and spans; [1, K] for a text becomes [K].
+    return [rows[a:b] if module.kind in TOKEN_KINDS else rows[a] for a, b in pairwise(starts)]
 
 
 def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
@@ -108,9 +96,8 @@ def predict_file(
     """Write a fine-tuned model's predictions for a file, ignoring its labels; returns their number.
 
     `text` and `identity` name the file's columns if they differ from those in training; without an id column examples are numbered.
-    `precision` is by default that of training; with `lines` each line of the file is a text; with `probabilities` those of the labels are
-    written too. Raises ValueError naming what cannot be
-    used, without writing anything.
+    `precision` is by default that of training; with `lines` each line of the file is a text; with `probabilities` those of the labels
+    are written too. Raises ValueError naming what cannot be used, without writing anything.
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
@@ -122,25 +109,18 @@ def predict_file(
     columns = tuple(text) or task.text
     # The label column is not read, so it may be any existing one.
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity or task.id)
-    if not identity and (lines or not datasets.has_ids(task, Path(path))):
+    if not identity and (lines or not files.has_ids(task, Path(path))):
         task = replace(task, id="")
     if probabilities and task.kind not in ("classify", "multilabel"):
         raise ValueError(f"--probabilities: are of the labels of a text, and {task.name} is a {task.kind} task")
-    return predict_with(model, task, Path(path), Path(output), world, lines, probabilities)
+    return predict_with(model, task, Path(path), Path(output), lines, probabilities)
 
 
 def predict_with(
-    model: Finetuned,
-    task: Task,
-    path: Path,
-    output: Path,
-    world: World,
-    lines: bool = False,
-    probabilities: bool = False,
+    model: Finetuned, task: Task, path: Path, output: Path, lines: bool = False, probabilities: bool = False
 ) -> int:
     """As `predict_file`, with a model from `ready` and its task with the file's columns."""
-
-    unknown = UnknownTokens(model.tokenizer)
+    described, unknown, world = model.described, UnknownTokens(model.tokenizer), discover()
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
         items = model.items(task, examples)
@@ -148,17 +128,15 @@ def predict_with(
         return examples, items
 
     def predicted() -> Iterator[tuple[list[Any], ...]]:
-        rest = datasets.stream(task, path, labelled=False, lines=lines)
+        rest = files.stream(task, path, labelled=False, lines=lines)
         chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
-        threads, layout = workers(world.device), model.described.layout
-        with tqdm(unit=" texts", disable=None, leave=False) as bar, threads_apart(), closing(chunks):
+        with tqdm(unit=" texts", disable=None, leave=False) as bar, closing(chunks):
             for examples, items in chunks:
-                logits = compute_logits(model.module, items, layout, world, BATCH_TOKENS, threads=threads)
-                described = model.described
+                logits = compute_logits(model.module, items, described.layout, world, BATCH_TOKENS, every_core=True)
                 found = scores.decode(task, examples, items, logits, described.labels, described.threshold)
                 yield (examples, found, scores.probabilities(task, logits)) if probabilities else (examples, found)
                 bar.update(len(examples))
 
-    count = scores.write(task, predicted(), output, model.described.labels if probabilities else ())
+    count = scores.write(task, predicted(), output, described.labels if probabilities else ())
     unknown.warn(path)
     return count

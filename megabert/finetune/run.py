@@ -24,7 +24,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from megabert.common.errors import OK
 from megabert.common.files import hash_file, write_whole
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
+from megabert.data.batch import Update
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
 from megabert.distributed.ranks import World, check_same, on_main
 from megabert.distributed.session import Session
@@ -46,9 +47,9 @@ from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import DTYPES, Engine, precision
 from megabert.finetune import encoding, heads, save, scores
-from megabert.finetune.batches import TaskUpdate, steps_per_epoch, updates
-from megabert.finetune.datasets import Example
-from megabert.finetune.encoding import TaskItem
+from megabert.finetune.batches import steps_per_epoch, updates
+from megabert.finetune.encoding import TaskEncoding, TaskItem
+from megabert.finetune.files import Example
 from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, list_runs
@@ -104,6 +105,10 @@ class Data:
     examples: dict[str, Sequence[Example]]
     items: dict[str, list[TaskItem]]
 
+    def run_name(self, folder: Path) -> str:
+        """Name of a run in log lines."""
+        return folder.name if self.task.name == "custom" else f"{self.task.name}/{folder.name}"
+
 
 def encode_splits(
     task: Task, examples: Mapping[str, Sequence[Example]], tokenizer: Tokenizer, settings: Settings, limit: int = 0
@@ -118,10 +123,11 @@ def encode_splits(
             f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
         )
     examples = {name: part[: limit or None] for name, part in examples.items()}
-    how = settings.max_length, settings.stride, encoding.tags_every_token(task, labels)
-    items = {name: encoding.encode(task, part, tokenizer, labels, *how) for name, part in examples.items()}
-    for name in items:
-        UnknownTokens(tokenizer).add(item.ids for item in items[name]).warn(f"the {name} file")
+    every_token = encoding.tags_every_token(task, labels)
+    items_of = TaskEncoding(task, tokenizer, labels, settings.max_length, settings.stride, every_token)
+    items = {name: items_of.encode(part) for name, part in examples.items()}
+    for name, part in items.items():
+        UnknownTokens(tokenizer).add(item.ids for item in part).warn(f"the {name} file")
     return Data(task, labels, examples, items)
 
 
@@ -138,30 +144,19 @@ def describe(data: Data, start: Pretrained, settings: Settings, world_size: int,
 # ---- the run
 
 
-@dataclass
-class Best:
-    """The best evaluation so far: its step (-1: none yet) and its scores on dev."""
-
-    step: int = -1
-    scores: dict[str, float] = field(default_factory=dict)
-
-
 class TaskMeter(Meter):
     """Items and tokens a second, loss and accuracy, between two log lines."""
 
-    def count_work(self, update: TaskUpdate) -> dict[str, int]:
+    def count_work(self, update: Any) -> dict[str, int]:
         items = sum(batch.items for batch in update.batches)
         return {"perf/items_per_sec": items, "perf/tokens_per_sec": update.tokens}
 
     def drain(self) -> dict[str, Any]:
         values = super().drain()
         (kind,) = self._terms
+        values.pop(f"train/{kind}_loss", None)  # is the loss
         accuracy = values.pop(f"train/{kind}_accuracy", None)
-        # The only term is the loss.
-        values.pop(f"train/{kind}_loss", None)
-        if accuracy is not None and kind != "score":
-            values["train/accuracy"] = accuracy
-        return values
+        return values if accuracy is None or kind == "score" else values | {"train/accuracy": accuracy}
 
 
 class FineTuning:
@@ -170,17 +165,10 @@ class FineTuning:
     samples = ()
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        data: Data,
-        start: Pretrained,
-        settings: Settings,
-        world: World,
-        log_interval: int = 20,
+        self, folder: Path, data: Data, start: Pretrained, settings: Settings, world: World, log_interval: int = 20
     ) -> None:
         """`start`: model, weights (unless from scratch) and tokenizer. `log_interval`: updates between log lines."""
-        self.folder, self.name, self.data, self.start = folder, name, data, start
+        self.folder, self.name, self.data, self.start = folder, data.run_name(folder), data, start
         self.settings, self.world = settings, world
         self.metric = data.task.metrics[0]
         self.described = describe(data, start, settings, world.size, log_interval)
@@ -192,7 +180,8 @@ class FineTuning:
         self.frozen = self.module.freeze(world.device, dtype) if settings.freeze else {}
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
-        self.best = Best()
+        # the best evaluation so far: its step (-1: none yet) and its scores on dev
+        self.best: dict[str, Any] = {"step": -1, "scores": {}}
         self.per_epoch = steps_per_epoch(len(data.items["train"]), settings.batch)
 
     def train(self, stop: Stop, watchdog: Watchdog) -> dict[str, Any] | None:
@@ -226,8 +215,7 @@ class FineTuning:
         best = save.load(self.folder / "best", self.world.device)
         scores_by_split: dict[str, dict[str, float]] = {}
         for split in sorted(self.data.items.keys() - {"train"}):
-            threshold = best.described.threshold
-            judged = self.judge(best.module, split, trainer.watchdog.progress, threshold)
+            judged = self.judge(best.module, split, trainer.watchdog.progress, best.described.threshold)
             scores_by_split[split], predictions, _ = judged
             if self.world.is_main:
                 self.write_predictions(split, predictions)
@@ -235,7 +223,7 @@ class FineTuning:
             "name": self.folder.name,
             "settings": asdict(self.settings),
             "scores": scores_by_split,
-            "best_step": self.best.step,
+            "best_step": self.best["step"],
             "steps": trainer.state.step,
             "items": len(self.data.items["train"]),
             "seconds": round(trainer.state.seconds, 3),
@@ -249,9 +237,8 @@ class FineTuning:
     def write_predictions(self, split: str, predictions: Sequence[Any]) -> None:
         """Write the predictions of a split, and its scores by label if it has labels."""
         task, examples = self.data.task, self.data.examples[split]
-        scores.write(
-            task, [(examples, predictions)], self.folder / f"predictions-{split}.{scores.suffix(task, examples)}"
-        )
+        path = self.folder / f"predictions-{split}.{scores.suffix(task, examples)}"
+        scores.write(task, [(examples, predictions)], path)
         if rows := scores.by_label(task, examples, predictions, self.data.labels):
             lines = [f"{name}\t{p:.4f}\t{r:.4f}\t{f1:.4f}\t{support}\n" for name, p, r, f1, support in rows]
             head = "label\tprecision\trecall\tf1\tsupport\n"
@@ -273,18 +260,10 @@ class FineTuning:
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
-    def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[TaskUpdate]:
+    def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[Update]:
         """Endless updates of this rank, from number `first` on."""
-        return updates(
-            items=self.data.items["train"],
-            layout=self.described.layout,
-            seed=self.settings.seed,
-            batch=self.settings.batch,
-            first=first,
-            micro_steps=self.engine.accumulation,
-            rank=self.world.rank,
-            ranks=self.world.size,
-        )
+        items, layout, micro_steps = self.data.items["train"], self.described.layout, self.engine.accumulation
+        return updates(items, layout, self.settings, self.world, micro_steps, first)
 
     def evaluation_due(self, step: int) -> bool:
         return step > 0 and step % self.per_epoch == 0
@@ -294,13 +273,13 @@ class FineTuning:
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Score the dev set, and keep the best weights. A collective."""
         dev_scores, _, threshold = self.judge(self.module, "dev", progress)
-        value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best.scores))
-        better = self.best.step < 0 or value > best
+        value, best = (goodness(self.metric, of.get(self.metric, math.nan)) for of in (dev_scores, self.best["scores"]))
+        better = self.best["step"] < 0 or value > best
         shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
         epoch = f"epoch {step // self.per_epoch} of {self.settings.epochs}"
         log.info(f"{self.name}  step {step:>6,}  {epoch}  dev  {shown}{'  (best so far)' if better else ''}")
         if better:
-            self.best = Best(step, dev_scores)
+            self.best = {"step": step, "scores": dev_scores}
             weights = self.engine.consolidated_weights()
             if self.world.is_main:
                 results = {"step": step, "dev": dev_scores, "settings": asdict(self.settings)}
@@ -318,10 +297,10 @@ class FineTuning:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"best": asdict(self.best)}
+        return {"best": self.best}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        self.best = Best(**saved["best"])
+        self.best = saved["best"]
 
 
 def write_json(path: Path, tree: Any) -> None:
@@ -333,6 +312,8 @@ def write_json(path: Path, tree: Any) -> None:
 
 # A task, its files by split, and the folder of its runs.
 TaskFiles = tuple[Task, dict[str, Path], Path]
+# One run in its folder; returns its result, or None if it was stopped.
+Train = Callable[[Path, Data, Settings], dict[str, Any] | None]
 
 
 def train_tasks(
@@ -352,7 +333,12 @@ def train_tasks(
     settings, limit = next(iter(runs.values())), args.limit
     for task, files, _ in tasks:
         configure(start.config, settings, len(read(task, files)["train"][: limit or None]), world.size)
-    watchdog, page = None, ""
+
+    def train(folder: Path, data: Data, settings: Settings) -> dict[str, Any] | None:
+        assert ranks.watchdog is not None
+        return FineTuning(folder, data, start, settings, world, args.log_interval).train(stop, ranks.watchdog)
+
+    page = ""
     for task, files, folder in tasks:
         data = encode_splits(task, read(task, files), start.tokenizer, settings, limit)
         for name, part in data.examples.items():
@@ -360,10 +346,10 @@ def train_tasks(
         common = common_settings(data, start, files, settings, limit)
         check_same(world, common)
         claim(folder, common, world)
-        watchdog = watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
+        watchdog = ranks.watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
         ranks.errors_may_differ = True
         watchdog.progress()
-        summary = train_missing(folder, common, data, start, runs, world, stop, watchdog, args.log_interval)
+        summary = train_missing(folder, common, data, runs, world, train)
         if summary is None:
             return REQUEUE
         page = show(summary) if world.is_main else ""
@@ -444,29 +430,20 @@ def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
 
 
 def train_missing(
-    output: Path,
-    common: Mapping[str, Any],
-    data: Data,
-    start: Pretrained,
-    runs: Mapping[str, Settings],
-    world: World,
-    stop: Stop,
-    watchdog: Watchdog,
-    log_interval: int,
+    output: Path, common: Mapping[str, Any], data: Data, runs: Mapping[str, Settings], world: World, train: Train
 ) -> dict[str, Any] | None:
-    """Train those of `runs` (settings by name) of a claimed folder that have no result, and return the summary; None if stopped and
+    """`train` those of `runs` (settings by name) of a claimed folder that have no result, and return the summary; None if stopped and
     saved. A collective."""
     results: list[dict[str, Any]] = []
     for number, (name, settings) in enumerate(runs.items(), 1):
         path = output / name / RESULT
         result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
         if result is None:
-            label = name if data.task.name == "custom" else f"{data.task.name}/{name}"
-            log.info(f"{label}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}")
-            run = FineTuning(output / name, label, data, start, settings, world, log_interval)
-            result = run.train(stop, watchdog)
+            log.info(
+                f"{data.run_name(output / name)}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}"
+            )
+            result = train(output / name, data, settings)
             # DeepSpeed's engine has reference cycles, and would stay on the device beside the next one.
-            del run
             gc.collect()
         if result is None:
             log.info(f"stopped with {len(results)} of {len(runs)} runs finished; the same command resumes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from megabert.common.files import appearing, canonical, write_tensors
 from megabert.config import Config, DataConfig, OpsConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
-from megabert.finetune import encoding, heads
+from megabert.finetune import heads
 from megabert.finetune.batches import ItemLayout
-from megabert.finetune.datasets import Example
-from megabert.finetune.encoding import TaskItem
+from megabert.finetune.encoding import TaskEncoding, TaskItem
+from megabert.finetune.files import Example
 from megabert.finetune.heads import Finetuner
 from megabert.finetune.tasks import DESCRIPTION, Task, located_finetuned
 from megabert.hf import TOKENIZER_FILES, Pretrained
@@ -37,14 +37,12 @@ from megabert.hf.read import MLM_HEAD, NSP_HEAD, start_state
 from megabert.model import BertForPreTraining
 
 WEIGHTS = "model.safetensors"
-# of `Described`, as they are in task.json
-FIELDS = ("labels", "max_length", "stride", "threshold", "layers", "every_token")
 
 
 @dataclass(frozen=True)
 class Described:
-    """Description of a fine-tuned model without its weights. `max_length` and `stride` as of `encoding.encode`, `threshold` as of
-    `scores.decode`, `layers` as of `heads.Finetuner`, `every_token` as of `encoding.encode` (false in models saved before it was)."""
+    """Description of a fine-tuned model without its weights. `max_length`, `stride` and `every_token` (false in models saved before it
+    was) as of `encoding.TaskEncoding`, `threshold` as of `scores.decode`, `layers` as of `heads.Finetuner`."""
 
     task: Task
     labels: tuple[str, ...]
@@ -77,17 +75,16 @@ class Finetuned:
     results: dict[str, Any]
 
     def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
-        """Examples encoded as in training; `task` is the model's, possibly with other columns. Errors as of `encoding.encode`."""
+        """Examples encoded as in training; `task` is the model's, possibly with other columns. Raises as `TaskEncoding.encode`."""
         d = self.described
-        return encoding.encode(task, examples, self.tokenizer, d.labels, d.max_length, d.stride, d.every_token)
+        return TaskEncoding(task, self.tokenizer, d.labels, d.max_length, d.stride, d.every_token).encode(examples)
 
 
 def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, replacing that of an earlier call."""
-    tree = {name: getattr(described, name) for name in FIELDS}
-    tree |= {"task": asdict(described.task), "config": described.config.model_dump()}
+    tree = asdict(described) | {"config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         write_tensors(new / WEIGHTS, weights)
@@ -112,10 +109,10 @@ def base(found: Finetuned) -> Pretrained:
         torch.manual_seed(old.seed)
         new = BertForPreTraining(model, OpsConfig(), "cpu", torch.float32, old.data.masking.causal).state_dict()
     cfg = Config(model=model, data=DataConfig(masking=old.data.masking))
-    heads = (MLM_HEAD, NSP_HEAD) if model.nsp else (MLM_HEAD,)
     state = start_state(found.folder, cfg, found.tokenizer)
     weights = {name: saved.get(name, tensor) for name, tensor in new.items()}
-    return Pretrained(found.folder, weights, state, cfg, found.tokenizer, initialised=heads)
+    initialised = (MLM_HEAD, NSP_HEAD) if model.nsp else (MLM_HEAD,)
+    return Pretrained(found.folder, weights, state, cfg, found.tokenizer, initialised)
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
@@ -125,14 +122,11 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
-        # JSON has lists for tuples.
-        task: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
-        config = configuration.from_dict(tree["config"])
-        lengths = tree["max_length"], tree["stride"]
-        layers = str(tree.get("layers", "last"))
-        threshold, every = float(tree["threshold"]), bool(tree.get("every_token"))
-        described = Described(Task(**task), tuple(tree["labels"]), *lengths, config, threshold, layers, every)
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
+        config = configuration.from_dict(tree["config"])
+        known = {each.name: tree[each.name] for each in fields(Described) if each.name in tree}
+        task = Task(**_with_tuples(tree["task"]))
+        described = Described(**_with_tuples(known) | {"task": task, "config": config})
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -142,7 +136,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
     dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
-    module = heads.build(config, described.task.kind, described.outputs, None, device, dtype, layers)
+    module = heads.build(config, described.task.kind, described.outputs, None, device, dtype, described.layers)
     try:
         weights = load_file(folder / WEIGHTS)
         refuse_non_finite(weights, folder / WEIGHTS)
@@ -151,3 +145,8 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None
     return Finetuned(folder, described, tokenizer, module.to(device, dtype).eval(), results)
+
+
+def _with_tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists for tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}

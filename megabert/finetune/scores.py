@@ -20,10 +20,12 @@ import numpy as np
 
 from megabert.common.errors import BadTraining
 from megabert.common.files import appearing_file, write_whole
-from megabert.finetune.datasets import ENTITY_METRICS, Example
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 
+# Logits of items, [p, K] or of a text [K]; labels in the order of the classes.
+Logits = Sequence[np.ndarray]
+Labels = Sequence[str]
 # Most tokens of an answer, and number of candidate answers; both from the code of Devlin et al. 2019.
 MAX_ANSWER = 30
 N_BEST = 20
@@ -40,7 +42,7 @@ class WordTags(list[str]):
     tokens: tuple[Sequence[str], Sequence[tuple[int, int]]] | None = None
 
 
-def _tags(items: Sequence[TaskItem], logits: Sequence[np.ndarray], labels: Sequence[str]) -> WordTags:
+def _tags(items: Sequence[TaskItem], logits: Logits, labels: Labels) -> WordTags:
     """Of the windows of a sentence, in order."""
     tags, tokens, places = WordTags(), [], []
     for item, values in zip(items, logits, strict=True):
@@ -55,10 +57,10 @@ def _tags(items: Sequence[TaskItem], logits: Sequence[np.ndarray], labels: Seque
 
 def decode(
     task: Task,
-    examples: Sequence[Example],
+    examples: Sequence[Any],
     items: Sequence[TaskItem],
-    logits: Sequence[np.ndarray],
-    labels: Sequence[str],
+    logits: Logits,
+    labels: Labels,
     threshold: float = 0.5,
 ) -> list[Any]:
     """One prediction for each example; with two labels the second if its probability is above `threshold`. `logits[i]` are of item i:
@@ -67,47 +69,45 @@ def decode(
     (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, with text "" if the task allows no answer and its
     probability is above a half. Raises BadTraining for non-finite logits.
     """
-    windows: list[list[int]] = [[] for _ in examples]
-    for i, (item, values) in enumerate(zip(items, logits, strict=True)):
+    groups: list[tuple[list[TaskItem], list[np.ndarray]]] = [([], []) for _ in examples]
+    for item, values in zip(items, logits, strict=True):
         if not np.isfinite(values).all():
             where = examples[item.example].where
             raise BadTraining(f"{where}: the model's output is not finite: its training diverged; lower --lr")
-        windows[item.example].append(i)
+        of_example = groups[item.example]
+        of_example[0].append(item)
+        of_example[1].append(values)
     if task.kind == "span":
-        given: Any = zip(examples, windows, strict=True)
-        return [
-            _answer(example.context, [(items[i].char_spans, np.asarray(logits[i], np.float64)) for i in of],
-                    0.5 if task.unanswerable else 1.0)
-            for example, of in given
-        ]  # fmt: skip
+        least = 0.5 if task.unanswerable else 1.0
+        return [_answer(example.context, *group, least) for example, group in zip(examples, groups, strict=True)]
     if task.kind == "tag":
-        return [_tags([items[i] for i in of], [logits[i] for i in of], labels) for of in windows]
+        return [_tags(*group, labels) for group in groups]
+    texts = [values for _, (values,) in groups]
     if task.kind == "score":
-        return [float(logits[i][0]) for (i,) in windows]
+        return [float(values[0]) for values in texts]
     if task.kind == "multilabel":
-        return [[label for label, value in zip(labels, logits[i], strict=True) if value > 0] for (i,) in windows]
+        return [[label for label, value in zip(labels, values, strict=True) if value > 0] for values in texts]
     if len(labels) == 2:
         least = math.log(threshold / (1 - threshold))
-        return [labels[int(margin > least)] for margin in margins([logits[i] for (i,) in windows])]
-    return [labels[int(logits[i].argmax())] for (i,) in windows]
+        return [labels[int(margin > least)] for margin in margins(texts)]
+    return [labels[int(values.argmax())] for values in texts]
 
 
-def probabilities(task: Task, logits: Sequence[np.ndarray]) -> list[list[float]]:
+def probabilities(task: Task, logits: Logits) -> list[list[float]]:
     """Of each text the probability of each label, by the softmax, or of several labels by the sigmoid, of its logits [k]."""
+    from scipy import special
+
     values = np.asarray(logits, np.float64).reshape(len(logits), -1)
-    if task.kind == "multilabel":
-        return (1 / (1 + np.exp(-values))).tolist()
-    exponents = np.exp(values - values.max(1, keepdims=True))
-    return (exponents / exponents.sum(1, keepdims=True)).tolist()
+    return (special.expit(values) if task.kind == "multilabel" else special.softmax(values, axis=1)).tolist()
 
 
-def margins(logits: Sequence[np.ndarray]) -> np.ndarray:
+def margins(logits: Logits) -> np.ndarray:
     """float64 [n]: log odds of the second of two labels."""
     both = np.asarray(logits, np.float64)
     return both[:, 1] - both[:, 0]
 
 
-def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
+def best_threshold(truth: Sequence[str], logits: Logits, labels: Labels) -> float:
     """The probability above which predicting the second of two labels has the best F1; a half if no example has it. It is midway, in
     log odds, between two examples, so that rounding cannot change a prediction, but within +-MOST_ODDS."""
     from sklearn import metrics
@@ -121,16 +121,16 @@ def best_threshold(truth: Sequence[str], logits: Sequence[np.ndarray], labels: S
     return 1 / (1 + math.exp(-min(max(middle, -MOST_ODDS), MOST_ODDS)))
 
 
-def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float) -> dict[str, Any]:
-    """The best answer over a question's windows, each a pair (char spans [p, 2], logits [p, 2])."""
+def _answer(context: str, items: Sequence[TaskItem], logits: Logits, threshold: float) -> dict[str, Any]:
+    """The best answer over a question's windows, whose logits are [p, 2] each; none if its probability is above `threshold`."""
     best, answer, null = -math.inf, "", math.inf
-    for spans, logits in windows:
+    for spans, scores in ((item.char_spans, of.astype(np.float64)) for item, of in zip(items, logits, strict=True)):
         # Lowest score of [CLS] over all windows, as in run_squad.py of Devlin et al. 2019.
-        null = min(null, float(logits[0].sum()))
+        null = min(null, float(scores[0].sum()))
         tokens = len(spans) - 1
-        ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))
+        ends = np.append(scores[1:, 1], np.full(MAX_ANSWER, -np.inf))
         reach = np.lib.stride_tricks.sliding_window_view(ends, MAX_ANSWER)[:tokens]  # [tokens, MAX_ANSWER]
-        values = (logits[1:, :1] + reach).ravel()
+        values = (scores[1:, :1] + reach).ravel()
         for flat in np.argsort(-values, kind="stable")[:N_BEST].tolist():
             first, last = 1 + flat // MAX_ANSWER, 1 + flat // MAX_ANSWER + flat % MAX_ANSWER
             # The last token may be blank.
@@ -145,7 +145,7 @@ def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], thre
 # ---- predictions to metrics
 
 
-def collect_truth(task: Task, examples: Sequence[Example]) -> list[Any]:
+def collect_truth(task: Task, examples: Sequence[Any]) -> list[Any]:
     """The correct predictions. Raises ValueError for examples without labels."""
     field = {"tag": "tags", "span": "answers"}.get(task.kind, "label")
     truth: list[Any] = [getattr(example, field) for example in examples]
@@ -155,11 +155,7 @@ def collect_truth(task: Task, examples: Sequence[Example]) -> list[Any]:
 
 
 def score(
-    task: Task,
-    examples: Sequence[Example],
-    predictions: Sequence[Any],
-    labels: Sequence[str] = (),
-    logits: Sequence[np.ndarray] = (),
+    task: Task, examples: Sequence[Any], predictions: Sequence[Any], labels: Labels = (), logits: Logits = ()
 ) -> dict[str, float]:
     """The task's metrics by name, in their order.
 
@@ -179,7 +175,7 @@ def score(
         elif task.kind == "score":
             values = _correlated(truth, predictions)
             if set(RANKING_METRICS) & set(task.metrics):
-                values |= _ranked([getattr(example, "a", "") for example in examples], truth, predictions)
+                values |= _ranked([example.a for example in examples], truth, predictions)
         elif task.kind == "tag":
             values = _tagged(*([list(tags) for tags in of] for of in (truth, predictions)))
         else:
@@ -187,7 +183,7 @@ def score(
     return {name: float(values[name]) for name in task.metrics}
 
 
-def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+def _classified(truth: list[str], predictions: Sequence[str], labels: Labels) -> dict[str, float]:
     from sklearn import metrics
 
     present = sorted({*truth, *predictions})
@@ -200,24 +196,25 @@ def _classified(truth: list[str], predictions: Sequence[str], labels: Sequence[s
     }
 
 
-def _area(truth: list[str], logits: Sequence[np.ndarray], labels: Sequence[str]) -> float:
+def _area(truth: list[str], logits: Logits, labels: Labels) -> float:
     """Area under the ROC curve of the second of two labels."""
     from sklearn import metrics
 
-    return (
-        metrics.roc_auc_score([label == labels[1] for label in truth], margins(logits)) if len(set(truth)) > 1 else 0.0
-    )
+    if len(set(truth)) < 2:
+        return 0.0
+    return metrics.roc_auc_score([label == labels[1] for label in truth], margins(logits))
 
 
-def _label_sets(
-    truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str]], labels: Sequence[str]
-) -> dict[str, float]:
+def _indicators(sets: Sequence[Sequence[str]], labels: Labels) -> Any:
+    """bool [n, K]: which labels each set has."""
+    return np.array([[label in chosen for label in labels] for chosen in sets])
+
+
+def _label_sets(truth: Sequence[Any], predictions: Sequence[Any], labels: Labels) -> dict[str, float]:
     """F1 over all decisions, or its mean over the labels, with 0 for a label that is never true nor predicted."""
     from sklearn import metrics
 
-    true, predicted = (
-        np.array([[label in chosen for label in labels] for chosen in of]) for of in (truth, predictions)
-    )
+    true, predicted = _indicators(truth, labels), _indicators(predictions, labels)
     return {
         "micro_f1": metrics.f1_score(true, predicted, average="micro", zero_division=0),
         "macro_f1": metrics.f1_score(true, predicted, average="macro", zero_division=0),
@@ -267,7 +264,7 @@ def _tagged(truth: list[list[str]], predictions: Sequence[list[str]]) -> dict[st
 
 
 def by_label(
-    task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str]
+    task: Task, examples: Sequence[Any], predictions: Sequence[Any], labels: Labels
 ) -> list[tuple[str, float, float, float, int]]:
     """(label, precision, recall, F1, support) of every label, for tags of every kind of entity; [] for kinds without labels."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as of_entities
@@ -276,33 +273,28 @@ def by_label(
     if task.kind not in LABELLED:
         return []
     truth: list[Any] = collect_truth(task, examples)
-    if task.kind == "tag" and ENTITY_METRICS & set(task.metrics):
+    names = list(labels)
+    if task.of_entities:
         truth, predictions = ([list(tags) for tags in of] for of in (truth, predictions))
         names = sorted({tag[2:] for of in (truth, predictions) for tags in of for tag in tags if tag != "O"})
-        values = of_entities(truth, predictions, average=None, zero_division=0) if names else ()
+        if not names:
+            return []
+        values = of_entities(truth, predictions, average=None, zero_division=0)
     else:
         if task.kind == "tag":
             truth, predictions = ([tag for tags in of for tag in tags] for of in (truth, predictions))
-        names = list(labels)
-        if task.kind == "multilabel":
-            truth, predictions = (
-                [[label in chosen for label in labels] for chosen in of] for of in (truth, predictions)
-            )
-        numbers = range(len(labels)) if task.kind == "multilabel" else names
-        values = metrics.precision_recall_fscore_support(truth, predictions, labels=numbers, zero_division=0)
-    return (
-        [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *values, strict=True)]
-        if names
-        else []
-    )
+        of_sets = task.kind == "multilabel"
+        if of_sets:
+            truth, predictions = (_indicators(of, labels) for of in (truth, predictions))
+        columns = None if of_sets else names
+        values = metrics.precision_recall_fscore_support(truth, predictions, labels=columns, zero_division=0)
+    return [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *values, strict=True)]
 
 
 # ---- SQuAD's rules
 
 
-def _answered(
-    truth: list[tuple[tuple[str, int], ...]], predictions: Sequence[dict[str, Any]], unanswerable: bool
-) -> dict[str, float]:
+def _answered(truth: Sequence[Any], predictions: Sequence[Any], unanswerable: bool) -> dict[str, float]:
     gold = [[text for text, _ in answers] for answers in truth]
     if unanswerable:
         # 2.0 drops answers that are empty once normalised, and has "" for none; 1.1 takes them as they are.
@@ -342,14 +334,13 @@ def suffix(task: Task, examples: Sequence[Any]) -> str:
     return {"tag": tagged, "span": "json"}.get(task.kind, "tsv")
 
 
-def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, labels: Sequence[str] = ()) -> int:
+def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, labels: Labels = ()) -> int:
     """Write the predictions of (examples, predictions) one chunk after the other, whole or not at all; their number.
 
     Of texts: TSV with GLUE's columns `index` and `prediction` (several labels with commas between), and one for each of `labels`, of
-    whose `probabilities` the chunks then have a third part. Tags: word, true tag if known,
-    predicted tag, as conlleval reads it, with tabs between them in a sentence where one contains a space; of plain texts JSON
-    lines of `text` and `spans`, as they are read. Spans: SQuAD's JSON of id and text, and for 2.0 beside it
-    `<name>.no_answer.json`, the probability of none.
+    whose `probabilities` the chunks then have a third part. Tags: word, true tag if known, predicted tag, as conlleval reads it, with
+    tabs between them in a sentence where one contains a space; of plain texts JSON lines of `text` and `spans`, as they are read.
+    Spans: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
     count, answers, doubts = 0, {}, {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -384,7 +375,7 @@ def find_spans(task: Task, example: Any, tags: Sequence[str]) -> list[dict[str, 
 
     places = example.places
     entities = [(tag, i, i) for i, tag in enumerate(tags)]
-    if ENTITY_METRICS & set(task.metrics):
+    if task.of_entities:
         if isinstance(tags, WordTags) and tags.tokens:
             tags, places = tags.tokens
         entities = get_entities(list(tags))

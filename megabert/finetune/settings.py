@@ -52,17 +52,14 @@ class Settings:
     zero: int = option(1, "DeepSpeed ZeRO stage", choices=(0, 1, 2))
 
 
+# Fields that are options of the commands by their names.
+OPTIONS = tuple(each for each in fields(Settings) if each.metadata)
 # Width of the smaller model of Devlin et al. 2019, and their rates (section 4.1). For narrower models the three highest of Turc et
-# al. 2019, and 1e-3, the best of these for a model of width 192 (4,000 phrases of SST-2, one seed).
+# al. 2019, and 1e-3, the best of these for a model of width 192 (4,000 phrases of SST-2, one seed). A single run uses the first.
 BASE_WIDTH = 768
 BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-3, 1e-4, 5e-5)
 # Of an added layer alone; the first is the best of five on WNUT-17 with a model of width 192 (one seed).
 FROZEN_RATES = (1e-2, 3e-3, 3e-2, 1e-3)
-
-
-def usual_rates(hidden: int, freeze: bool = False) -> tuple[float, ...]:
-    """Learning rates to try for a model of this width; a single run uses the first."""
-    return FROZEN_RATES if freeze else BASE_RATES if hidden >= BASE_WIDTH else SMALL_RATES
 
 
 def add_options(parser: Parser, seeds: int, rates: int) -> None:
@@ -78,7 +75,7 @@ def add_options(parser: Parser, seeds: int, rates: int) -> None:
     add("--lr", type=float, nargs="+", default=[],
         help=f"peak learning rate; several: runs with each (default: {usual[0]}; of models narrower than {BASE_WIDTH}: {usual[1]}; with --freeze: {usual[2]})")  # fmt: skip
     parser.set_defaults(usual=rates)
-    for each in (f for f in fields(Settings) if f.metadata):
+    for each in OPTIONS:
         name, about, choices = f"--{each.name.replace('_', '-')}", each.metadata["about"], each.metadata["choices"]
         if isinstance(each.default, bool):
             add(name, action="store_true", help=about)
@@ -93,13 +90,16 @@ def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: in
     `max_length` and `stride` are defaults; without rates those usual for the width `hidden` are used. Raises ValueError naming an
     option that is out of range.
     """
-    named = {each.name: getattr(args, each.name) for each in fields(Settings) if each.metadata}
+    named = {each.name: getattr(args, each.name) for each in OPTIONS}
     named |= {name: usual for name, usual in (("max_length", max_length), ("stride", stride)) if named[name] is None}
-    for each in (f for f in fields(Settings) if f.metadata):
-        value, least, below = named[each.name], each.metadata["least"], each.metadata["below"]
+    limits = {each.name: (each.metadata["least"], each.metadata["below"]) for each in OPTIONS}
+    limits |= {"log_interval": (1, math.inf), "limit": (0, math.inf)}
+    given = vars(args) | named
+    for name, (least, below) in limits.items():
+        value = given[name]
         if least is not None and not least <= value < below:
             rule = f"at least {least}" + (f" and below {below:g}" if below < math.inf else "")
-            raise ValueError(f"--{each.name.replace('_', '-')} {value}: must be {rule}")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be {rule}")
     seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 else args.seeds
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: give how many, or several different ones")
@@ -108,16 +108,10 @@ def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: in
         raise ValueError(f"--layers {args.layers}: is for --freeze; fine-tuning reads the last layer")
     if not all(0 < lr < 1 for lr in args.lr) or len(set(args.lr)) < len(args.lr):
         raise ValueError(f"--lr {' '.join(f'{lr:g}' for lr in args.lr)}: must be above 0 and below 1, and different")
-    for name, least in (("log_interval", 1), ("limit", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    rates = args.lr or usual_rates(hidden, args.freeze)[: args.usual]
-    several = len(rates) > 1
-    return {
-        (f"lr{lr:g}-" if several else "") + f"seed{seed}": Settings(seed=seed, lr=lr, **named)
-        for lr in rates
-        for seed in seeds
-    }
+    usual = FROZEN_RATES if args.freeze else BASE_RATES if hidden >= BASE_WIDTH else SMALL_RATES
+    rates = args.lr or usual[: args.usual]
+    runs = [Settings(seed=seed, lr=lr, **named) for lr in rates for seed in seeds]
+    return {f"lr{each.lr:g}-seed{each.seed}" if len(rates) > 1 else f"seed{each.seed}": each for each in runs}
 
 
 def run(

@@ -13,7 +13,7 @@ SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0 (Rajpurkar et al. 2018), and CoNLL-200
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,6 +24,7 @@ from megabert.common.hub import model_folder
 DESCRIPTION = "task.json"
 Kind = Literal["classify", "multilabel", "score", "tag", "span"]
 KINDS: tuple[str, ...] = get_args(Kind)
+Names = Sequence[str]
 # Kinds whose labels are by default those of the training file.
 LABELLED = ("classify", "multilabel", "tag")
 # Metrics of each kind, the default one first. For classify f1 and auroc need two labels. Accuracy of multilabel counts texts whose
@@ -36,8 +37,8 @@ METRICS: dict[str, tuple[str, ...]] = {
     "tag": ("f1", "precision", "recall", "accuracy"),
     "span": ("f1", "em"),
 }
-# Metrics of two labels, or of rankings.
-BINARY_METRICS, RANKING_METRICS = ("f1", "auroc"), ("mrr", "ndcg")
+# Metrics of two labels, of rankings, and of entities.
+BINARY_METRICS, RANKING_METRICS, ENTITY_METRICS = ("f1", "auroc"), ("mrr", "ndcg"), ("f1", "precision", "recall")
 
 
 def goodness(metric: str, value: float) -> float:
@@ -78,36 +79,32 @@ class Task:
     def __post_init__(self) -> None:
         if not self.metrics:
             object.__setattr__(self, "metrics", METRICS[self.kind][:1])
-        if problem := self._metrics_problem() or self._columns_problem() or self._labels_problem():
+        for problem in self._problems():
             raise ValueError(f"task {self.name}: {problem}")
 
-    def _metrics_problem(self) -> str:
+    def _problems(self) -> Iterator[str]:
         for metric in self.metrics:
             if metric not in METRICS[self.kind]:
-                return f"metric {metric!r} is none of those of {self.kind}: {', '.join(METRICS[self.kind])}"
+                yield f"metric {metric!r} is none of those of {self.kind}: {', '.join(METRICS[self.kind])}"
             if metric in RANKING_METRICS and not self.pair:
-                return f"metric {metric} is of pairs, a query and a text; name two text columns"
-        return ""
-
-    def _columns_problem(self) -> str:
+                yield f"metric {metric} is of pairs, a query and a text; name two text columns"
         columns = self.columns(labelled=True)
-        if self.kind == "span":
-            return "its file is SQuAD's JSON, which has no columns to name" if any(columns) else ""
-        if not (self.label and all(self.text) and 1 <= len(self.text) <= (1 if self.kind == "tag" else 2)):
-            texts = "one text column" if self.kind == "tag" else "one or two text columns"
-            return f"{self.kind} takes {texts} and a label column; name them"
+        if self.kind == "span" and any(columns):
+            yield "its file is SQuAD's JSON, which has no columns to name"
+        most = {"span": 0, "tag": 1}.get(self.kind, 2)
+        if most and not (self.label and all(self.text) and 1 <= len(self.text) <= most):
+            texts = "one text column" if most == 1 else "one or two text columns"
+            yield f"{self.kind} takes {texts} and a label column; name them"
         if self.kind == "tag" and self.id:
-            return "sentences of words are numbered and have no id"
+            yield "sentences of words are numbered and have no id"
         if self.kind == "tag" and not all(column.removeprefix("-").isdecimal() for column in columns):
-            return "columns of words and tags are numbers"
+            yield "columns of words and tags are numbers"
         if len({column.removeprefix("-").isdecimal() for column in columns}) > 1:
-            return "give all columns by name or all by number"
-        return ""
-
-    def _labels_problem(self) -> str:
+            yield "give all columns by name or all by number"
         if len(set(self.labels)) < len(self.labels):
-            return f"the labels {', '.join(self.labels)} are not distinct"
-        return f"{self.kind} has no labels" if self.labels and self.kind not in LABELLED else ""
+            yield f"the labels {', '.join(self.labels)} are not distinct"
+        if self.labels and self.kind not in LABELLED:
+            yield f"{self.kind} has no labels"
 
     def columns(self, labelled: bool) -> list[str]:
         """The columns of a table in order: texts, label, id."""
@@ -124,14 +121,14 @@ class Task:
     def pair(self) -> bool:
         return len(self.text) == 2
 
+    @property
+    def of_entities(self) -> bool:
+        """Whether tags are those of entities, by the metrics."""
+        return self.kind == "tag" and not set(ENTITY_METRICS).isdisjoint(self.metrics)
+
 
 def custom(
-    kind: Kind,
-    text: Sequence[str] = (),
-    label: str = "",
-    metrics: Sequence[str] = (),
-    id: str = "",
-    labels: Sequence[str] = (),
+    kind: Kind, text: Names = (), label: str = "", metrics: Names = (), id: str = "", labels: Names = ()
 ) -> Task:
     """A user-defined task. The default columns of a tag task are 0 for the word and -1 for the tag."""
     if kind == "tag":
@@ -139,11 +136,12 @@ def custom(
     return Task("custom", kind, tuple(text), label, id, tuple(labels), tuple(metrics))
 
 
-_BINARY = ("0", "1")
+_BINARY, _F1 = ("0", "1"), ("f1", "accuracy")
 _ENTAILMENT = ("entailment", "not_entailment")
-_SENTENCES = ("sentence1", "sentence2")
-_QUESTIONS = ("question1", "question2")
-_ACCURACY_TOO = ("f1", "accuracy")
+_SENTENCES, _QUESTIONS = ("sentence1", "sentence2"), ("question1", "question2")
+_STRINGS = ("#1 String|sentence1", "#2 String|sentence2")
+_PREMISES = ("sentence1|premise", "sentence2|hypothesis")
+_THREE = ("contradiction", "entailment", "neutral")
 # Names of the classes 0, 1, … in the hub's tables (nyu-mll/glue).
 HUB_CLASSES = {
     "cola": ("unacceptable", "acceptable"),
@@ -163,30 +161,12 @@ PRESETS: dict[str, Task] = {
         # number, score and the sentences. Names after | are the hub's.
         Task("cola", "classify", ("sentence|3",), "label|1", labels=_BINARY, metrics=("matthews", "accuracy")),
         Task("sst2", "classify", ("sentence|content",), "label", labels=_BINARY),
+        Task("mrpc", "classify", _STRINGS, "Quality|label", labels=_BINARY, metrics=_F1),
         Task(
-            "mrpc",
-            "classify",
-            ("#1 String|sentence1", "#2 String|sentence2"),
-            "Quality|label",
-            labels=_BINARY,
-            metrics=_ACCURACY_TOO,
+            "stsb", "score", ("sentence1|5", "sentence2|6"), "score|label|4", metrics=METRICS["score"][:2], ragged=True
         ),
-        Task(
-            "stsb",
-            "score",
-            ("sentence1|5", "sentence2|6"),
-            "score|label|4",
-            metrics=("pearson", "spearman"),
-            ragged=True,
-        ),
-        Task("qqp", "classify", _QUESTIONS, "is_duplicate|label", "", _BINARY, _ACCURACY_TOO, cut_rows=True),
-        Task(
-            "mnli",
-            "classify",
-            ("sentence1|premise", "sentence2|hypothesis"),
-            "gold_label|label",
-            labels=("contradiction", "entailment", "neutral"),
-        ),
+        Task("qqp", "classify", _QUESTIONS, "is_duplicate|label", labels=_BINARY, metrics=_F1, cut_rows=True),
+        Task("mnli", "classify", _PREMISES, "gold_label|label", labels=_THREE),
         Task("qnli", "classify", ("question", "sentence"), "label", labels=_ENTAILMENT),
         Task("rte", "classify", _SENTENCES, "label", labels=_ENTAILMENT),
         Task("wnli", "classify", _SENTENCES, "label", labels=_BINARY),

@@ -6,8 +6,8 @@ and gives the same results whatever the number of cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
@@ -82,28 +82,12 @@ def one_row(model: BertForPreTraining) -> bool:
     return model.embeddings.word.weight.device.type == "cpu" and model.backends.attention.name == "native"
 
 
-def workers(device: torch.device) -> int:
-    """Threads that compute a batch each: one a core, or one for a GPU."""
-    return torch.get_num_threads() if device.type == "cpu" else 1
-
-
-def one_thread() -> None:
-    """Compute on the calling thread alone."""
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def threads_apart() -> Iterator[None]:
-    """Threads may call `one_thread` in the block, which torch sets for the whole process; afterwards the number is restored."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def on_every_core(compute: Callable[[J], R], jobs: Iterable[J], device: torch.device) -> Generator[R, None, None]:
-    """What `compute` gives for each job, in their order: a job a core, or one at a time for a GPU. To be closed."""
-    threads = workers(device)
-    with threads_apart(), closing(in_order(compute, jobs, threads, 2 * threads, one_thread)) as results:
-        yield from results
+    """What `compute` gives for each job, in their order: a job a core, each on one thread, or one at a time for a GPU. To be closed."""
+    before = torch.get_num_threads()
+    threads = before if device.type == "cpu" else 1
+    try:
+        with closing(in_order(compute, jobs, threads, 2 * threads, partial(torch.set_num_threads, 1))) as results:
+            yield from results
+    finally:
+        torch.set_num_threads(before)  # torch sets a thread's number for the whole process

@@ -407,18 +407,6 @@ def find_family(cfg: ModelConfig) -> Family:
     return FAMILIES[find_model_type(cfg)]
 
 
-def _norms(cfg: ModelConfig) -> dict[str, str]:
-    """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
-    family = find_family(cfg)
-    first, middle, end, final = family.norms
-    names = {"embeddings.norm": first}
-    for i in range(cfg.layers):
-        last = f"{family.layers}.{i + 1 if final else i}.{end}"
-        names[f"layers.{i}.attention_output.norm"] = f"{family.layers}.{i}.{middle}"
-        names[f"layers.{i}.feed_forward_output.norm"] = final if final and i == cfg.layers - 1 else last
-    return names
-
-
 def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
     """Our name of each parameter -> theirs, several where ours stacks them; with the pre-training heads or without."""
     family = find_family(cfg)
@@ -427,13 +415,19 @@ def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
         single |= family.head | (family.nsp if cfg.nsp else {})
         single |= {} if cfg.tied else {"embeddings.word.decoder": family.decoder}
     result: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in single.items()}
+    first, middle, end, final = family.norms
+    norms = {"embeddings.norm": first}
+    for i in range(cfg.layers):
+        last = f"{family.layers}.{i + 1 if final else i}.{end}"
+        norms[f"layers.{i}.attention_output.norm"] = f"{family.layers}.{i}.{middle}"
+        norms[f"layers.{i}.feed_forward_output.norm"] = final if final and i == cfg.layers - 1 else last
     present = {"embeddings.word.bias": cfg.decoder_bias}
     for kind in ("weight", "bias"):
         for i in range(cfg.layers):
             for ours, parts in family.layer.items():
                 result[f"layers.{i}.{ours}.{kind}"] = tuple(f"{family.layers}.{i}.{part}.{kind}" for part in parts)
                 present[f"layers.{i}.{ours}.bias"] = cfg.layer_bias
-        result |= {f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in _norms(cfg).items()}
+        result |= {f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in norms.items()}
     return {o: theirs for o, theirs in result.items() if not o.endswith("bias") or present.get(o, cfg.bias)}
 
 

@@ -30,7 +30,7 @@ from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsC
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
-from megabert.hf import first_nomic, mapping, relatives
+from megabert.hf import mapping, relatives
 from megabert.model import BertForPreTraining, outline
 
 # tokenizer files in a Hugging Face folder
@@ -48,7 +48,8 @@ HEADS = {
     POOLER: ("bert.pooler.",),
     NSP_HEAD: ("cls.seq_relationship.",),
 }
-# parts of a WordPiece tokenizer.json, and the fields of its normalizer by those of `Casing`
+# parts of a WordPiece tokenizer.json, fields of its model, and the fields of its normalizer by those of `Casing`
+WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": CONTINUATION, "max_input_chars_per_word": MAX_WORD}
 STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
 NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
 # names of these heads' parameters in ours
@@ -198,14 +199,12 @@ def read(
     """
     config_file = folder / CONFIG
     tree = read_json(config_file)
-    first, relative = first_nomic.is_first(tree), relatives.of_config(tree)
-    tree = first_nomic.upgrade_legacy_config(tree, str(config_file)) if first else tree
-    tree = relatives.upgrade_legacy_config(relative, tree, str(config_file)) if relative else tree
+    if relative := relatives.of_config(tree):
+        tree = relatives.upgrade_legacy_config(relative, tree, str(config_file))
     model = mapping.from_huggingface_config(tree, str(config_file))
     causal = mapping.is_causal(tree, str(config_file))
     file, tensors = read_weights(folder, model, relative.names if relative else {})
-    tensors = first_nomic.present_tensors(tensors) if first else tensors
-    tensors = relatives.present_tensors(tensors) if relative else tensors
+    tensors |= relative.zeros(tensors) if relative else {}
     prefixes = tuple(prefix for head in nsp for prefix in HEADS[head])
     model = replace(model, "nsp", model.nsp and not causal and any(n.startswith(prefixes) for n in tensors))
     weights, initialised, ignored = complete(tensors, model, str(file))
@@ -412,24 +411,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if model.get("type") != "WordPiece" or added_tokens_beside(path):
         return Tokenizer.load(path)
     tree["normalizer"] = bert_normalizer(tree, path)
-    stages = {part: tree.get(part) for part in STAGES}
-    kinds = {part: stage.get("type") if isinstance(stage, dict) else None for part, stage in stages.items()}
-    expected = {
-        "model.type": (model.get("type"), "WordPiece"),
-        "model.unk_token": (model.get("unk_token"), "[UNK]"),
-        "model.continuing_subword_prefix": (model.get("continuing_subword_prefix"), CONTINUATION),
-        "model.max_input_chars_per_word": (model.get("max_input_chars_per_word"), MAX_WORD),
-    } | {part: (kinds[part], kind) for part, kind in STAGES.items()}
+    expected = {f"model.{name}": (model.get(name), want) for name, want in WORDPIECE.items()}
+    for part, kind in STAGES.items():
+        stage = tree.get(part)
+        expected[part] = stage.get("type") if isinstance(stage, dict) else None, kind
     for field, (found, want) in expected.items():
         if found != want:
             raise ValueError(
                 f"{path}: {field} is {found!r:.40}, only {want!r} is supported; name the tokenizer's own file with "
                 "--tokenizer"
             )
-    vocabulary = model.get("vocab")
-    if not isinstance(vocabulary, dict) or sorted(vocabulary.values(), key=repr) != sorted(
-        range(len(vocabulary)), key=repr
-    ):
+    vocabulary: Any = model.get("vocab")
+    numbers = set(map(repr, vocabulary.values())) if isinstance(vocabulary, dict) else set()
+    if not numbers or numbers != set(map(repr, range(len(vocabulary)))):
         raise ValueError(f"{path}: model.vocab does not number its tokens 0, 1, 2, …")
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     if any("\n" in token for token in tokens):

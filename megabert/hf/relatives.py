@@ -1,82 +1,123 @@
-"""DistilBERT and ELECTRA as the BERT that their encoders are, under its names.
+"""DistilBERT, ELECTRA and NomicBERT's first files under the names of the family that their encoders are.
 
 Sanh et al. 2019 leave out token types, whose vectors are zeros here, and the pooler. Of Clark et al. 2020 it is the generator, or the
-encoder of the discriminator, where the embeddings are as wide as the layers.
+encoder of the discriminator, where the embeddings are as wide as the layers. The files of nomic-ai/nomic-bert-2048 and its successors
+are of code of their own (github.com/nomic-ai/contrastors, Nussbaum et al. 2024): fields with GPT-2's names, no biases in the head,
+and rotary positions that are scaled beyond the length of training alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import BERT, read_value
+from megabert.hf.mapping import BERT, NOMIC, read_value, refuse_others
+
+Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Relative:
-    """Its fields of a config.json -> BERT's, and parts of its tensors' names -> BERT's, replaced in this order."""
+    """Parts of its tensors' names -> the family's, replaced in this order, and its fields of a config.json -> the family's."""
 
     names: dict[str, str]
+    # Tensors that it lacks, from those under the family's names.
+    zeros: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     fields: dict[str, str] = field(default_factory=dict)
+    # Fields that must have a value, and their value where they are missing.
+    fixed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    # Further fields of the family, from its fields and the file's name.
+    read: Callable[[Tree, str], dict[str, Any]] = lambda tree, where: {}
+    family: str = "bert"
+    # A field that the family's own config.json lacks.
+    mark: str = "model_type"
+
+
+def _zero_segments(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    words, types = (BERT.embeddings[f"embeddings.{name}"] for name in ("word.weight", "segment"))
+    return {types: torch.zeros(2, tensors[words].shape[1])} if words in tensors and types not in tensors else {}
+
+
+def _zero_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if NOMIC.head["mlm.weight"] not in tensors:
+        return {}
+    tokens, width = tensors[NOMIC.embeddings["embeddings.word.weight"]].shape
+    return {NOMIC.head["mlm.bias"]: torch.zeros(width), NOMIC.head["embeddings.word.bias"]: torch.zeros(tokens)}
+
+
+def _read_electra(tree: Tree, where: str) -> dict[str, Any]:
+    return {"embedding_size": read_value(tree, "embedding_size", where, 128, int)}  # 128 is the class's own default
+
+
+def _read_first_nomic(tree: Tree, where: str) -> dict[str, Any]:
+    usual = {"n_positions": None, "max_trained_positions": 2048}
+    lengths = [read_value(tree, name, where, value, int) for name, value in usual.items()]
+    positions = min(length for length in lengths if length > 0)
+    return {"max_position_embeddings": positions, "rope_theta": tree.get("rotary_emb_base", 10_000)}
 
 
 TRANSFORM = "cls.predictions.transform"
+# by the model_type of a config.json
 RELATIVES = {
     "distilbert": Relative(
         {
-            "distilbert.": "",
-            "transformer.layer.": "bert.encoder.layer.",
-            **{f"attention.{theirs}_lin.": f"attention.self.{ours}." for theirs, ours in zip("qkv", ("query", "key", "value"), strict=True)},
-            "attention.out_lin.": "attention.output.dense.",
-            "sa_layer_norm.": "attention.output.LayerNorm.",
-            "ffn.lin1.": "intermediate.dense.",
-            "ffn.lin2.": "output.dense.",
-            "output_layer_norm.": "output.LayerNorm.",
-            "vocab_transform.": f"{TRANSFORM}.dense.",
-            "vocab_layer_norm.": f"{TRANSFORM}.LayerNorm.",
-            "vocab_projector.weight": BERT.decoder,
-            "vocab_projector.bias": BERT.head["embeddings.word.bias"],
+            "distilbert.": "", "transformer.layer.": "bert.encoder.layer.",
+            "attention.q_lin.": "attention.self.query.", "attention.k_lin.": "attention.self.key.",
+            "attention.v_lin.": "attention.self.value.", "attention.out_lin.": "attention.output.dense.",
+            "sa_layer_norm.": "attention.output.LayerNorm.", "output_layer_norm.": "output.LayerNorm.",
+            "ffn.lin1.": "intermediate.dense.", "ffn.lin2.": "output.dense.",
+            "vocab_transform.": f"{TRANSFORM}.dense.", "vocab_layer_norm.": f"{TRANSFORM}.LayerNorm.",
+            "vocab_projector.weight": BERT.decoder, "vocab_projector.bias": BERT.head["embeddings.word.bias"],
         },
+        _zero_segments,
         {
-            "dim": "hidden_size",
-            "n_layers": "num_hidden_layers",
-            "n_heads": "num_attention_heads",
-            "hidden_dim": "intermediate_size",
-            "activation": "hidden_act",
-            "dropout": "hidden_dropout_prob",
+            "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+            "hidden_dim": "intermediate_size", "activation": "hidden_act", "dropout": "hidden_dropout_prob",
             "attention_dropout": "attention_probs_dropout_prob",
         },
     ),
     "electra": Relative(
         {
-            "electra.": "",
-            "generator_predictions.": f"{TRANSFORM}.",
-            "generator_lm_head.weight": BERT.decoder,
-            "generator_lm_head.bias": BERT.head["embeddings.word.bias"],
-        }
+            "electra.": "", "generator_predictions.": f"{TRANSFORM}.",
+            "generator_lm_head.weight": BERT.decoder, "generator_lm_head.bias": BERT.head["embeddings.word.bias"],
+        },
+        _zero_segments,
+        read=_read_electra,
+    ),
+    "nomic_bert": Relative(
+        {"bert.": ""},
+        _zero_biases,
+        {
+            "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+            "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps",
+            "resid_pdrop": "hidden_dropout_prob", "attn_pdrop": "attention_probs_dropout_prob",
+        },
+        {
+            "activation_function": ("swiglu", "gelu_new"),
+            "rotary_emb_fraction": (1.0, 0.0),
+            **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (False, True)),
+            **dict.fromkeys(("prenorm", "parallel_block", "use_rms_norm", "causal", "rotary_emb_interleaved"), (False, False)),
+            "rotary_emb_scale_base": (None, None),
+        },
+        _read_first_nomic,
+        family="nomic_bert",
+        mark="n_embd",
     ),
 }  # fmt: skip
 
 
-def of_config(tree: Mapping[str, Any]) -> Relative | None:
-    """The relative of BERT that a config.json is of, or None."""
-    return RELATIVES.get(str(tree.get("model_type")))
+def of_config(tree: Tree) -> Relative | None:
+    """The relative that a config.json is of, or None."""
+    relative = RELATIVES.get(str(tree.get("model_type")))
+    return relative if relative and relative.mark in tree else None
 
 
-def upgrade_legacy_config(relative: Relative, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A relative's config.json as BERT's. Raises ValueError for embeddings of another width than the layers."""
-    present = {relative.fields.get(name, name): value for name, value in tree.items()} | {"model_type": "bert"}
-    if tree["model_type"] == "electra":  # 128 is the class's own default
-        present["embedding_size"] = read_value(tree, "embedding_size", where, 128, int)
-    return present
-
-
-def present_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A relative's tensors, under BERT's names, with zeros for the token types that DistilBERT lacks."""
-    words, types = (BERT.embeddings[f"embeddings.{name}"] for name in ("word.weight", "segment"))
-    missing = {types: torch.zeros(2, tensors[words].shape[1])} if words in tensors and types not in tensors else {}
-    return dict(tensors) | missing
+def upgrade_legacy_config(relative: Relative, tree: Tree, where: str) -> dict[str, Any]:
+    """A relative's config.json as its family's. Raises ValueError naming a field whose value the family cannot have."""
+    refuse_others(tree, where, relative.fixed)
+    present = {relative.fields.get(name, name): value for name, value in tree.items() if name not in relative.fixed}
+    return present | {"model_type": relative.family} | relative.read(tree, where)

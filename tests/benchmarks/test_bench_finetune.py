@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import bench_finetune as bench
 from megabert.finetune import scores, tasks
-from megabert.finetune.datasets import SentenceExample
+from megabert.finetune.files import SentenceExample
 
 
 def test_rows_to_choose_on_are_not_learnt_from(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from megabert.config import Config, EvalConfig, ModelConfig
 from megabert.data.batch import Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune import datasets, encoding, tasks
+from megabert.finetune import files, tasks
+from megabert.finetune.encoding import TaskEncoding, collect_labels
 from megabert.hf.mapping import from_huggingface
 from tests.conftest import ROOT
 from tests.helpers import finetune_problem, wordpiece
@@ -171,11 +172,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("kind", "file"), [("tag", "train.conll"), ("classify", "pairs.tsv")])
 def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> None:
     task = tasks.custom(kind) if kind == "tag" else tasks.custom(kind, ("a", "b"), "label")
-    examples = datasets.read(task, tuned / file)
-    labels = encoding.collect_labels(task, examples)
+    examples = files.read(task, tuned / file)
+    labels = collect_labels(task, examples)
     tokenizer = trainer.AutoTokenizer.from_pretrained(tuned / "hf")
     rows, _ = trainer.rows_of(task, examples, tokenizer, {label: i for i, label in enumerate(labels)}, 8)
-    items = encoding.encode(task, examples, Tokenizer.load(tuned / "run/vocab.txt"), labels, 8)
+    items = TaskEncoding(task, Tokenizer.load(tuned / "run/vocab.txt"), labels, 8).encode(examples)
     first = {item.example: item for item in reversed(items)}
     for i, row in enumerate(rows):
         assert row["input_ids"] == first[i].ids.tolist() and len(row["input_ids"]) <= 8
@@ -210,6 +211,6 @@ def test_trainer_learns_and_leaves_what_ours_leaves(tuned: Path) -> None:
 def test_word_without_a_token_is_outside_entities() -> None:
     assert trainer.first_tokens([None, 0, 0, 2, None]) == {0: 1, 2: 3}
     task, labels = tasks.custom("tag"), ("B-a", "O")
-    example = datasets.SentenceExample("0", "f", ("one", "\ufe0f", "two"), None)
+    example = files.SentenceExample("0", "f", ("one", "\ufe0f", "two"), None)
     logits = np.array([[[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]]], np.float32)
     assert trainer.decode(task, [example], [{0: 1, 2: 3}], logits, labels) == [["B-a", "O", "B-a"]]

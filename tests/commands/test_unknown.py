@@ -9,7 +9,7 @@ import torch
 
 from megabert import hf
 from megabert.commands import features, fill
-from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
+from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.run import encode_splits
 from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import PRESETS, custom

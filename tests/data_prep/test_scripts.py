@@ -19,8 +19,8 @@ from data_prep.text import clean, sentences
 from megabert.data.shards import Dataset
 from megabert.data.text import clean_word, prepared, writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import SentenceExample, TextExample
-from megabert.finetune.encoding import encode
+from megabert.finetune.encoding import TaskEncoding
+from megabert.finetune.files import SentenceExample, TextExample
 from megabert.finetune.tasks import Task
 from megabert.hf import tokenizer_files
 from tests.helpers.prep_builds import build_here, build_words, report
@@ -110,7 +110,9 @@ def test_a_text_has_the_ids_of_its_build(built, tmp_path):
         _, (read,) = load(job, 0, read_task(job, task).facts["units"])
         built_ids = np.split(read.tokens, np.cumsum(read.document_tokens())[:-1])
         used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
-        items = encode(used, [TextExample("", "", text, None, None) for text in texts], tokenizer, ("0", "1"), 1 << 20)
+        items = TaskEncoding(used, tokenizer, ("0", "1"), 1 << 20).encode(
+            [TextExample("", "", text, None, None) for text in texts]
+        )
         exported = tokenizer_files.build(tokenizer)
         for i, (text, ids, item) in enumerate(zip(texts, built_ids, items, strict=True)):
             assert item.ids[1:-1].tolist() == ids.tolist()
@@ -125,7 +127,7 @@ def test_tags_are_read_from_first_tokens(built):
     texts = [tuple(text.split() if spaced else "".join(text.split())) for text in lines(language)]
     examples = [SentenceExample(str(i), "", words, ("O",) * len(words)) for i, words in enumerate(texts)]
     task = Task(name="tags", kind="tag", text=("0",), label="1", metrics=("accuracy",))
-    for item, words in zip(encode(task, examples, tokenizer, ("O", "X"), SEQ_LEN), texts, strict=True):
+    for item, words in zip(TaskEncoding(task, tokenizer, ("O", "X"), SEQ_LEN).encode(examples), texts, strict=True):
         assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()
         for word, token in zip(words, item.ids[item.positions].tolist(), strict=True):
             shown = tokenizer.tokens[token].strip()

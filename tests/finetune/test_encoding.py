@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from megabert.commands import export
 from megabert.commands.extraction import Extractor
 from megabert.data.text import find_words
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune import datasets, prediction, save
-from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample
-from megabert.finetune.encoding import MAX_QUESTION, collect_labels, encode, tags_every_token
-from megabert.finetune.tasks import PRESETS, custom
+from megabert.finetune import files, prediction, save
+from megabert.finetune.encoding import MAX_QUESTION, TaskEncoding, TaskItem, collect_labels, tags_every_token
+from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
+from megabert.finetune.tasks import PRESETS, Task, custom
 from megabert.hf.read import load
 from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import fast_tokenizers, finetuned, runs, tokenizers, wordpiece
@@ -43,6 +44,12 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     return tokenizers.make(tmp_path_factory.mktemp("tokenizer"), request.param)
 
 
+def encode(
+    task: Task, examples: list[Any], tokenizer: Tokenizer, labels: tuple[str, ...], *how: Any, **more: Any
+) -> list[TaskItem]:
+    return TaskEncoding(task, tokenizer, labels, *how, **more).encode(examples)
+
+
 def text(a: str, b: str | None = None, label: str | float | None = "x") -> TextExample:
     return TextExample("0", "t.tsv, line 2", a, b, label)
 
@@ -54,7 +61,7 @@ def question(context: str, *answers: str, asked: str = "Who?") -> QuestionExampl
 
 def plain_sentences(folder: Path, texts: list[str]) -> list[SentenceExample]:
     (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return datasets.read(TAG, folder / "plain.jsonl", labelled=False)
+    return files.read(TAG, folder / "plain.jsonl", labelled=False)
 
 
 def test_labels_of_task_or_training_file() -> None:

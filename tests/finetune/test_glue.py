@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from megabert.finetune import datasets, glue
-from megabert.finetune.datasets import TextExample
+from megabert.finetune import glue
+from megabert.finetune.files import TextExample, read
 from tests.helpers import finetune_problem, glue_folder
 from tests.helpers.refusal import refusal
 from tests.integration.conftest import command
@@ -37,7 +37,7 @@ def test_glue_layout_is_found_whole(base) -> None:
     names = {split: path.name for split, path in found["MNLI"][1].items()}
     assert names == {"train": "train.tsv", "reported-m": "dev_matched.tsv", "reported-mm": "dev_mismatched.tsv"}
     for task, files in found.values():
-        counts = {split: len(datasets.read(task, path)) for split, path in files.items()}
+        counts = {split: len(read(task, path)) for split, path in files.items()}
         assert counts.pop("train") == 40 and set(counts.values()) == {8}
     splits = glue.read_splits(*found["MNLI"])
     sizes = {name: len(part) for name, part in splits.items()}
@@ -51,14 +51,14 @@ def test_folders_by_task_name_and_missing_ones(tmp_path, caplog) -> None:
     for name in ("train", "dev"):
         (tmp_path / f"sst2/{name}.tsv.gz").write_bytes(gzip.compress(b"sentence\tlabel\ngood\t1\nbad\t0\n"))
     ((task, files),) = glue.find_tasks(tmp_path, ["sst2"])
-    assert task.name == "sst2" and len(datasets.read(task, files["reported"])) == 2
+    assert task.name == "sst2" and len(read(task, files["reported"])) == 2
     for split in ("train", "validation_mismatched", "validation_matched", "test_matched"):
         path = tmp_path / f"mnli/{split}-00000-of-00001.parquet"
         path.parent.mkdir(exist_ok=True)
         parquet.write_table(pa.table({"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]}), path)
     caplog.set_level("INFO")
     two = {task.name: (task, files.values()) for task, files in glue.find_tasks(tmp_path)}
-    labels = {name: [datasets.read(task, path)[0].label for path in paths] for name, (task, paths) in two.items()}
+    labels = {name: [read(task, path)[0].label for path in paths] for name, (task, paths) in two.items()}
     assert labels == {"sst2": ["1", "1"], "mnli": ["contradiction"] * 3}
     assert "has no CoLA, MRPC, STS-B, QQP, QNLI, RTE, WNLI (no train or no dev file): left out" in caplog.text
 

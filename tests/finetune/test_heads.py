@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from megabert.distributed.ranks import World
+from megabert.data.batch import Update
+from megabert.distributed.ranks import World, discover
 from megabert.engine import Engine
 from megabert.finetune import batches, heads
-from megabert.finetune.batches import ItemLayout, TaskBatch, TaskUpdate, collate, order, updates
+from megabert.finetune.batches import ItemLayout, TaskBatch, collate, order, updates
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.heads import Finetuner
+from megabert.finetune.settings import Settings
 from tests.helpers import finetune_items
 
 CPU = torch.device("cpu")
@@ -77,7 +79,8 @@ def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int
     items, layout = finetune_items.items("classify", 29), ItemLayout("classify", 16, False)
     orders = [order(29, seed, epoch).tolist() for seed, epoch in ((5, 0), (5, 1), (6, 0))]
     assert all(sorted(o) == list(range(29)) for o in orders) and len(set(map(tuple, orders))) == 3
-    streams = [updates(items, layout, 5, 12, 0, micro_steps, r, ranks) for r in range(ranks)]
+    settings, worlds = Settings(seed=5, batch=12), [replace(discover({}), rank=r, size=ranks) for r in range(ranks)]
+    streams = [updates(items, layout, settings, world, micro_steps) for world in worlds]
     for step in range(7):  # epochs of 3 updates, the last one of each holds 5 items
         parts = [next(stream) for stream in streams]
         found = [b for part in parts for b in part.batches]
@@ -187,5 +190,5 @@ def test_heads_overfit_under_the_engine(kind: str, world: World) -> None:
     cfg = finetune_items.config(batch__global_size=16, batch__micro_size=16)
     engine = Engine(cfg, build(kind), world)
     batch = batch_of(finetune_items.items(kind, 16), kind)
-    losses = [float(engine.train_update(TaskUpdate(step, [batch]), 3e-3).losses[0]) for step in range(25)]
+    losses = [float(engine.train_update(Update(step, 0, [batch]), 3e-3).losses[0]) for step in range(25)]
     assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])

@@ -13,7 +13,7 @@ from scipy import special
 import megabert
 from megabert.commands import export
 from megabert.distributed.ranks import discover
-from megabert.finetune import datasets, onnx, save, scores, tasks
+from megabert.finetune import files, onnx, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
@@ -61,7 +61,7 @@ def exported(kind: str, folder: Path, **made: Any) -> tuple[Finetuned, Path, Pat
 
 def encoded(found: Finetuned, path: Path) -> tuple[list[Any], list[TaskItem], list[np.ndarray]]:
     """Examples, their items, and our logits of these."""
-    examples = datasets.read(found.described.task, path)
+    examples = files.read(found.described.task, path)
     items = found.items(found.described.task, examples)
     return examples, items, compute_logits(found.module, items, found.described.layout, discover({}))
 

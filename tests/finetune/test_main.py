@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megabert import hf as pretrained
-from megabert.finetune import datasets, glue, run
+from megabert.finetune import files, glue, run
 from megabert.finetune.__main__ import main, parse, parse_task
 from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import custom
@@ -75,8 +75,8 @@ def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
 
 def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
     (tmp_path / "sorted.tsv").write_text("label\ttext\n" + "even\tw2 w4\n" * 9 + "odd\tw1 w3\n" * 9)
-    task, files = custom("classify", ["text"], "label"), {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}
-    splits = {name: datasets.read(task, path) for name, path in files.items()}
+    task, paths = custom("classify", ["text"], "label"), {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}
+    splits = {name: files.read(task, path) for name, path in paths.items()}
     tokenizer = pretrained.load(base / "run").tokenizer
     found = run.encode_splits(task, splits, tokenizer, Settings(max_length=32, stride=8), limit=4)
     assert found.labels == ("even", "odd")

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import special
+from seqeval.metrics.sequence_labeling import get_entities
 
 from megabert import hf as pretrained
+from megabert.common.tables import rows
 from megabert.config import OpsConfig, replace
+from megabert.data.text import find_words
 from megabert.distributed.ranks import World, discover
-from megabert.finetune import datasets, huggingface, prediction, save, tasks
+from megabert.finetune import files, huggingface, prediction, save, tasks
 from megabert.finetune.batches import collate
 from megabert.finetune.run import configure
 from megabert.finetune.settings import Settings
@@ -87,7 +91,7 @@ def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> 
     assert prediction.predict_file(folder / "best", folder / "texts.tsv", tmp_path / "out.tsv") == 50
     found = save.load(folder, CPU)
     want = []
-    for item in found.items(TEXT, datasets.read(TEXT, folder / "texts.tsv", labelled=False)):
+    for item in found.items(TEXT, files.read(TEXT, folder / "texts.tsv", labelled=False)):
         batch = collate([item], found.described.layout)
         with torch.no_grad():
             want.append(("even", "odd")[int(found.module.logits(batch.read, **batch.packed.inputs()).argmax())])
@@ -97,7 +101,7 @@ def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> 
 
 def logits_on_ranks(world: World, folder: str, *tokens: int) -> list[list[np.ndarray]]:
     found = save.load(folder, CPU)
-    items = found.items(TEXT, datasets.read(TEXT, Path(folder) / "texts.tsv"))
+    items = found.items(TEXT, files.read(TEXT, Path(folder) / "texts.tsv"))
     return [prediction.compute_logits(found.module, items, found.described.layout, world, n) for n in tokens]
 
 
@@ -171,6 +175,11 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         with pytest.raises(ValueError, match=f"--output .*{output}: is the file to predict for"):
             prediction.predict_file(folder, path, tmp_path / output)
     assert path.read_text() == content
+    tags = finetune_problem.write_tags(tmp_path / "tags.conll", 10, 1)
+    tagger = save_untrained(tmp_path, tasks.custom("tag"), tags)
+    with pytest.raises(ValueError, match="--probabilities: are of the labels of a text"):
+        prediction.predict_file(tagger, tags, tmp_path / "out", probabilities=True)
+    assert not (tmp_path / "out").exists()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one process predicts, 2 were started"):
@@ -184,12 +193,12 @@ def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
     spans = [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 8, "label": "B"}]
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "spans": spans}) + "\n")
     save_untrained(tmp_path, tasks.custom("tag"), tmp_path / "train.jsonl")
-    files = {
+    contents = {
         "words.conll": "\n\n".join("\n".join(words) for words in sentences),
         "lines.txt": "\n\n".join(texts),
         "lines.jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
     }
-    for name, content in files.items():
+    for name, content in contents.items():
         file, output = tmp_path / name, tmp_path / f"{name}.out"
         file.write_text(content + "\n")
         assert prediction.predict_file(tmp_path, file, output, lines=name == "lines.txt") == 3
@@ -197,20 +206,36 @@ def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
     blocks = (tmp_path / "words.conll.out").read_text().strip().split("\n\n")
     kinds = 0
     for block, text, line in zip(blocks, texts, (tmp_path / "lines.txt.out").read_text().splitlines(), strict=True):
-        want, at, before = [], 0, ""
-        for word, tag in (row.split(" ") for row in block.split("\n")):
-            start = text.index(word, at)
-            at = start + len(word)
-            if tag[0] == "I" and before == tag[2:]:
-                want[-1]["end"] = at
-            elif tag != "O":
-                want.append({"start": start, "end": at, "label": tag[2:]})
-            before = tag[2:]
+        tags, places = [row.split(" ")[1] for row in block.split("\n")], find_words(text)
+        want = [{"start": places[a][0], "end": places[b][1], "label": kind} for kind, a, b in get_entities(tags)]
         kinds += len(want)
         assert json.loads(line) == {"text": text, "spans": want}
     assert kinds > 3
     with pytest.raises(ValueError, match=r"--lines is of one text each, and squad2\.0 reads two"):
-        list(datasets.stream(tasks.preset("squad2.0"), tmp_path / "lines.txt", labelled=False, lines=True))
+        list(files.stream(tasks.preset("squad2.0"), tmp_path / "lines.txt", labelled=False, lines=True))
+
+
+@pytest.mark.parametrize("kind", ["classify", "multilabel"])
+def test_probabilities_are_those_of_the_logits(kind: str, folder: Path, tmp_path: Path) -> None:
+    """In a column of each label, which the predictions agree with."""
+    if kind == "classify":
+        model, file = folder, folder / "texts.tsv"
+    else:
+        file = finetune_problem.write_label_sets(tmp_path / "texts.tsv", 50, 1)
+        model = save_untrained(tmp_path, tasks.custom(kind, ["text"], "label"), file)
+    assert prediction.predict_file(model, file, tmp_path / "out.tsv", probabilities=True) == 50
+    found = save.load(model, CPU)
+    task, labels = found.described.task, found.described.labels
+    assert (tmp_path / "out.tsv").read_text().splitlines()[0].split("\t") == ["index", "prediction", *labels]
+    items = found.items(task, files.read(task, file))
+    logits = prediction.compute_logits(found.module, items, found.described.layout, discover({}))
+    for (_, (shown, *given)), values in zip(rows(tmp_path / "out.tsv", ["prediction", *labels]), logits, strict=True):
+        shares = list(map(float, given))
+        assert shares == pytest.approx((special.softmax if kind == "classify" else special.expit)(values), abs=2e-5)
+        if kind == "classify":
+            assert shown == labels[int(shares[1] > 0.5)]
+        else:
+            assert shown == ",".join(name for name, share in zip(labels, shares, strict=True) if share > 0.5)
 
 
 @pytest.mark.parametrize("kind", ["classify", "span"])

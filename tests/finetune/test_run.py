@@ -15,7 +15,7 @@ from megabert import hf as pretrained
 from megabert.commands import export
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, prediction, run, save, tasks
+from megabert.finetune import files, prediction, run, save, tasks
 from megabert.finetune.run import Data, FineTuning
 from megabert.finetune.scores import suffix
 from megabert.finetune.settings import Settings
@@ -29,7 +29,7 @@ TASKS = {kind: tasks.custom(kind, text=["text"], label="label") for kind in ("cl
 TASKS |= {"tag": tasks.custom("tag", metrics=["f1", "accuracy"]), "span": tasks.preset("squad1.1")}
 LABELS = {"classify": ("even", "odd"), "multilabel": ("even", "high"), "tag": ("B-A", "B-B", "O"), "span": ()}
 WRITERS = dict(zip(TASKS, (write_texts, write_label_sets, write_tags, write_questions), strict=True))
-SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
+SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, stride=8, precision="fp32", zero=0)
 MODERN = {"kind": "modern", "norm": "pre", "nsp": False}
 STARTS = [("classify", {}), ("tag", {}), ("tag", MODERN), ("classify", {"nsp": False})]
 
@@ -51,7 +51,7 @@ def start(base) -> Pretrained:
 
 def data_of(base: Path, kind: str, start: Pretrained) -> Data:
     task = TASKS[kind]
-    examples = {name: datasets.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
+    examples = {name: files.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
     return run.encode_splits(task, examples, start.tokenizer, SETTINGS)
 
 
@@ -61,7 +61,7 @@ def unwatched(world: World) -> Watchdog:
 
 
 def train(folder: Path, data: Data, start: Pretrained, settings: Settings, world: World, stop: Any = None) -> Any:
-    return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
+    return FineTuning(folder, data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
 
 
 def fine_tune(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
@@ -107,8 +107,9 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, st
         assert result["scores"]["dev"][main] > {"tag": 0.8, "multilabel": 0.85}[kind]
 
 
-@pytest.mark.parametrize("modern", [False, True])
-@pytest.mark.parametrize(("layers", "width"), [("last", 1), ("1,2,3,4", 4), ("1+2+3+4", 1)])
+@pytest.mark.parametrize(("layers", "width", "modern"), [
+    ("last", 1, False), ("last", 1, True), ("1,2,3,4", 4, False), ("1+2+3+4", 1, True),
+])  # fmt: skip
 def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, modern: bool, base, tmp_path, world) -> None:
     """Tags are a function of the word, so features of random weights separate them; three in four are O."""
     (tmp_path / "base").mkdir()
@@ -147,12 +148,12 @@ def test_head_that_is_missing_is_drawn_by_seed(modern: bool, base, tmp_path, wor
         save_file(rest, tmp_path / "hf/model.safetensors", {"format": "pt"})
     start, part = pretrained.load(tmp_path / "hf"), "transform" if modern else "pooler"
     data = data_of(base, "classify", start)
-    runs = [FineTuning(tmp_path / "a", "a", data, start, change(seed=seed), world, 5) for seed in (1, 1, 2)]
+    runs = [FineTuning(tmp_path / "a", data, start, change(seed=seed), world, 5) for seed in (1, 1, 2)]
     first, again, other = (getattr(run_.module.head, part).weight for run_ in runs)
     assert torch.equal(first, again) and not torch.equal(first, other)
     words = [run_.module.encoder.embeddings.word.weight for run_ in runs]
     assert torch.equal(words[0], words[2]) and torch.equal(words[0], start.weights["embeddings.word.weight"])
-    frozen = FineTuning(tmp_path / "b", "b", data, start, change(freeze=True), world, 5)
+    frozen = FineTuning(tmp_path / "b", data, start, change(freeze=True), world, 5)
     trained = {name for name, _ in frozen.module.named_parameters()}
     assert {"head.output.weight", f"head.{part}.weight"} <= trained
     assert not any("encoder." in name for name in trained)
@@ -165,7 +166,7 @@ def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) ->
         texts = [("no" if n % 6 else "yes", row.partition("\t")[2]) for n, row in enumerate(rows)]
         (tmp_path / name).write_text("\n".join(map("\t".join, [("label", "text"), *texts])) + "\n")
     task = tasks.custom("classify", text=["text"], label="label", metrics=["f1", "auroc"])
-    examples = {name: datasets.read(task, tmp_path / name) for name in ("train", "dev")}
+    examples = {name: files.read(task, tmp_path / name) for name in ("train", "dev")}
     found, thresholds = {}, {}
     for threshold in ("half", "f1"):
         settings, folder = change(epochs=1, threshold=threshold), tmp_path / threshold
@@ -180,23 +181,22 @@ def test_threshold_of_dev_is_saved_and_predicts(base, tmp_path, world, start) ->
     assert head == ["label", "precision", "recall", "f1", "support"] and yes[3:] == [f"{found['f1']['f1']:.4f}", "5"]
 
 
-def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, monkeypatch, start) -> None:
+def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, start) -> None:
     """The best rate first; a finished run is freed before the next one."""
     settings, data, common = change(epochs=1, batch=60), data_of(base, "classify", start), {"task": "sst2"}
     data = replace(data, task=replace(data.task, name="sst2"))
     modules: list[weakref.ref[Any]] = []
 
-    def created(*given: Any) -> FineTuning:
-        assert not any(module() for module in modules)
-        made = FineTuning(*given)
-        modules.append(weakref.ref(made.module))
-        return made
-
-    monkeypatch.setattr(run, "FineTuning", created)
-
     def runs_of(stop: Any, *rates: float) -> dict[str, Any] | None:
         runs = {f"lr{lr:g}-seed{seed}": replace(settings, lr=lr, seed=seed) for lr in rates for seed in (1, 2)}
-        return run.train_missing(tmp_path, common, data, start, runs, world, stop, unwatched(world), 2)
+
+        def train_one(folder: Path, data: Data, settings: Settings) -> dict[str, Any] | None:
+            assert not any(module() for module in modules)
+            made = FineTuning(folder, data, start, settings, world, 2)
+            modules.append(weakref.ref(made.module))
+            return made.train(stop, unwatched(world))
+
+        return run.train_missing(tmp_path, common, data, runs, world, train_one)
 
     assert runs_of(StopAt(1), 3e-3) is None
     first = runs_of(StopAt(), 3e-3)
@@ -234,7 +234,7 @@ def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tm
 def test_settings_decide_first_weights_and_what_is_trained(base, tmp_path, world, start) -> None:
     data = data_of(base, "classify", start)
     changed = ({}, {"seed": 2}, {"from_scratch": True}, {"freeze": True})
-    made = [FineTuning(tmp_path / "a", "a", data, start, change(**values), world, 5) for values in changed]
+    made = [FineTuning(tmp_path / "a", data, start, change(**values), world, 5) for values in changed]
     kept, other, new, _ = (run_.module.state_dict() for run_ in made)
     name, head, frozen = "embeddings.position", "head.output.weight", made[3]
     assert torch.equal(kept[f"encoder.{name}"], start.weights[name])

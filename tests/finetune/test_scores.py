@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megabert.common.errors import BadTraining
-from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.encoding import TaskItem
+from megabert.finetune.files import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.scores import best_threshold, by_label, decode, normalized, overlap, score, write
 from megabert.finetune.tasks import METRICS, PRESETS, custom
 

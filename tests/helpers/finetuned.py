@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megabert import hf as pretrained
-from megabert.finetune import datasets, heads, run, save
+from megabert.finetune import files, heads, run, save
 from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
 from tests.helpers import runs
@@ -22,14 +22,14 @@ def make(
 ) -> Path:  # fmt: skip
     """`base/best`, a model of `task` with the labels of `file`, on the encoder of `runs.make`; `fields`: of the model."""
     runs.make(base / "run", vocabulary, fields=fields, **model)
-    return save_untrained(base, task, file, **{"max_length": LENGTH, "stride": 8} | (settings or {}))
+    return save_untrained(base, task, file, **{"max_length": LENGTH} | (settings or {}))
 
 
 def save_untrained(base: Path, task: Task, file: Path, **settings: Any) -> Path:
     """`base/best`, a model of `task` on the run `base/run`, whose head is random."""
     start = pretrained.load(base / "run")
-    chosen = Settings(precision="fp32", **settings)
-    data = run.encode_splits(task, {"train": datasets.read(task, file)}, start.tokenizer, chosen)
+    chosen = Settings(**{"precision": "fp32", "stride": 8} | settings)
+    data = run.encode_splits(task, {"train": files.read(task, file)}, start.tokenizer, chosen)
     described = run.describe(data, start, chosen, 1)
     torch.manual_seed(1)
     cpu, kind, outputs = torch.device("cpu"), task.kind, described.outputs

@@ -16,89 +16,6 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class _Requests(BaseHTTPRequestHandler):
-    name, folder = "", Path()
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        file = self.folder / path.rpartition("/")[2]
-        if path == f"/api/models/{self.name}/revision/main" or path == f"/api/models/{self.name}":
-            self.answer(json.dumps({"id": self.name, "sha": COMMIT, "siblings": []}).encode())
-        elif path == f"/api/models/{self.name}/tree/{COMMIT}":
-            files = [
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": oid(f)} for f in self.folder.iterdir()
-            ]
-            self.answer(json.dumps(files).encode())
-        elif path.startswith(f"/{self.name}/resolve/") and file.is_file():
-            self.answer(file.read_bytes(), {"ETag": f'"{oid(file)}"', "X-Repo-Commit": COMMIT})
-        else:
-            self.answer(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
-
-    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-def oid(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
-
-
-class _DatasetRequests(_Requests):
-    """A dataset: `folder` has a folder for each branch, slashes of its name as in a URL's part."""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        match = re.fullmatch(rf"(?:/api)?/datasets/{self.name}/(revision|tree|resolve)/([^/]+)/?(.*)", path)
-        branch = self.folder / match[2] if match else Path()
-        file = branch / unquote(match[3]) if match else Path()
-        if match is None or not branch.is_dir():
-            self.answer(b"{}", {"X-Error-Code": "RevisionNotFound" if match else "RepoNotFound"}, 404)
-        elif not file.exists():
-            self.answer(b"{}", {"X-Error-Code": "EntryNotFound"}, 404)
-        elif match[1] == "revision":
-            self.answer(json.dumps({"id": self.name, "sha": COMMIT, "siblings": []}).encode())
-        elif match[1] == "tree":
-            below = sorted(file.rglob("*") if "recursive=true" in self.path else file.iterdir())
-            self.answer(json.dumps([self.listed(each, branch) for each in below]).encode())
-        else:
-            data = file.read_bytes()
-            if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
-                data = data[int(asked[1]) : int(asked[2]) + 1]
-            self.answer(data, {"ETag": f'"{oid(file)}"', "X-Repo-Commit": COMMIT}, 206 if asked else 200)
-
-    @staticmethod
-    def listed(path: Path, branch: Path) -> dict[str, object]:
-        entry: dict[str, object] = {"path": path.relative_to(branch).as_posix()}
-        if path.is_dir():
-            return entry | {"type": "directory", "oid": COMMIT}
-        return entry | {"type": "file", "size": path.stat().st_size, "oid": oid(path)}
-
-
-@contextmanager
-def serving(name: str, folder: Path, dataset: bool = False) -> Iterator[str]:
-    """The address of a hub whose one model is `name`, the files of `folder`, or whose one dataset, a folder a branch."""
-    requests = _DatasetRequests if dataset else _Requests
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Requests", (requests,), {"name": name, "folder": folder}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 PUBLIC, PRIVATE, TOKEN, READ_TOKEN = "public", "private", "hf_may_write", "hf_may_only_read"
 
 
@@ -123,6 +40,12 @@ class Hub:
         self._server.shutdown()
         self._server.server_close()
 
+    def add(self, repository: str, visibility: str, files: dict[str, bytes], branch: str = "main") -> None:
+        """A repository, or one more branch of it, whose first commit has these files."""
+        self.repositories[repository] = visibility
+        commits = [(_commit_id(f"{repository}@{branch}", 0), files)]
+        self.branches.setdefault(repository, {})[branch] = commits
+
     def files(self, repository: str, revision: str = "main") -> dict[str, bytes]:
         """The files of a branch or a commit, without .gitattributes."""
         return {name: data for name, data in self.at(repository, revision)[1].items() if name != ".gitattributes"}
@@ -139,12 +62,37 @@ class Hub:
         return quiet | {"HF_ENDPOINT": self.address, "HF_TOKEN": TOKEN, "HF_HOME": str(home)}
 
 
-class _HubRequests(_Requests):
+@contextmanager
+def serving(name: str, folder: Path, dataset: bool = False) -> Iterator[str]:
+    """The address of a hub whose one model is `name`, the files of `folder`, or whose one dataset, a folder a branch with a quoted
+    name."""
+    hub = Hub()
+
+    def read(*_: str) -> None:  # before each request: files may be added
+        for below in folder.iterdir() if dataset else [folder]:
+            files = {
+                path.relative_to(below).as_posix(): path.read_bytes() for path in below.rglob("*") if path.is_file()
+            }
+            branch = unquote(below.name) if dataset else "main"
+            hub.add(f"{'datasets' if dataset else 'models'}/{name}", PUBLIC, files, branch)
+
+    hub.fault = read
+    try:
+        yield hub.address
+    finally:
+        hub.close()
+
+
+class _HubRequests(BaseHTTPRequestHandler):
     hub: Hub
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
-        path, _, query = unquote(self.path).partition("?")
-        if self.refused(path):
+        # a branch with slashes in its name is quoted
+        path, _, query = self.path.partition("?")
+        if self.refused(unquote(path)):
             return
         of_api = re.fullmatch(
             r"/api/((?:model|dataset)s/[^/]+/[^/]+)(?:/(refs|commits|revision|tree)(?:/([^?]*))?)?", path
@@ -155,15 +103,16 @@ class _HubRequests(_Requests):
             return self.missing("RepoNotFound")
         revision = (of_file[3] if of_file else of_api[3] if of_api and of_api[3] else "main").partition("/")
         try:
-            commit, files = self.hub.at(repository, revision[0])
+            commit, files = self.hub.at(repository, unquote(revision[0]))
         except StopIteration:
             return self.missing("RevisionNotFound")
         if of_file:
-            if (data := files.get(of_file[4])) is None:
+            file = unquote(of_file[4])
+            if (data := files.get(file)) is None:
                 return self.missing("EntryNotFound")
             if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
                 data = data[int(asked[1]) : int(asked[2]) + 1]
-            tag = {"ETag": f'"{blob(files[of_file[4]])}"', "X-Repo-Commit": commit}
+            tag = {"ETag": f'"{blob(files[file])}"', "X-Repo-Commit": commit}
             return self.answer(data, tag, 206 if asked else 200)
         assert of_api is not None
         branches = self.hub.branches[repository]
@@ -172,9 +121,9 @@ class _HubRequests(_Requests):
             self.say({"branches": heads, "converts": [], "tags": []})
         elif of_api[2] == "commits":
             about = {"title": "", "message": "", "date": "2026-01-01T00:00:00.000Z", "authors": []}
-            self.say([{"id": oid, **about} for oid, _ in reversed(branches[revision[0]])])
+            self.say([{"id": oid, **about} for oid, _ in reversed(branches[unquote(revision[0])])])
         elif of_api[2] == "tree":
-            self.say(listed(files, revision[2], "recursive=true" in query.lower()))
+            self.say(listed(files, unquote(revision[2]), "recursive=true" in query.lower()))
         else:
             private = self.hub.repositories[repository] == PRIVATE
             self.say({"id": repository.partition("/")[2], "sha": commit, "private": private, "siblings": []})
@@ -227,9 +176,8 @@ class _HubRequests(_Requests):
         about = {"url": f"{self.hub.address}/{repository.removeprefix('models/')}"}
         if repository in self.hub.branches:
             return self.say(about | {"error": "You already created this repo"}, 409)
-        self.hub.repositories[repository] = asked.get("visibility", PUBLIC)
         first = {".gitattributes": b"*.tar filter=lfs diff=lfs merge=lfs -text"}
-        self.hub.branches[repository] = {"main": [(_commit_id(repository, 0), first)]}
+        self.hub.add(repository, asked.get("visibility", PUBLIC), first)
         self.say(about)
 
     def branch(self, repository: str, name: str, body: bytes) -> None:
@@ -277,6 +225,17 @@ class _HubRequests(_Requests):
             # uploads go to another server, whose errors are not the hub's
             self.answer(b"<Error/>" if self.command == "PUT" else b'{"error": "of the test"}', {}, status)
         return status is not None
+
+    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
 
     def say(self, value: Any, status: int = 200) -> None:
         self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"}, status)

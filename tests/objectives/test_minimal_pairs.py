@@ -89,7 +89,7 @@ def test_accuracy_of_published_pairs_is_a_plain_scripts(causal: bool, tmp_path: 
         assert 100 * found["paradigms"][name]["accuracy"] == pytest.approx(100 * values["accuracy"], abs=0.1), name
 
 
-def test_fields_ties_and_equal_names_of_tables(tmp_path: Path) -> None:
+def test_fields_ties_and_equal_names_of_tables() -> None:
     of = [("right", "wrong", "a"), ("wrong", "right", "a"), ("right", "same", "b"), ("wrong", "same", "c")]
     table = build_table([Pair(good, bad, name, "f" if name != "c" else "g") for good, bad, name in of], SCORES)
     assert table["fields"] == {"f": 0.75, "g": 0.5}
@@ -99,12 +99,6 @@ def test_fields_ties_and_equal_names_of_tables(tmp_path: Path) -> None:
     table = build_table([Pair(*right, "a", "f"), Pair(*wrong, "a", "g"), Pair(*right, "b", "g")], SCORES)
     assert {name: values["pairs"] for name, values in table["paradigms"].items()} == {"f/a": 1, "g/a": 1, "b": 1}
     assert table["accuracy"] == pytest.approx(2 / 3) and table["pairs"] == 3
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "npi-any.txt").write_text(f"wrong {folder}\nright {folder}\nwrong x\nright x\n")
-    pairs = read_pairs(tmp_path, each=1)
-    assert [pair.paradigm for pair in pairs] == ["one/npi-any", "two/npi-any"]
-    assert [pair.good for pair in pairs] == ["right one", "right two"]
 
 
 def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
@@ -120,6 +114,11 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "x_2.jsonl").write_text(lines[0] + '{"sentence_good": "alone"}\n')
     with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
         read_pairs(tmp_path / "x_2.jsonl")
+    for folder in ("one", "two"):  # which have files of one name
+        (tmp_path / "same" / folder).mkdir(parents=True)
+        (tmp_path / "same" / folder / "npi-any.txt").write_text(f"wrong {folder}\nright {folder}\nwrong x\nright x\n")
+    same = [(pair.paradigm, pair.good) for pair in read_pairs(tmp_path / "same", each=1)]
+    assert same == [("one/npi-any", "right one"), ("two/npi-any", "right two")]
 
 
 def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None:

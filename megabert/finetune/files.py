@@ -1,7 +1,7 @@
-"""Datasets of tasks: the examples of a file, each with its line.
+"""Files of tasks: their examples, each with its place for messages.
 
 Texts are rows of tables (`megabert.common.tables`); tags are CoNLL columns with an empty line between sentences, or JSON lines of a
-text and labelled spans of its characters; answers are SQuAD's JSON. Errors in a file name it and the line.
+text and labelled spans of its characters; answers are SQuAD's JSON. Errors name the file and the line.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from megabert.data.text import find_words
 from megabert.finetune.tasks import Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
-ENTITY_METRICS = {"f1", "precision", "recall"}
 
 
 @dataclass(frozen=True)
@@ -70,28 +69,27 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
     that is not a finite number, a line with too few columns, a repeated id, an answer that is not at its offset in the context, a
     file that is empty or not UTF-8.
     """
-    return list(stream(task, path, labelled))
+    return list(stream(task, Path(path), labelled))
 
 
-def stream(task: Task, path: str | Path, labelled: bool = True, lines: bool = False) -> Iterator[Any]:
+def stream(task: Task, path: Path, labelled: bool = True, lines: bool = False) -> Iterator[Any]:
     """The examples of a file one by one, in bounded memory; errors as of `read`, when they are reached. With `lines` each non-empty
     line of the file is an unlabelled text."""
-    path = Path(path)
-    seen: dict[str, str] = {}
-    empty = True
-    reader = READERS.get(task.kind, _texts)
+    readers: dict[str, Any] = {"span": _questions, "tag": _sentences}
+    reader = readers.get(task.kind, _texts)
     if lines:
         reader = _lines
     elif task.kind == "tag" and Path(path.name.removesuffix(".gz")).suffix in (".jsonl", ".json"):
         reader = _plain_sentences
+    seen: dict[str, str] = {}
+    example = None
     for example in reader(task, path, labelled):
         if task.id or task.kind == "span":
             if example.id in seen:
                 raise ValueError(f"{example.where}: id {example.id!r} was used before, at {seen[example.id]}")
             seen[example.id] = example.where
-        empty = False
         yield example
-    if empty:
+    if example is None:
         raise ValueError(f"{path}: holds no example")
 
 
@@ -100,7 +98,7 @@ def has_ids(task: Task, path: Path) -> bool:
     if not task.id:
         return False
     try:
-        next(tables.rows(path, task.columns(labelled=False), False, task.cut_rows, task.ragged), None)
+        next(_rows(task, path, task.columns(labelled=False)), None)
     except ValueError:
         return False
     return True
@@ -118,20 +116,23 @@ def _lines(task: Task, path: Path, labelled: bool) -> Iterator[TextExample | Sen
 # ---- tables
 
 
+def _rows(task: Task, path: Path, columns: list[str]) -> Iterator[tuple[str, list[Any]]]:
+    return tables.rows(path, columns, headed=False, cut_rows=task.cut_rows, ragged=task.ragged)
+
+
 def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
-    wanted = task.columns(labelled)
+    columns = task.columns(labelled)
     may_be_empty = task.label if task.kind == "multilabel" else None
     cut = count = 0
-    for number, (where, row) in enumerate(tables.rows(path, wanted, False, task.cut_rows, task.ragged)):
+    for number, (where, row) in enumerate(_rows(task, path, columns)):
         if task.cut_rows and not (row and all(cell is not None and str(cell).strip() for cell in row)):
             cut += 1
             continue
-        cells = dict(zip(wanted, row, strict=True))
-        if task.kind == "score" and task.pair and isinstance(cells[task.text[1]], list):
-            for text, value in _ranked(
-                where, cells[task.text[0]], cells[task.text[1]], cells.get(task.label), labelled
-            ):
-                yield TextExample(str(count), where, cells[task.text[0]], text, value)
+        cells = dict(zip(columns, row, strict=True))
+        a, b = (*(cells[name] for name in task.text), None)[:2]
+        if task.kind == "score" and isinstance(b, list):
+            for text, value in _ranked(where, a, b, cells.get(task.label), labelled):
+                yield TextExample(str(count), where, a, text, value)
                 count += 1
             continue
         for name, value in cells.items():
@@ -140,9 +141,7 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
             if name in task.text and not isinstance(value, str):
                 raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value):.40}")
         identity = _plain(where, task.id, cells[task.id]) if task.id else str(number)
-        label: Any = _label(task, where, cells[task.label]) if labelled else None
-        a, b = (*(cells[name] for name in task.text), None)[:2]
-        yield TextExample(identity, where, a, b, label)
+        yield TextExample(identity, where, a, b, _label(task, where, cells[task.label]) if labelled else None)
     if cut:
         log.warning(f"{path}: {cut:,} rows are cut at a tab or a line end and left out")
 
@@ -207,30 +206,44 @@ def _plain(where: str, column: str, value: Any) -> str:
 
 
 def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
-    words: list[str] = []
-    tags: list[str] = []
-    start = width = count = 0
-    for number, line in chain(tables.lines(path), [(0, "")]):
-        if not line.strip(" \t"):
-            if words:
-                yield SentenceExample(
-                    str(count), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None
-                )
-                words, tags, count = [], [], count + 1
-            continue
-        fields = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
-        if fields[0] == "-DOCSTART-":
-            continue
-        where = f"{path}, line {number}"
-        width = width or len(fields)
-        if len(fields) != width:
-            raise ValueError(f"{where}: has {len(fields)} columns, the lines before have {width}")
-        if labelled:
-            if width < 2:
-                raise ValueError(f"{where}: has one column, {fields[0]!r:.40}; a word and its tag are needed")
-            tags.append(_tag(task, where, _field(where, "tag", task.label, fields)))
-        start = start if words else number
-        words.append(_field(where, "word", task.text[0], fields))
+    width = count = 0
+    for blank, block in groupby(tables.lines(path), lambda numbered: not numbered[1].strip(" \t")):
+        lines = [] if blank else [(f"{path}, line {number}", _columns(line)) for number, line in block]
+        rows = [(where, columns) for where, columns in lines if columns[0] != "-DOCSTART-"]
+        words, tags = [], []
+        for where, columns in rows:
+            width = width or len(columns)
+            if len(columns) != width:
+                raise ValueError(f"{where}: has {len(columns)} columns, the lines before have {width}")
+            words.append(_field(where, "word", task.text[0], columns))
+            if labelled:
+                tags.append(_tag(task, where, columns))
+        if rows:
+            yield SentenceExample(str(count), rows[0][0], tuple(words), tuple(tags) if labelled else None)
+            count += 1
+
+
+def _columns(line: str) -> list[str]:
+    return line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
+
+
+def _field(where: str, what: str, column: str, columns: Sequence[str]) -> str:
+    at = int(column)
+    if not -len(columns) <= at < len(columns):
+        raise ValueError(f"{where}: has {len(columns)} columns, but the {what} is in column {column}")
+    if not columns[at].strip(" "):
+        raise ValueError(f"{where}: the {what} in column {column} is empty")
+    return columns[at]
+
+
+def _tag(task: Task, where: str, columns: Sequence[str]) -> str:
+    if len(columns) < 2:
+        raise ValueError(f"{where}: has one column, {columns[0]!r:.40}; a word and its tag are needed")
+    tag = _field(where, "tag", task.label, columns)
+    if task.of_entities and not ENTITY_TAG.fullmatch(tag):
+        rule = "neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
+        raise ValueError(f"{where}: tag {tag!r:.40} is {rule}")
+    return _known(task, where, tag)
 
 
 def _plain_sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
@@ -281,45 +294,23 @@ def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], in
     return tags, widened
 
 
-def _tag(task: Task, where: str, tag: str) -> str:
-    if ENTITY_METRICS & set(task.metrics) and not ENTITY_TAG.fullmatch(tag):
-        rule = "neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
-        raise ValueError(f"{where}: tag {tag!r:.40} is {rule}")
-    return _known(task, where, tag)
-
-
-def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
-    at = int(column)
-    if not -len(fields) <= at < len(fields):
-        raise ValueError(f"{where}: has {len(fields)} columns, but the {what} is in column {column}")
-    if not fields[at].strip(" "):
-        raise ValueError(f"{where}: the {what} in column {column} is empty")
-    return fields[at]
-
-
 # ---- questions
 
 
 def _questions(task: Task, path: Path, labelled: bool) -> Iterator[QuestionExample]:
-    for where, context, qa in _squad(path):
-        identity = _get(where, qa, "id", str)
-        where = f"{where}, question {identity}"
-        question = _get(where, qa, "question", str)
-        if not (question.strip() and context.strip()):
-            raise ValueError(f"{where}: the question or its context is empty")
-        answers = _answers(task, where, context, qa) if labelled else None
-        yield QuestionExample(identity, where, question, context, answers)
-
-
-def _squad(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """(place, context, question with its answers) of SQuAD's JSON."""
     tree = tables.parse_json(str(path), "\n".join(line for _, line in tables.lines(path)))
     for a, article in enumerate(_get(str(path), tree, "data", list)):
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
-            where = f"{path}, data[{a}].paragraphs[{p}]"
-            context = _get(where, paragraph, "context", str)
-            for qa in _get(where, paragraph, "qas", list):
-                yield where, context, qa
+            place = f"{path}, data[{a}].paragraphs[{p}]"
+            context = _get(place, paragraph, "context", str)
+            for qa in _get(place, paragraph, "qas", list):
+                identity = _get(place, qa, "id", str)
+                where = f"{place}, question {identity}"
+                question = _get(where, qa, "question", str)
+                if not (question.strip() and context.strip()):
+                    raise ValueError(f"{where}: the question or its context is empty")
+                answers = _answers(task, where, context, qa) if labelled else None
+                yield QuestionExample(identity, where, question, context, answers)
 
 
 def _answers(task: Task, where: str, context: str, qa: Any) -> tuple[tuple[str, int], ...]:
@@ -345,6 +336,3 @@ def _get(where: str, node: Any, key: str, kind: type) -> Any:
         names = {list: "list", str: "text", int: "number"}
         raise ValueError(f"{where}: has no {key!r} that is a {names[kind]}, as SQuAD's JSON has")
     return value
-
-
-READERS: dict[str, Callable[[Task, Path, bool], Iterator[Any]]] = {"span": _questions, "tag": _sentences}

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.encoding import collect_labels
+from megabert.finetune.files import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.tasks import HUB_CLASSES, PRESETS, Task, custom
 
 PLAIN = custom("classify", text=["text"], label="label")
