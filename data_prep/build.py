@@ -15,19 +15,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from data_prep import pipeline
 from data_prep.common import errors
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Corpus, RangeList, source_names
-from data_prep.executor import output_folder, remote_output, work_files
-from data_prep.executor.journal import Journal, Stages, write_json
+from data_prep.executor import output_folder, work_files
+from data_prep.executor.journal import Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.options import BuildOptions
-from data_prep.pipeline import BuildOutput, plan_reading, run_stages
 from data_prep.readers.boundaries import KINDS
 from data_prep.readers.tasks import list_ranges, text_documents
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
+from data_prep.stages.write import WrittenSplit
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
@@ -55,50 +56,45 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     """
     began = time.perf_counter()
     problems = Problems(plan.on_error)
-    ranges = _listed(plan, problems)
+    ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
-    if plan.url and remote_output.is_done(plan.url, account, plan.options.seq_len, overwrite):
+    if plan.url and output_folder.is_published(plan.url, account, overwrite):
         return None
-    opened = output_folder.opened(plan.folder, account, plan.options.seq_len, overwrite, _sources(plan, ranges))
-    with opened as work:
+    with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges)) as work:
         if work is None:
             if plan.url:  # killed while the last files were uploaded
-                remote_output.publish(plan.url, plan.folder, progress)
+                output_folder.publish(plan.url, plan.folder, progress)
             return None
-        with contextlib.closing(Journal(work, executor)) as journal:
-            resumed = journal.holds_something()
-            stages = Stages(journal, progress)
+        with Stages(work, executor, progress) as stages:
             with _with_reasons(problems, stages):
-                reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
+                job, tasks = pipeline.prepare(stages, _job(plan, work, ranges), ranges, plan.given)
                 del ranges  # the tasks have them
-                output = run_stages(stages, reading, plan.folder, plan.given is None)
-            journal.flush()
-            finished = time.perf_counter()
-            read_of = summary.by_corpus(plan.corpora, output.tasks, output.documents.results)
-            summary.warn_unknown(read_of)
-            facts = summary.facts(
-                account,
-                plan.corpora,
-                output.tokenizer,
-                read_of,
-                stages.everything,
-                problems,
-                {str(dataset.seq_len): dataset.figures for dataset in output.datasets},
-            )
-            _commit(plan.folder, output, facts, account)
+                documents, datasets = pipeline.run(stages, job, tasks)
+            stages.flush()
+        finished = time.perf_counter()
+        corpora = summary.describe_corpora(plan.corpora, tasks, documents)
+        tokenizer = work_files.tokenizer_of(job)
+        facts = summary.facts(
+            account=account,
+            tokenizer=tokenizer,
+            corpora=corpora,
+            everything=stages.everything,
+            problems=problems,
+            datasets=datasets,
+        )
+        _commit(plan.folder, datasets, tokenizer, facts, account)
     if plan.url:
-        remote_output.publish(plan.url, plan.folder, progress)
+        output_folder.publish(plan.url, plan.folder, progress)
     training = (train_tokenizer.SAMPLE, train_tokenizer.TRAIN)
     tokenizer_seconds = sum(stages.figures[name]["seconds"] for name in training if name in stages.figures)
     seconds = finished - began - tokenizer_seconds
-    # a resumed build was partly done before this time
-    speed = None if resumed else facts["read"]["bytes"] / 1e6 / seconds
     return facts | {
         "seconds": seconds,
         "tokenizer_seconds": tokenizer_seconds,
         "workers": executor.size,
-        "resumed": resumed,
-        "mb_per_second": speed,
+        "resumed": stages.resumed,
+        # a resumed build was partly done before this time
+        "mb_per_second": None if stages.resumed else facts["read"]["bytes"] / 1e6 / seconds,
         "stages": stages.figures,
         "peak_memory": max(stages.everything.peak, work_files.peak_memory()),
     }
@@ -111,21 +107,17 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     the tokenizer while the others wait. `build` does the rest.
     """
     problems = Problems(plan.on_error)
-    ranges = _listed(plan, problems)
-    joined = output_folder.joined(
-        plan.folder, describe_input(plan, ranges), plan.options.seq_len, _sources(plan, ranges)
-    )
-    with joined as work:
+    ranges = _list_input(plan, problems)
+    account, sources = describe_input(plan, ranges), _sources(plan, ranges)
+    with output_folder.opened(plan.folder, account, sources=sources, part=True) as work:
         if work is None:
             return False
-        with contextlib.closing(Journal(work, executor)) as journal:
-            stages = Stages(journal, progress)
+        with Stages(work, executor, progress) as stages:
             with output_folder.alone(work), _with_reasons(problems, stages):
-                reading = plan_reading(stages, _job(plan, work, ranges), ranges, plan.given)
-                if reading.unpacked:
-                    journal.keep(reading.unpacked)
-                journal.flush()
-            stages.map_part("read", read.read_task, reading.job, reading.tasks, part)
+                job, tasks = pipeline.prepare(stages, _job(plan, work, ranges), ranges, plan.given)
+                stages.keep(output_folder.UNPACK)
+                stages.flush()
+            stages.map_part(read.STAGE, read.read_task, job, tasks, part)
     return True
 
 
@@ -135,12 +127,11 @@ def _with_reasons(problems: Problems, stages: Stages) -> Iterator[None]:
     try:
         yield
     except TooLittleText as error:
-        listed = ItemResult(problems=problems.counts, lost=problems.lost)
-        read = work_files.total([listed, stages.everything, error.read or ItemResult()])
+        read = work_files.total([ItemResult.of(problems), stages.everything, error.read or ItemResult()])
         raise BadInput(f"{error}{summary.losses_text(read)}") from None
 
 
-def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
+def _list_input(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and if there is no file."""
     for user_filter in plan.options.own_filters:
         user_filter.check()
@@ -152,15 +143,30 @@ def _listed(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     return ranges
 
 
+def describe_input(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
+    """The account that identifies a build: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
+    digest = hashlib.blake2b(digest_size=16)
+    count, last = 0, ""
+    for part in chain.from_iterable(ranges):
+        digest.update(repr(part).encode())
+        count += part.path != last  # ranges of a file are consecutive
+        last = part.path
+    size = sum(of_corpus.size for of_corpus in ranges)
+    return {
+        "options": plan.options.listed(plan.given is None),
+        "corpora": {c.name: {"paths": list(c.paths), "weight": c.weight} for c in plan.corpora},
+        "tokenizer_sha256": None if plan.given is None else plan.given.sha256,
+        output_folder.FILES: {"count": count, "bytes": size, "digest": digest.hexdigest()},
+    }
+
+
 def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     """Every file that a build reads."""
     named = [user_filter.path for user_filter in plan.options.own_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
-    yield from named
-    yield from map(os.path.realpath, named)
-    for part in chain.from_iterable(ranges):
-        yield part.path
+    parts = (part.path for part in chain.from_iterable(ranges))
+    return chain(named, map(os.path.realpath, named), parts)
 
 
 def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
@@ -178,39 +184,26 @@ def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
         weights=tuple(corpus.weight for corpus in plan.corpora),
         sources=source_names(plan.corpora),
         folders=folders,
-        upload=(str(plan.folder), plan.url),
+        output=str(plan.folder),
+        url=plan.url,
     )
 
 
-def describe_input(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
-    """The account that identifies a build: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
-    digest = hashlib.blake2b(digest_size=16)
-    count, last = 0, ""
-    for part in chain.from_iterable(ranges):
-        digest.update(repr(part).encode())
-        count += part.path != last  # ranges of a file are consecutive
-        last = part.path
-    return {
-        "options": plan.options.listed(plan.given is None),
-        "corpora": {c.name: {"paths": list(c.paths), "weight": c.weight} for c in plan.corpora},
-        "tokenizer_sha256": None if plan.given is None else plan.given.sha256,
-        output_folder.FILES: {
-            "count": count,
-            "bytes": sum(of_corpus.size for of_corpus in ranges),
-            "digest": digest.hexdigest(),
-        },
-    }
-
-
-def _commit(folder: Path, output: BuildOutput, facts: dict[str, Any], account: dict[str, Any]) -> None:
+def _commit(
+    output: Path,
+    datasets: dict[int, list[WrittenSplit]],
+    tokenizer: Tokenizer,
+    facts: dict[str, Any],
+    account: dict[str, Any],
+) -> None:
     """Write everything but the manifests, then those of held-out parts, then the others."""
-    for dataset in output.datasets:
-        for name, data in output.tokenizer.files().items():
-            (dataset.folder / name).write_bytes(data)
-    write_json(folder / output_folder.REPORT, facts)
-    write_json(folder / output_folder.ACCOUNT, account)
-    for place, manifest in (entry for dataset in output.datasets for entry in dataset.manifests):
+    for folder in output_folder.folders(output, tuple(datasets)).values():
+        for name, data in tokenizer.files().items():
+            (folder / name).write_bytes(data)
+    write_json(output / output_folder.REPORT, facts)
+    write_json(output / output_folder.ACCOUNT, account)
+    for folder, manifest, _ in chain.from_iterable(datasets.values()):
         if held_out := manifest["held_out"]:
-            written = (place / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
+            written = (folder / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
             held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()
-        shards.write_manifest(place, manifest)
+        shards.write_manifest(folder, manifest | {"options": account["options"]})

@@ -52,28 +52,17 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
         help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSON lines and arrays, CSV, WET "
         "(each also .gz .bz2 .xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
-    add(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="folder of the dataset, or a URL: built in ~/.cache/megabert/builds, shards uploaded as they are written",
-    )
+    add("--output", required=True, metavar="DIR",
+        help="folder of the dataset, or a URL: built in ~/.cache/megabert/builds, shards uploaded as they are written")  # fmt: skip
     add("--weight", nargs="+", default=[], metavar="NAME=W",
         help="repetitions of a corpus: 2 is every document twice, 0.5 half of them")  # fmt: skip
     add("--tokenizer", metavar="FILE", help="tokenizer.model, vocab.txt or tokenizer.json instead of a new one")
     add("--workers", type=int, metavar="N", help="processes (default: the cores, with ray all CPUs of the cluster)")
-    add(
-        "--executor",
-        choices=("local", "mpi", "ray"),
+    add("--executor", choices=("local", "mpi", "ray"),
         help="processes of this machine, the ranks that mpirun or srun started, or tasks on a running Ray cluster (that of this machine "
-        "or of RAY_ADDRESS), whose nodes share input and output (default: mpi under mpirun or srun, else local)",
-    )
-    add(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="bad input: stop, or drop its line or record; places, bytes and files are counted",
-    )
+        "or of RAY_ADDRESS), whose nodes share input and output (default: mpi under mpirun or srun, else local)")  # fmt: skip
+    add("--on-error", choices=("stop", "skip"), default="stop",
+        help="bad input: stop, or drop its line or record; places, bytes and files are counted")  # fmt: skip
     add("--overwrite", action="store_true",
         help="replace the dataset in DIR; an unfinished build with the same options is resumed")  # fmt: skip
     add("--part", metavar="K/N",
@@ -120,14 +109,14 @@ def _build(args: argparse.Namespace) -> int:
                 files.matches(path)
     with leaving_at_ctrl_c():  # slow imports, after the check of options
         from data_prep.build import BuildPlan, build, build_part
-        from data_prep.executor import output_folder, pool, ray_cluster, remote_output
+        from data_prep.executor import output_folder, pool, ray_cluster
         from data_prep.report.summary import summary_text
 
     pool.collect_seldom()
     url = args.output if storage.is_url(args.output) else ""
     if url and part:
         raise BadInput(f"--part: its jobs share a folder, and --output {url} is a URL; name a folder, and upload it")
-    folder = remote_output.local_folder(url) if url else Path(args.output)
+    folder = output_folder.local_folder(url) if url else Path(args.output)
     plan = BuildPlan(given, folder, options, _tokenizer(args), args.on_error, url)
     use_ray = args.executor == "ray" and pool.launched_ranks() <= 1
     opened = ray_cluster.opened(_workers(args), folder) if use_ray else pool.opened(_workers(args), args.executor)

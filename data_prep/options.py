@@ -21,10 +21,8 @@ from megabert.common.files import hash_file
 
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")
-# fields that matter only for training a tokenizer
-TRAINING = (
-    "vocab_size", "model_type", "normalization", "lowercase", "casing", "sample_megabytes", "character_coverage",
-)  # fmt: skip
+# groups of options; those of the second matter only for training a tokenizer
+ROWS, TOKENIZER, READING = "rows", "tokenizer", "reading"
 
 
 def _option(
@@ -40,85 +38,76 @@ class BuildOptions:
     """Options of `data_prep build` except for input, output and execution."""
 
     seq_len: tuple[int, ...] = _option(
-        (128,), "rows", "tokens a row; several lengths make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
+        (128,), ROWS, "tokens a row; several lengths make a dataset each, in DIR/seqN", 8, 8192, metavar="N"
     )
-    nsp: bool = _option(False, "rows", "sentence pairs instead of running text, for presets with model.nsp=true")
+    nsp: bool = _option(False, ROWS, "sentence pairs instead of running text, for presets with model.nsp=true")
     held_out: float = _option(
-        0.01, "rows", "share held out for evaluation, of documents or, if they are few, of passages", 0, 0.5
+        0.01, ROWS, "share held out for evaluation, of documents or, if they are few, of passages", 0, 0.5
     )
-    rows_per_shard: int = _option(65_536, "rows", "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
-    seed: int = _option(0, "rows", "seed of shuffling, pairs and held-out documents", 0, 2**32 - 1)
+    rows_per_shard: int = _option(65_536, ROWS, "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
+    seed: int = _option(0, ROWS, "seed of shuffling, pairs and held-out documents", 0, 2**32 - 1)
 
-    vocab_size: int = _option(30_000, "tokenizer", "vocabulary size of the tokenizer to train", 16, 1_000_000)
+    vocab_size: int = _option(30_000, TOKENIZER, "vocabulary size of the tokenizer to train", 16, 1_000_000)
     model_type: str = _option(
-        "unigram", "tokenizer", "kind of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
+        "unigram", TOKENIZER, "kind of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
     )  # fmt: skip
     normalization: str = _option(
-        "nfc", "tokenizer", "Unicode's normal form of a trained tokenizer's text: nfkc also replaces ligatures, superscripts and the like", choices=("nfc", "nfkc", "none")
+        "nfc", TOKENIZER, "Unicode's normal form of a trained tokenizer's text: nfkc also replaces ligatures, superscripts and the like", choices=("nfc", "nfkc", "none")
     )  # fmt: skip
-    lowercase: bool = _option(False, "tokenizer", "train an uncased tokenizer")
+    lowercase: bool = _option(False, TOKENIZER, "train an uncased tokenizer")
     casing: str = _option(
-        "any", "tokenizer", "language whose rules --lowercase follows: Turkish or Azerbaijani, where I has a form with and one without a dot", choices=("any", "tr", "az")
+        "any", TOKENIZER, "language whose rules --lowercase follows: Turkish or Azerbaijani, where I has a form with and one without a dot", choices=("any", "tr", "az")
     )  # fmt: skip
     character_coverage: float = _option(
-        0.9995, "tokenizer", "share of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
+        0.9995, TOKENIZER, "share of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
     )  # fmt: skip
-    sample_megabytes: int = _option(20, "tokenizer", "text for training the tokenizer", 1, 200)
+    sample_megabytes: int = _option(20, TOKENIZER, "text for training the tokenizer", 1, 200)
 
-    format: str = _option(AUTO, "reading", "auto: by content", choices=(AUTO, *FORMATS))
+    format: str = _option(AUTO, READING, "auto: by content", choices=(AUTO, *FORMATS))
     text_documents: str = _option(
-        AUTO, "reading", "what a document is in plain text: a file (cut every 8 MiB), a block between blank lines, a line, or what "
+        AUTO, READING, "what a document is in plain text: a file (cut every 8 MiB), a block between blank lines, a line, or what "
         "follows a heading of WikiText (` = Title = `); auto: one of them for each input folder or archive, by a sample of its files",
         choices=TEXT_DOCUMENTS,
     )  # fmt: skip
     text_field: str = _option(
-        "text", "reading", "field or column with the text; article.body is nested, body[].text in each record of a list, title+abstract joins two; 3 is "
+        "text", READING, "field or column with the text; article.body is nested, body[].text in each record of a list, title+abstract joins two; 3 is "
         "the third column of a CSV without names", metavar="NAME"
     )  # fmt: skip
     filters: tuple[str, ...] = _option(
-        ("off",), "reading", "gopher, c4, rules: NAME=LIMIT (listed below), or a function of your own: FILE.py:FUNCTION", metavar="RULE",
+        ("off",), READING, "gopher, c4, rules: NAME=LIMIT (listed below), or a function of your own: FILE.py:FUNCTION", metavar="RULE",
     )  # fmt: skip
     classifier: tuple[str, ...] = _option(
-        (), "reading", "fastText models: documents to which FILE gives LABELS (a,b) less than P together are dropped, such as "
+        (), READING, "fastText models: documents to which FILE gives LABELS (a,b) less than P together are dropped, such as "
         "lid.176.ftz:en:0.65", metavar="FILE:LABELS:P",
     )  # fmt: skip
     save_text: bool = _option(
-        False, "reading", "write the documents of the rows to DIR/text, as Parquet that another build can read"
+        False, READING, "write the documents of the rows to DIR/text, as Parquet that another build can read"
     )
     dedup: tuple[str, ...] = _option(
-        ("documents",), "reading", "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
+        ("documents",), READING, "drop repeated documents, near duplicates (MinHash), repeated paragraphs", choices=("none", *DEDUP)
     )  # fmt: skip
     paragraph_characters: int = _option(
-        40,
-        "reading",
-        "characters, without spaces, from which on repeated paragraphs are dropped; headings and answers have fewer",
-        1,
-        1 << 20,
-    )
+        40, READING, "characters, without spaces, from which on repeated paragraphs are dropped; headings and answers have fewer", 1, 1 << 20
+    )  # fmt: skip
     encoding_errors: str = _option(
-        "stop",
-        "reading",
-        "bytes that are not UTF-8, and lone surrogates in JSON: bad input, or replaced by U+FFFD and counted",
-        choices=("stop", "replace"),
-    )
-    near_threshold: float = _option(0.45, "reading", "share of common shingles of near duplicates", 0.3, 1)
-    near_words: int = _option(3, "reading", "words of a shingle", 1, 32)
-    near_characters: int = _option(5, "reading", "characters of a shingle in scripts without spaces", 1, 64)
+        "stop", READING, "bytes that are not UTF-8, and lone surrogates in JSON: bad input, or replaced by U+FFFD and counted", choices=("stop", "replace")
+    )  # fmt: skip
+    near_threshold: float = _option(0.45, READING, "share of common shingles of near duplicates", 0.3, 1)
+    near_words: int = _option(3, READING, "words of a shingle", 1, 32)
+    near_characters: int = _option(5, READING, "characters of a shingle in scripts without spaces", 1, 64)
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:
-        groups: dict[str, Any] = {}
+        groups = {name: parser.add_argument_group(name) for name in (ROWS, TOKENIZER, READING)}
         for item in fields(BuildOptions):
-            name, default, keywords = item.name, item.default, dict(item.metadata["argument"])
+            default, keywords = item.default, dict(item.metadata["argument"])
             if isinstance(default, bool):
                 keywords["action"] = "store_true"
             elif isinstance(default, tuple):
                 keywords |= {"nargs": "+", "default": list(default), "type": type(default[0]) if default else str}
             else:
                 keywords |= {"default": default, "type": type(default)}
-            group = item.metadata["group"]
-            groups[group] = groups.get(group) or parser.add_argument_group(group)
-            groups[group].add_argument(f"--{name.replace('_', '-')}", **keywords)
+            groups[item.metadata["group"]].add_argument(_flag(item.name), **keywords)
 
     @staticmethod
     def of(args: argparse.Namespace) -> BuildOptions:
@@ -135,11 +124,10 @@ class BuildOptions:
     def check(self) -> None:
         """Raises BadInput naming the option that is out of range."""
         for item in fields(self):
-            flag = f"--{item.name.replace('_', '-')}"
             value, limits = getattr(self, item.name), item.metadata["range"]
             for number in (value if isinstance(value, tuple) else (value,)) if limits else ():
                 if not limits[0] <= number <= limits[1]:
-                    raise BadInput(f"{flag}: must lie in {limits[0]}..{limits[1]}, is {number}")
+                    raise BadInput(f"{_flag(item.name)}: must lie in {limits[0]}..{limits[1]}, is {number}")
         if len(set(self.seq_len)) < len(self.seq_len):
             raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
         if self.casing != "any" and not self.lowercase:
@@ -157,14 +145,21 @@ class BuildOptions:
     def functions(self) -> tuple[FilterFunction, ...]:
         return tuple(FilterFunction.parse(item) for item in self.filters if FilterFunction.is_meant(item))
 
+    @cached_property
+    def classifiers(self) -> tuple[Classifier, ...]:
+        return tuple(map(Classifier.parse, self.classifier))
+
     @property
     def own_filters(self) -> tuple[Classifier | FilterFunction, ...]:
         """The filters that read a file of the user."""
         return (*self.classifiers, *self.functions)
 
-    @cached_property
-    def classifiers(self) -> tuple[Classifier, ...]:
-        return tuple(map(Classifier.parse, self.classifier))
+    def own_objection(self, text: str, metadata: dict[str, Any]) -> str:
+        """Why one of the user's filters drops a document; "" if they keep it."""
+        for classifier in self.classifiers:
+            if not classifier.keeps(text):
+                return classifier.reason
+        return next(filter(None, (function.objection(text, metadata) for function in self.functions)), "")
 
     @property
     def read(self) -> ReadOptions:
@@ -178,7 +173,12 @@ class BuildOptions:
     def listed(self, trained: bool) -> dict[str, Any]:
         """The options in the form of manifests and build.json, with the digests of files of filters; without those of training if a
         tokenizer was given."""
-        listed = {name: value for name, value in asdict(self).items() if trained or name not in TRAINING}
+        training = {item.name for item in fields(self) if item.metadata["group"] == TOKENIZER}
+        listed = {name: value for name, value in asdict(self).items() if trained or name not in training}
         listed["digests"] = {item.path: hash_file(Path(item.path)) for item in self.own_filters}
         as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists
         return as_json
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

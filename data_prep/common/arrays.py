@@ -9,7 +9,6 @@ different segments collide with a probability of 2^-64; the hash is not secure a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +30,13 @@ def segment_counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.diff(np.searchsorted(places, edges))
 
 
+def range_indices(starts: np.ndarray | int, lengths: np.ndarray, dtype: type = np.int64) -> np.ndarray:
+    """The indices of adjacent ranges, one after the other: `lengths` [n] from `starts` [n] on; `dtype` holds the last of them."""
+    indices = np.repeat((starts - (np.cumsum(lengths) - lengths)).astype(dtype), lengths)
+    indices += np.arange(len(indices), dtype=dtype)
+    return indices
+
+
 def word_bytes(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """The UTF-8 bytes of words, uint8 [b], each followed by a NUL, and their edges int64 [w + 1]. Words contain no NUL."""
     # A lone surrogate, possible in JSON, has no UTF-8 form.
@@ -38,11 +44,6 @@ def word_bytes(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     edges = np.append(0, np.flatnonzero(text == 0) + 1)
     assert len(edges) == len(words) + 1, "a word holds a NUL"
     return text, edges
-
-
-def hash_bytes(data: bytes) -> int:
-    """64 bits of BLAKE2b."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def segment_hashes(items: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:

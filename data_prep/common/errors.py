@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from megabert.common.errors import FAILED, exit_code
@@ -80,7 +79,7 @@ class Problems:
     def add(self, path: str, reason: str, size: int = 0, places: int = 1) -> None:
         """Count places and bytes of a file under both policies."""
         self.counts[reason] += places
-        add_loss(self.lost, reason, size, [printable(path)])
+        add_losses(self.lost, {reason: {"bytes": size, "files": [printable(path)]}})
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
         """Report a file or folder that can't be read. Raises `error` if its disk or store failed, under both policies."""
@@ -89,17 +88,12 @@ class Problems:
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
 
 
-def add_loss(losses: Losses, reason: str, size: int, files: Iterable[str]) -> None:
-    """Add bytes, and files that follow those before, to `losses`."""
-    before = losses.get(reason, {"bytes": 0, "files": []})
-    named = list(dict.fromkeys([*before["files"], *files]))[:NAMED_FILES]
-    losses[reason] = {"bytes": before["bytes"] + size, "files": named}
-
-
 def add_losses(losses: Losses, more: Losses) -> None:
     """Add `more`, which follows in the order of the input, to `losses`."""
     for reason, loss in more.items():
-        add_loss(losses, reason, loss["bytes"], loss["files"])
+        before = losses.get(reason, {"bytes": 0, "files": []})
+        named = list(dict.fromkeys([*before["files"], *loss["files"]]))[:NAMED_FILES]
+        losses[reason] = {"bytes": before["bytes"] + loss["bytes"], "files": named}
 
 
 def describe_losses(counts: dict[str, int], lost: Losses) -> str:

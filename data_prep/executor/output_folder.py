@@ -1,26 +1,33 @@
-"""Output folder of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
+"""Output of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
 
 An unfinished build has a work folder with `build.json`, its account with the version of the code. A build with the same account and code
 resumes; a complete dataset with the same account is left as it is; any other account is refused, listing the differences.
+
+Output to a URL is built in a local folder; shards are uploaded as they are written, and manifests last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import FOLDER, write_json
 from data_prep.executor.work_files import ItemResult
+from megabert.common import storage
 from megabert.common.environment import source, version
 from megabert.common.errors import describe
-from megabert.common.files import lock
+from megabert.common.files import cache_folder, files_below, lock
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
@@ -42,139 +49,55 @@ OURS = re.compile(
 )
 
 
-def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
+def folders(output: Path, seq_lens: Sequence[int]) -> dict[int, Path]:
     """Folder of the dataset of each row length: `output` for a single one, else seqN in it."""
     return {n: output if len(seq_lens) == 1 else output / f"seq{n}" for n in seq_lens}
 
 
-def clear(output: Path) -> None:
-    """Remove the files of a build except for unpacked text; manifests first, so that no dataset is ever mixed.
+def local_folder(url: str) -> Path:
+    """The folder in which the dataset at `url` is built: in $XDG_CACHE_HOME/megabert/builds or ~/.cache/…"""
+    return cache_folder("builds") / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
 
-    The account is removed last: after a kill it still marks the folder as a build's, whose work folder is not resumed.
+
+@contextlib.contextmanager
+def opened(
+    output: Path, account: dict[str, Any], overwrite: bool = False, sources: Iterable[str] = (), part: bool = False
+) -> Iterator[Path | None]:
+    """The work folder of the build of `account`, or None if the dataset is complete. One build at a time, or several jobs that each
+    read a `part`. `sources` are the input files: none may be in `output`, which may be cleared.
+
+    When the build ends, the work folder is removed and the account is kept. After BadInput, which the user corrects by other
+    options, unpacked text is kept; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
+    A job that reads a part removes nothing; the merging build does that.
     """
-    # with the manifests the records of complete stages, whose files may be deleted
-    for path in (*sorted(output.rglob(MANIFEST)), *(output / WORK / FOLDER).glob("*.json")):
-        path.unlink()
-    account = output / ACCOUNT
-    if (unfinished := output / WORK / ACCOUNT).exists():
-        os.replace(unfinished, account)
-    for path in sorted(output.iterdir()):
-        if path.name == WORK and any((path / FOLDER / UNPACK).glob("*.json")):
-            _clear_work(path)
-        elif path.is_dir():
-            shutil.rmtree(path)
-        elif OURS.fullmatch(path.name) and path != account:
-            path.unlink()
-    account.unlink(missing_ok=True)
-
-
-def _clear_work(work: Path) -> None:
-    """Remove all but unpacked text and its records."""
-    for path in (*work.iterdir(), *(work / FOLDER).iterdir()):
-        if path.name not in (FOLDER, UNPACK) and not path.match(SPOOLS):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
-    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and all files
-    that killed processes left unfinished."""
-    kept = {os.path.basename(name) for result in results for name in result.files}
-    for path in (*folder.glob(pattern), *folder.glob(".*.tmp")):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
-
-
-def code() -> dict[str, str | None]:
-    """Digest of the source files, and versions of the packages, on which the bytes of a dataset depend."""
-    return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
-    """Differences between two accounts, a string each."""
-    for key in sorted(old.keys() | new.keys()):
-        label = f"{name}{key.replace('_', ' ')}"
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{label}: ")
-        elif a != b:
-            yield f"{label} was {a}, is {b}"
-
-
-def _changes(path: Path, account: dict[str, Any], resumed: bool) -> str:
-    """How the account at `path` differs from `account`, "" if equal; the files of a `resumed` build may differ."""
-    try:
-        old = json.loads(path.read_bytes())
-    except ValueError:
-        return f"{path} is not valid JSON"
-    return "; ".join(differences(old | {FILES: account[FILES]} if resumed else old, account))
-
-
-def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:
-    """Whether `output` has the complete dataset of `account`. Raises BadInput for another dataset."""
-    manifests = [folder / MANIFEST for folder in folders(output, seq_lens).values()]
-    if not all(path.is_file() for path in (output / ACCOUNT, *manifests)) or (output / WORK / ACCOUNT).exists():
-        return False
-    if changed := _changes(output / ACCOUNT, account, resumed=False):
-        raise BadInput(f"--output {output}: holds a dataset of another build ({changed}); --overwrite replaces it")
-    return True
-
-
-def _refuse_foreign(output: Path) -> None:
-    """Raises BadInput for files that are not of a build, or for any file if there was no build."""
-    paths = sorted(output.iterdir())  # once: another part may begin meanwhile
-    was_built = any(path.name in (WORK, ACCOUNT, MANIFEST) for path in paths) or any(output.glob(f"seq*/{MANIFEST}"))
-    for path in paths:
-        if not (was_built and OURS.fullmatch(path.name)) and path.suffix != ".tmp":
-            raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
-
-
-def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
-    """Raises BadInput if an input file is in the folder that a build may have to clear."""
-    top = os.path.join(os.path.realpath(output), "")
-    # real paths of folders only: an input has millions of files in few folders
-    real: dict[str, str] = {}
-    for path in sources:
-        folder, name = os.path.split(path)
-        if folder not in real:
-            real[folder] = os.path.realpath(folder)
-        if os.path.join(real[folder], name).startswith(top):
-            raise BadInput(
-                f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
-            )
-
-
-def _begin(output: Path, account: dict[str, Any], overwrite: bool, parts: bool) -> None:
-    """Create the work folder of the build of `account`, or check that an existing one belongs to it.
-
-    With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that read
-    `parts` remove nothing, and must have the same files too.
-    """
-    unfinished = output / WORK / ACCOUNT
-    account = account | {"code": code()}
-    if unfinished.exists():
-        changed = _changes(unfinished, account, resumed=not parts)
-        if changed and not overwrite:
-            raise BadInput(
-                f"--output {output}: holds an unfinished build with other options or code ({changed}); use those to resume it, "
-                "or --overwrite to start again"
-            )
-        if not changed:
-            write_json(unfinished, account)
+    created, work = not output.exists(), output / WORK
+    with _locked(output, shared=part):
+        if not overwrite and _is_done(output, account):
+            if work.exists() and not part:  # the last process was killed while removing it
+                _remove_work(work)
+            yield None
             return
-    if not overwrite and list(output.rglob(MANIFEST)):
-        raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
-    if not parts:
-        clear(output)
-        (output / WORK).mkdir(exist_ok=True)
-    write_json(unfinished, account)
-
-
-def _remove_work(output: Path) -> None:
-    """Remove the work folder of a complete dataset. On NFS a file that a process still has open remains as `.nfs…`."""
-    try:
-        shutil.rmtree(output / WORK)
-    except OSError as error:
-        log.warning(f"the dataset is complete, but {describe(error)}: remove {output / WORK} by hand")
+        _refuse_sources(output, sources)
+        if part:
+            work.mkdir(exist_ok=True)
+            with alone(work):
+                _begin(output, account, overwrite, part)
+            yield work
+            return
+        _begin(output, account, overwrite, part)
+        try:
+            yield work
+        except Unfinished:
+            raise
+        except BadInput:
+            clear(output)
+            if work.exists():
+                log.warning(f"{work}: keeps the unpacked text for the corrected command")
+            elif created:
+                output.rmdir()
+            raise
+        (work / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed
+        _remove_work(work)
 
 
 @contextlib.contextmanager
@@ -186,7 +109,7 @@ def alone(work: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(output: Path, shared: bool = False) -> Iterator[None]:
+def _locked(output: Path, shared: bool) -> Iterator[None]:
     if output.exists() and not output.is_dir():
         raise BadInput(f"--output {output}: is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
@@ -202,56 +125,163 @@ def _locked(output: Path, shared: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def joined(
-    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], sources: Iterable[str] = ()
-) -> Iterator[Path | None]:
-    """The work folder of a build for a job that reads a part; None if the dataset is complete.
+def _is_done(output: Path, account: dict[str, Any]) -> bool:
+    """Whether `output` has the complete dataset of `account`. Raises BadInput for another dataset."""
+    manifests = [folder / MANIFEST for folder in folders(output, account["options"]["seq_len"]).values()]
+    if not all(path.is_file() for path in (output / ACCOUNT, *manifests)) or (output / WORK / ACCOUNT).exists():
+        return False
+    if changed := _changes(output / ACCOUNT, account):
+        raise BadInput(f"--output {output}: holds a dataset of another build ({changed}); --overwrite replaces it")
+    return True
 
-    Nothing is removed; the merging job (`opened`) does that. Raises BadInput if a whole build is running there, or the account
-    differs from that of the other parts.
+
+def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -> None:
+    """Create the work folder of the build of `account`, or check that an existing one belongs to it.
+
+    With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that each read a
+    `part` remove nothing, and must have the same files too.
     """
-    with _locked(output, shared=True):
-        if _is_done(output, account, seq_lens):
-            yield None
+    unfinished = output / WORK / ACCOUNT
+    account = account | {"code": code()}
+    if unfinished.exists():
+        changed = _changes(unfinished, account, but=() if part else (FILES,))
+        if not changed:
+            write_json(unfinished, account)
             return
-        _refuse_sources(output, sources)
+        if not overwrite:
+            raise BadInput(
+                f"--output {output}: holds an unfinished build with other options or code ({changed}); use those to resume it, "
+                "or --overwrite to start again"
+            )
+    if not overwrite and list(output.rglob(MANIFEST)):
+        raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+    if not part:
+        clear(output)
         (output / WORK).mkdir(exist_ok=True)
-        with alone(output / WORK):
-            _begin(output, account, overwrite=False, parts=True)
-        yield output / WORK
+    write_json(unfinished, account)
 
 
-@contextlib.contextmanager
-def opened(
-    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str] = ()
-) -> Iterator[Path | None]:
-    """The work folder of the build of `account`, or None if the dataset is complete. One build at a time.
+def code() -> dict[str, str | None]:
+    """Digest of the source files, and versions of the packages, on which the bytes of a dataset depend."""
+    return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
 
-    `sources` are the input files: none may be in `output`, which may be cleared.
 
-    When the build ends, the work folder is removed and the account is kept. After BadInput, which the user corrects by other
-    options, unpacked text is kept; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
+def _changes(path: Path, account: dict[str, Any], but: tuple[str, ...] = ()) -> str:
+    """How the account at `path` differs from `account` in other entries than `but`, "" if it does not."""
+    try:
+        old = json.loads(path.read_bytes())
+    except ValueError:
+        return f"{path} is not valid JSON"
+    return "; ".join(differences(old | {name: account[name] for name in but}, account))
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
+    """Differences between two accounts, a string each."""
+    for key in sorted(old.keys() | new.keys()):
+        label = f"{name}{key.replace('_', ' ')}"
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{label}: ")
+        elif a != b:
+            yield f"{label} was {a}, is {b}"
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raises BadInput for files that are not of a build, or for any file if there was no build."""
+    paths = sorted(output.iterdir())  # once: another part may begin meanwhile
+    was_built = any(path.name in (WORK, ACCOUNT, MANIFEST) for path in paths) or any(output.glob(f"seq*/{MANIFEST}"))
+    for path in paths:
+        if not (was_built and OURS.fullmatch(path.name)) and path.suffix != ".tmp":
+            raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
+
+
+def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
+    """Raises BadInput if an input file is in the folder that a build may have to clear."""
+    top = os.path.join(os.path.realpath(output), "")
+    real_folder = cache(os.path.realpath)  # an input has millions of files in few folders
+    for path in sources:
+        folder, name = os.path.split(path)
+        if os.path.join(real_folder(folder), name).startswith(top):
+            raise BadInput(
+                f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
+            )
+
+
+def clear(output: Path) -> None:
+    """Remove the files of a build except for unpacked text; manifests first, so that no dataset is ever mixed.
+
+    The account is removed last: after a kill it still marks the folder as a build's, whose work folder is not resumed.
     """
-    created = not output.exists()
-    with _locked(output):
-        if not overwrite and _is_done(output, account, seq_lens):
-            if (output / WORK).exists():  # the last process was killed while removing it
-                _remove_work(output)
-            yield None
-            return
-        _refuse_sources(output, sources)
-        _begin(output, account, overwrite, parts=False)
-        try:
-            yield output / WORK
-        except Unfinished:
-            raise
-        except BadInput:
-            clear(output)
-            if (output / WORK).exists():
-                log.warning(f"{output / WORK}: keeps the unpacked text for the corrected command")
-            elif created:
-                output.rmdir()
-            raise
-        (output / WORK / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed
-        _remove_work(output)
+    work, account = output / WORK, output / ACCOUNT
+    # with the manifests the records of complete stages, whose files may be deleted
+    for path in (*sorted(output.rglob(MANIFEST)), *(work / FOLDER).glob("*.json")):
+        path.unlink()
+    if (work / ACCOUNT).exists():
+        os.replace(work / ACCOUNT, account)
+    for path in sorted(output.iterdir()):
+        if path == work and any((work / FOLDER / UNPACK).glob("*.json")):
+            for inner in (*work.iterdir(), *(work / FOLDER).iterdir()):
+                if inner.name not in (FOLDER, UNPACK) and not inner.match(SPOOLS):
+                    shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        elif OURS.fullmatch(path.name) and path != account:
+            path.unlink()
+    account.unlink(missing_ok=True)
+
+
+def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
+    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and all files
+    that killed processes left unfinished."""
+    kept = {os.path.basename(name) for result in results for name in result.files}
+    for path in (*folder.glob(pattern), *folder.glob(".*.tmp")):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _remove_work(work: Path) -> None:
+    """Remove the work folder of a complete dataset. On NFS a file that a process still has open remains as `.nfs…`."""
+    try:
+        shutil.rmtree(work)
+    except OSError as error:
+        log.warning(f"the dataset is complete, but {describe(error)}: remove {work} by hand")
+
+
+def is_published(url: str, account: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the datasets of `account` are complete there. Of others, with `overwrite`, the manifests are removed, so that a dataset
+    is never mixed; else raises BadInput."""
+    found = storage.below(url)
+    manifests = [name for name in found if os.path.basename(name) == MANIFEST]
+    if not manifests:
+        if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
+            raise BadInput(f"--output {url}: holds {foreign[0]}, which is not of a build; name another place")
+        return False
+    changed = "without its account"
+    if ACCOUNT in found:
+        old = json.loads(storage.read(storage.join(url, ACCOUNT)))
+        changed = "; ".join(differences(old, account))
+    if not changed:
+        places = folders(Path(), account["options"]["seq_len"]).values()
+        return all((place / MANIFEST).as_posix() in found for place in places)
+    if not overwrite:
+        raise BadInput(f"--output {url}: holds a dataset of another build ({changed}); --overwrite replaces it")
+    for name in sorted(manifests, key=len):  # a dataset's before that of its held-out part
+        storage.remove(storage.join(url, name))
+    return False
+
+
+def publish(url: str, folder: Path, progress: bool) -> None:
+    """Upload what is not there yet, manifests last, and remove what is of no file; then remove the local folder."""
+    files = files_below(folder)
+    there = {name: each.size for name, each in storage.below(url).items()}
+    last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
+    missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]
+    size = sum(files[name].stat().st_size for name in missing)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="upload", disable=None if progress else True) as bar:
+        for name in [name for name in missing if name not in last] + last:
+            storage.put(files[name], storage.join(url, name))
+            bar.update(files[name].stat().st_size)
+    for name in there.keys() - files.keys():
+        storage.remove(storage.join(url, name))
+    shutil.rmtree(folder)
+    log.info(f"{url}: {len(files)} files, the manifest last")

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from queue import SimpleQueue
@@ -65,21 +66,17 @@ def launched_ranks() -> int:
     return max(sizes, default=0)
 
 
+@dataclass(frozen=True)
 class Pool:
     """`size` workers: this process alone, forked processes, MPI ranks, of which rank 0 runs the build and works too, or Ray tasks.
 
     `cancel()` ends the running items after Ctrl-C, where that reaches no worker.
     """
 
-    def __init__(
-        self,
-        size: int,
-        executor: Executor | None = None,
-        root_works: bool = False,
-        cancel: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.size = size
-        self._executor, self._root_works, self._cancel = executor, root_works, cancel
+    size: int
+    executor: Executor | None = None
+    root_works: bool = False
+    cancel: Callable[[], object] = lambda: None
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
         """Results in the order of `items`; `progress(result)` is called as each arrives.
@@ -87,53 +84,53 @@ class Pool:
         After an error no further item is started, and it is raised after the running ones have ended, so that no worker writes
         when the caller removes the work folder.
         """
+        executor = self.executor
+
+        def report(result: Result) -> Result:
+            progress(result)
+            return result
+
+        if executor is None:
+            return [report(function(item)) for item in items]
         results: dict[int, Result] = {}
         waiting = iter(enumerate(items))
         numbers: dict[Future[Result], int] = {}
         ended: SimpleQueue[Future[Result]] = SimpleQueue()
 
-        def take(index: int, result: Result) -> None:
-            results[index] = result
-            progress(result)
-
-        def take_next() -> None:
-            future = ended.get()
-            if not future.cancelled():
-                take(numbers[future], future.result())
-
-        def submit(executor: Executor, count: int) -> None:
+        def submit(count: int) -> None:
             for index, item in islice(waiting, count):
                 future = executor.submit(function, item)
                 numbers[future] = index
                 future.add_done_callback(ended.put)
 
-        if self._executor is None:
-            for index, item in waiting:
-                take(index, function(item))
-            return list(results.values())
+        def take_next() -> None:
+            future = ended.get()
+            if not future.cancelled():
+                results[numbers[future]] = report(future.result())
+
         try:
             # To processes each worker's next item, so that none has to be cancelled: where workers have died too, as after Ctrl-C,
             # ProcessPoolExecutor's thread fails at a cancelled one with a traceback (fixed in Python 3.12).
-            submit(self._executor, len(items) if self._root_works else 2 * self.size)
+            submit(len(items) if self.root_works else 2 * self.size)
             # Workers take items from the front; rank 0 takes the last waiting one.
-            for future, index in reversed(numbers.items()) if self._root_works else ():
+            for future, index in reversed(numbers.items()) if self.root_works else ():
                 if not future.cancel():
                     break
-                take(index, function(items[index]))
+                results[index] = report(function(items[index]))
                 while not ended.empty():
                     take_next()
             while len(results) < len(items):
                 take_next()
-                submit(self._executor, 1)
+                submit(1)
         except BrokenProcessPool:
             raise WorkerDied(
                 "a worker process died (killed for memory?); the same command resumes, with fewer --workers perhaps"
             ) from None
         except KeyboardInterrupt:
-            self._cancel()
+            self.cancel()
             raise
         finally:
-            wait([future for future in numbers if not (self._root_works and future.cancel())])
+            wait([future for future in numbers if not (self.root_works and future.cancel())])
         return [results[i] for i in range(len(items))]
 
 

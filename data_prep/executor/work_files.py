@@ -1,24 +1,22 @@
-"""Files between the stages of a build: plain arrays in the work folder, each recorded with its size and CRC-32.
-
-A stage maps a function over items of work; an item reads files of earlier stages and returns an `ItemResult`. A document is
-identified by its number: the task that read it, and its index among the documents which that task kept.
-"""
+"""Jobs and results of stages, and the files between stages: plain arrays in the work folder, recorded with size and CRC-32."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from data_prep.common.errors import BadInput, Losses, add_losses
+from data_prep.common.errors import BadInput, Losses, Problems, add_losses
 from data_prep.common.records import ReadOptions
 from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions
@@ -26,30 +24,8 @@ from megabert.common.environment import match_in
 from megabert.common.files import appearing_file
 from megabert.data.tokenizer import Tokenizer
 
-# a document's number is task << TASK_SHIFT | index; a paragraph's likewise
-TASK_SHIFT = 32
-# most files opened in a stage: at 30 microseconds each 16 s of a build of an hour
-MAX_OPENS = 1 << 19
-# number of runs after merging, if there would be more files to open
-MERGED_RUNS = 64
-
-DOCUMENT = np.dtype(
-    [
-        ("hash", "<u8"),
-        ("bytes", "<u4"),
-        ("sentences", "<u4"),
-        ("tokens", "<u4"),
-        ("paragraphs", "<u4"),
-        ("source", "u1"),
-    ]
-)
-PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
-# a key to group by, and the number of its document or paragraph
-KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])
-# `sources`: those of A and B of held-out sequences
-SEQUENCE = np.dtype(
-    [("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1"), ("sources", "u1", (2,))]
-)
+# fields of a result that are sums
+SUMS = ("counts", "problems", "dropped", "changed", "lengths")
 
 
 @dataclass(frozen=True)
@@ -72,8 +48,9 @@ class BuildJob:
     sources: tuple[str, ...] = ()
     # as of `ReadOptions.folders`
     folders: tuple[tuple[str, str], ...] = ()
-    # the output folder, and the URL to which its files go as they are written; "" for none
-    upload: tuple[str, str] = field(default=("", ""), repr=False)
+    # folder of the output, and the URL to which its files go as they are written, "" for none
+    output: str = field(default="", repr=False)
+    url: str = field(default="", repr=False)
 
     @cached_property
     def read(self) -> ReadOptions:
@@ -91,12 +68,27 @@ class BuildJob:
         return os.path.join(self.work, name)
 
 
+@lru_cache(maxsize=1)
+def _load_tokenizer(path: str, sha256: str) -> Tokenizer:
+    return Tokenizer.load(path)
+
+
+def tokenizer_of(job: BuildJob) -> Tokenizer:
+    """The tokenizer, loaded once by a process."""
+    return _load_tokenizer(job.tokenizer, job.tokenizer_sha256)
+
+
+def id_dtype(job: BuildJob) -> np.dtype:
+    """The type of token ids in work files and shards."""
+    return np.dtype(np.uint16 if tokenizer_of(job).vocab_size <= 65_535 else np.uint32)
+
+
 @dataclass
 class ItemResult:
     """The result of an item of work, or the sum of several.
 
     `counts` are documents, sentences, tokens and the like; `problems`, `lost` and `changed` are as of `errors.Problems`; `dropped`
-    maps a reason to documents; `histograms` maps a name to counts by value; `facts` are figures of an item for planning the next stage.
+    maps a reason to documents; `lengths` counts sequences by tokens; `facts` are figures of an item for planning the next stage.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -104,7 +96,7 @@ class ItemResult:
     lost: Losses = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
-    histograms: dict[str, Counter[int]] = field(default_factory=dict)
+    lengths: Counter[int] = field(default_factory=Counter)
     facts: dict[str, Any] = field(default_factory=dict)
     # name -> bytes, CRC-32
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -113,17 +105,18 @@ class ItemResult:
     # bytes of memory of the process
     peak: int = 0
 
+    @staticmethod
+    def of(problems: Problems, size: int = 0) -> ItemResult:
+        """A result that has what `problems` counts, now and later, but for documents dropped by rules."""
+        return ItemResult(problems=problems.counts, lost=problems.lost, changed=problems.changed, size=size)
+
     def as_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> ItemResult:
-        result = ItemResult(**raw)
-        for name in ("counts", "problems", "dropped", "changed"):
-            setattr(result, name, Counter(getattr(result, name)))
-        result.histograms = {
-            name: Counter({int(value): n for value, n in counts.items()}) for name, counts in raw["histograms"].items()
-        }
+        result = ItemResult(**raw | {name: Counter(raw[name]) for name in SUMS})
+        result.lengths = Counter({int(length): count for length, count in raw["lengths"].items()})
         result.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
         return result
 
@@ -138,22 +131,14 @@ class ItemResult:
             self.counts["dropped sentences"] += sentences
             self.counts["dropped tokens"] += tokens
 
-    def count(self, name: str, values: np.ndarray) -> None:
-        distinct, counts = np.unique(values, return_counts=True)
-        self.histograms.setdefault(name, Counter()).update(dict(zip(distinct.tolist(), counts.tolist(), strict=True)))
-
 
 def total(results: list[ItemResult]) -> ItemResult:
     """The sum of results, without `facts` and `files`."""
     whole = ItemResult()
     for result in results:
-        whole.counts.update(result.counts)
-        whole.problems.update(result.problems)
+        for name in SUMS:
+            getattr(whole, name).update(getattr(result, name))
         add_losses(whole.lost, result.lost)
-        whole.dropped.update(result.dropped)
-        whole.changed.update(result.changed)
-        for name, counts in result.histograms.items():
-            whole.histograms.setdefault(name, Counter()).update(counts)
         whole.peak = max(whole.peak, result.peak)
     return whole
 
@@ -169,52 +154,37 @@ def peak_memory() -> int:
     return int(match_in("/proc/self/status", r"VmHWM:\s*(\d+) kB") or 0) * 1024
 
 
-class Writer:
-    """Appends arrays to a file of the work folder and records its size and CRC-32 in `result`.
+Append = Callable[[np.ndarray], None]
+
+
+@contextlib.contextmanager
+def appending(job: BuildJob, name: str, result: ItemResult) -> Iterator[Append]:
+    """A function that appends arrays to a file of the work folder, whose size and CRC-32 are then recorded in `result`.
 
     The file has its name once it is complete: on a cluster another attempt of the item may be writing it too.
     """
+    size = crc = 0
+    with appearing_file(Path(job.path(name)), synced=False) as file:
 
-    def __init__(self, job: BuildJob, name: str, result: ItemResult) -> None:
-        self._done, self._name = result, name
-        self._size, self._crc = 0, 0
-        self._appearing = appearing_file(Path(job.path(name)), synced=False)
-        self._file = self._appearing.__enter__()
+        def append(array: np.ndarray) -> None:
+            nonlocal size, crc
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            file.write(data)
+            size, crc = size + len(data), zlib.crc32(data, crc)
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        self._file.write(data)
-        self._size += len(data)
-        self._crc = zlib.crc32(data, self._crc)
-
-    def __exit__(self, *failed: Any) -> None:
-        self._appearing.__exit__(*failed)
-        self._done.files[self._name] = (self._size, self._crc)
+        yield append
+    result.files[name] = (size, crc)
 
 
 def write(job: BuildJob, name: str, array: np.ndarray, result: ItemResult) -> None:
-    with Writer(job, name, result) as file:
-        file.write(array)
+    with appending(job, name, result) as append:
+        append(array)
 
 
 def read(job: BuildJob, name: str, dtype: np.dtype | str, first: int = 0, count: int = -1) -> np.ndarray:
     """Items [first, first + count) of a file of the work folder; all of them by default."""
     dtype = np.dtype(dtype)
     return np.fromfile(job.path(name), dtype, count, offset=first * dtype.itemsize)
-
-
-def keyed(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """KEYED records from keys uint64 [n] and numbers uint64 [n]."""
-    records = np.empty(len(keys), KEYED)
-    records["key"], records["number"] = keys, numbers
-    return records
-
-
-def by_key(records: np.ndarray) -> np.ndarray:
-    return records[np.argsort(records["key"], kind="stable")]
 
 
 def mapped(job: BuildJob, name: str, dtype: np.dtype | str) -> np.ndarray:
@@ -237,6 +207,11 @@ def copy_items(items: np.ndarray, chosen: Any) -> np.ndarray:
     return copy
 
 
+def by_key(records: np.ndarray) -> np.ndarray:
+    """Records with a field `key`, ordered by it."""
+    return records[np.argsort(records["key"], kind="stable")]
+
+
 def key_range(records: np.ndarray, index: int, count: int) -> np.ndarray:
     """Those of the records, ordered by 64-bit `key`, with keys in part `index` of `count` equal key ranges."""
     low, high = ((index + i) * (1 << 64) // count for i in (0, 1))
@@ -244,46 +219,21 @@ def key_range(records: np.ndarray, index: int, count: int) -> np.ndarray:
     return copy_items(records, slice(bisect_left(keys, low), bisect_left(keys, high)))
 
 
-class MergeGroup(NamedTuple):
-    """Runs [first, first + runs), to be merged into one in `ranges` key ranges."""
-
-    first: int
-    runs: int
-    ranges: int
+def record_output(job: BuildJob, path: Path, result: ItemResult) -> None:
+    """Record a file of the output folder in `result`."""
+    result.files[os.path.relpath(path, job.work)] = _checksum(path)
 
 
-def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[MergeGroup]:
-    """Groups of adjacent runs to merge before `readers` read key ranges of them; none if all may open every run.
-
-    A merge has about `at_once` of all `records` in memory.
-    """
-    if runs * readers <= MAX_OPENS or runs <= MERGED_RUNS:
-        return []
-    size = -(-runs // MERGED_RUNS)
-    ranges = max(1, round(records * size / runs / at_once))
-    return [MergeGroup(first, min(size, runs - first), ranges) for first in range(0, runs, size)]
+def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
+    """Whether all of `files` exist with the recorded content."""
+    paths = ((os.path.join(work, name), written) for name, written in files.items())
+    return all(os.path.isfile(path) and _checksum(path) == written for path, written in paths)
 
 
-def task_and_place(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(task, index in it), both int64 [n], of documents or paragraphs by number, uint64 [n]."""
-    places = numbers & np.uint64((1 << TASK_SHIFT) - 1)
-    return (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64), places.astype(np.int64)
-
-
-def checksum(path: str | Path) -> tuple[int, int]:
+def _checksum(path: str | Path) -> tuple[int, int]:
     """(bytes, CRC-32) of a file."""
     size = crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return size, crc
-
-
-def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
-    """Whether all of `files` exist with the recorded content."""
-    paths = ((os.path.join(work, name), written) for name, written in files.items())
-    return all(os.path.isfile(path) and checksum(path) == written for path, written in paths)
-
-
-def id_dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 65_535 else np.uint32)

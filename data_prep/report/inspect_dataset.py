@@ -14,6 +14,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -38,20 +39,18 @@ SEED = 0
 
 def datasets(folder: str | os.PathLike[str]) -> Sequence[str | Path]:
     """`folder` if it has a manifest or a shard, else its sub-folders with one, by name; URLs of a URL. Raises BadInput without any."""
+    found: Sequence[str | Path]
     if storage.is_url(folder):
-        url = os.fspath(folder).rstrip("/")
-        here = re.compile(rf"{re.escape(url)}(/[^/]+)?/({re.escape(shards.MANIFEST)}|[^/]*\.tar)")
-        found = sorted({posixpath.dirname(each.url) for each in storage.find(url) if here.fullmatch(each.url)})
-        if not found:
-            raise BadInput(f"{url}: no dataset ({shards.MANIFEST}) there; `megabert prep build …` makes one")
-        return [url] if url in found else found
-    folder = Path(folder)
-    if _is_dataset(folder):
-        return [folder]
-    folders = sorted(filter(_is_dataset, folder.glob("*")))
-    if not folders:
+        folder = os.fspath(folder).rstrip("/")
+        here = re.compile(rf"{re.escape(folder)}(/[^/]+)?/({re.escape(shards.MANIFEST)}|[^/]*\.tar)")
+        found = sorted({posixpath.dirname(each.url) for each in storage.find(folder) if here.fullmatch(each.url)})
+        found = [folder] if folder in found else found
+    else:
+        folder = Path(folder)
+        found = [folder] if _is_dataset(folder) else sorted(path for path in folder.glob("*") if _is_dataset(path))
+    if not found:
         raise BadInput(f"{folder}: no dataset ({shards.MANIFEST}) there; `megabert prep build …` makes one")
-    return folders
+    return found
 
 
 def _is_dataset(folder: Path) -> bool:
@@ -66,7 +65,6 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
     """
     parts = [part for dataset in datasets(folder) for part in shards.plan(dataset)]
     checks = [part for part in parts if isinstance(part, shards.ShardCheck)]
-    workers = min(workers, len(checks))
     bar = tqdm(
         total=sum(check.shard.bytes for check in checks),
         unit="B",
@@ -74,25 +72,20 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
         desc="verify",
         disable=None if progress else True,
     )
-    pool = None
-    try:
-        if workers > 1:
+    with bar, ExitStack() as stack:
+        results: Iterator[list[str]] = map(shards.ShardCheck.problems, checks)
+        if min(workers, len(checks)) > 1:
             context = multiprocessing.get_context("spawn")  # a fork would copy locks held by threads of the parent
-            pool = ProcessPoolExecutor(workers, context)
+            pool = ProcessPoolExecutor(min(workers, len(checks)), context)
+            stack.callback(pool.shutdown, cancel_futures=True)
             with interrupts_blocked():  # the parent handles them
                 results = pool.map(shards.ShardCheck.problems, checks)
-        else:
-            results = map(shards.ShardCheck.problems, checks)
         for part in parts:
             if isinstance(part, str):
                 yield part
             else:
                 yield from next(results)
                 bar.update(part.shard.bytes)
-    finally:
-        bar.close()
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
 
 
 def inspect(folder: str | os.PathLike[str], rows: int = 3, strategy: Literal["token", "word", "span"] = "token") -> str:
@@ -133,11 +126,8 @@ def _dataset(folder: str | Path, samples: int, masking: MaskingConfig) -> list[s
     label = max(map(len, facts)) + 2
     lines = [f"{name:{label}}{text}" for name, text in facts.items()]
     lines += ["", "tokens a sequence", *histogram(lengths[used], m.seq_len)]
-    if samples:
-        lines += [
-            "",
-            f"masked: {masking.rate:.0%} of the tokens, by {masking.strategy}: [MASK], *random token*, =kept=",
-        ]
+    shown = f"masked: {masking.rate:.0%} of the tokens, by {masking.strategy}: [MASK], *random token*, =kept="
+    lines += ["", shown] if samples else []
     vocabulary = MaskingVocabulary.of(tokenizer)
     for row_id in np.sort(np.random.default_rng(SEED).choice(m.rows, min(samples, m.rows), replace=False)):
         row = dataset.read(row_id[None])

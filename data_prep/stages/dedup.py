@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_prep.common.records import ReadTask
 from data_prep.executor import work_files
-from data_prep.executor.journal import Stage, Stages
-from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult
+from data_prep.executor.journal import Stages
+from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.stages import minhash
+from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, KeptDocuments, keyed, numbers, task_and_index
 
+STAGES = ("same documents", "same near", "keep", "same paragraphs", "trim")
 RANGE_RECORDS = 1 << 21
 # pairs whose signatures are in memory at once: 32 MiB
 PAIRS_AT_ONCE = 1 << 14
@@ -37,46 +40,46 @@ class KeyRange:
 
 
 @dataclass(frozen=True)
-class DropList:
-    """Duplicates of a kind to drop, in the files KIND-0.drop to KIND-(ranges - 1).drop."""
-
-    kind: str
-    ranges: int
-
-
-@dataclass(frozen=True)
 class TaskMask:
-    """Task `task` and the lists of its duplicates."""
+    """Task `task`, and the number of ranges in which duplicates of each kind were found."""
 
     task: int
-    drops: tuple[DropList, ...]
+    ranges: tuple[tuple[str, int], ...]
 
 
-def run(stages: Stages, job: BuildJob, documents: Stage) -> tuple[list[Stage], str]:
-    """Run the stages that compare documents and paragraphs; returns them and the name of their mask, "" if nothing is compared."""
-    chosen, tasks = job.options.dedup, len(documents.results)
-    if not chosen:
-        return [], ""
-    count = sum(result.facts["documents"] for result in documents.results)
-    compared: list[Stage] = []
-    for kind, records in (("documents", count), ("near", count * minhash.BANDS)):
-        if kind in chosen:
-            compared.append(stages.map(f"same {kind}", find, job, ranges(kind, "read", tasks, records)))
-    drops = tuple(DropList(stage.name.removeprefix("same "), len(stage.results)) for stage in compared)
-    kept = stages.map("keep", mask_documents, job, [TaskMask(task, drops) for task in range(tasks)])
-    compared.append(kept)
+def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], documents: list[ItemResult]) -> list[KeptDocuments]:
+    """Find the duplicates among the documents of all tasks that reading kept; returns what is left of each task."""
+    mask = _find_duplicates(stages, job, documents) if job.options.dedup else ""
+    return [
+        KeptDocuments(
+            task=task.index,
+            corpus=task.corpus,
+            mask=mask,
+            held_tokens=result.counts["held-out tokens"],
+            sources=tuple(result.facts["sources"]),
+        )
+        for task, result in zip(tasks, documents, strict=True)
+    ]
+
+
+def _find_duplicates(stages: Stages, job: BuildJob, documents: list[ItemResult]) -> str:
+    """Compare documents and paragraphs; returns the name of their mask."""
+    chosen, tasks = job.options.dedup, len(documents)
+
+    def find_all(kind: str, source: str, records: int) -> tuple[str, int]:
+        ranges = max(1, -(-records // RANGE_RECORDS))
+        stages.map(f"same {kind}", find, job, [KeyRange(kind, source, tasks, i, ranges) for i in range(ranges)])
+        return kind, ranges
+
+    count = sum(result.counts["kept documents"] for result in documents)
+    keys = {"documents": count, "near": count * minhash.BANDS}
+    found = tuple(find_all(kind, "read", records) for kind, records in keys.items() if kind in chosen)
+    masked = stages.map("keep", mask_documents, job, [TaskMask(task, found) for task in range(tasks)])
     if "paragraphs" not in chosen:
-        return compared, "keep"
-    paragraphs = sum(result.facts["paragraphs"] for result in kept.results)
-    same = stages.map("same paragraphs", find, job, ranges("paragraphs", "keep", tasks, paragraphs))
-    repeated = DropList("paragraphs", len(same.results))
-    trimmed = stages.map("trim", mask_paragraphs, job, [TaskMask(task, (repeated,)) for task in range(tasks)])
-    return [*compared, same, trimmed], "trim"
-
-
-def ranges(kind: str, source: str, tasks: int, records: int) -> list[KeyRange]:
-    count = max(1, -(-records // RANGE_RECORDS))
-    return [KeyRange(kind, source, tasks, i, count) for i in range(count)]
+        return "keep"
+    repeated = find_all("paragraphs", "keep", sum(result.facts["paragraphs"] for result in masked))
+    stages.map("trim", mask_paragraphs, job, [TaskMask(task, (repeated,)) for task in range(tasks)])
+    return "trim"
 
 
 def find(job: BuildJob, part: KeyRange) -> ItemResult:
@@ -86,100 +89,91 @@ def find(job: BuildJob, part: KeyRange) -> ItemResult:
     runs = (work_files.mapped(job, name, KEYED) for name in names)
     records = np.concatenate([work_files.key_range(run, part.index, part.count) for run in runs])
     if part.kind == "near":
-        dropped = _near(job, records)
+        dropped = _find_near(job, records)
     else:
         dropped = minhash.exact_duplicates(records["key"], records["number"])
     work_files.write(job, f"{part.kind}-{part.index:06d}.drop", dropped, result)
     return result
 
 
-def _near(job: BuildJob, records: np.ndarray) -> np.ndarray:
+def _find_near(job: BuildJob, records: np.ndarray) -> np.ndarray:
     """The larger number of each pair of candidates in `records` whose signatures agree; a few pairs at a time."""
     # Pairs are ordered by their numbers, so that the signatures of a few pairs are close together.
     pairs = np.unique(minhash.near_candidates(records["key"], records["number"]), axis=0)
     parts = [pairs[:0, 1]]
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
         few = pairs[first : first + PAIRS_AT_ONCE]
-        numbers, place = np.unique(few, return_inverse=True)
-        signatures = _signatures(job, numbers)[place.reshape(few.shape)]
+        distinct, place = np.unique(few, return_inverse=True)
+        signatures = _signatures(job, distinct)[place.reshape(few.shape)]
         same = minhash.verified(signatures[:, 0], signatures[:, 1], job.options.near_threshold)
         parts.append(few[same, 1])
     return np.unique(np.concatenate(parts))
 
 
-def _signatures(job: BuildJob, numbers: np.ndarray) -> np.ndarray:
-    """uint32 [n, PERMUTATIONS] of documents by number, ascending."""
-    tasks, rows = work_files.task_and_place(numbers)
-    signatures = np.empty((len(numbers), minhash.PERMUTATIONS), np.uint32)
+def _signatures(job: BuildJob, documents: np.ndarray) -> np.ndarray:
+    """uint32 [n, PERMUTATIONS] of documents by number, ascending. Open files are cached until masks are made."""
+    tasks, rows = task_and_index(documents)
+    signatures = np.empty((len(documents), minhash.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
+        if (key := (job.work, task)) not in _mapped_signatures:
+            mapped = work_files.mapped(job, f"read-{task:07d}.signatures", "uint32")
+            _mapped_signatures[key] = mapped.reshape(-1, minhash.PERMUTATIONS)
         of_task = tasks == task
-        signatures[of_task] = work_files.copy_items(_compute_signatures(job, task), rows[of_task])
+        signatures[of_task] = work_files.copy_items(_mapped_signatures[key], rows[of_task])
     return signatures
 
 
-def _compute_signatures(job: BuildJob, task: int) -> np.ndarray:
-    """uint32 [documents of the task, PERMUTATIONS]; the open file is cached until masks are made."""
-    key = (job.work, task)
-    if key not in _mapped_signatures:
-        mapped = work_files.mapped(job, f"read-{task:07d}.signatures", "uint32")
-        _mapped_signatures[key] = mapped.reshape(-1, minhash.PERMUTATIONS)
-    return _mapped_signatures[key]
-
-
-def _dropped(job: BuildJob, task: int, drops: DropList) -> np.ndarray:
+def _find_dropped(job: BuildJob, task: int, kind: str, ranges: int) -> np.ndarray:
     """Indices in the task of its dropped documents or paragraphs, unique."""
     edges = np.array([task, task + 1], np.uint64) << np.uint64(TASK_SHIFT)
-    numbers = []
-    for index in range(drops.ranges):
-        listed = work_files.mapped(job, f"{drops.kind}-{index:06d}.drop", "<u8")
+    parts = []
+    for index in range(ranges):
+        listed = work_files.mapped(job, f"{kind}-{index:06d}.drop", "<u8")
         low, high = np.searchsorted(listed, edges)
-        numbers.append(work_files.copy_items(listed, slice(low, high)))
-    return np.unique(work_files.task_and_place(np.concatenate(numbers))[1])
+        parts.append(work_files.copy_items(listed, slice(low, high)))
+    return np.unique(task_and_index(np.concatenate(parts))[1])
 
 
 def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
     """Write keep-TASK.mask, bool [s], false in duplicate documents, and the keys of the remaining paragraphs."""
     _mapped_signatures.clear()
     result = ItemResult()
-    stem = f"read-{item.task:07d}"
-    table = work_files.read(job, f"{stem}.documents", DOCUMENT)
+    table = work_files.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
     keep = np.ones(len(table), bool)
-    for drops in item.drops:
-        places = _dropped(job, item.task, drops)
+    for kind, ranges in item.ranges:
+        places = _find_dropped(job, item.task, kind, ranges)
         places = places[keep[places]]
         keep[places] = False
-        sizes = table[places]
-        sentences, dropped_tokens = int(sizes["sentences"].sum()), int(sizes["tokens"].sum())
-        result.drop(REASONS[drops.kind], len(places), sentences, dropped_tokens)
+        sentences, tokens = (int(table[places][unit].sum()) for unit in ("sentences", "tokens"))
+        result.drop(REASONS[kind], len(places), sentences, tokens)
     work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), result)
     if "paragraphs" in job.options.dedup:
-        paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
-        numbers = (item.task << TASK_SHIFT) + np.arange(len(paragraphs), dtype=np.uint64)
+        hashes = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)["hash"]
         # a hash of 0 marks a paragraph that is too short to compare
-        left = np.repeat(keep, table["paragraphs"]) & (paragraphs["hash"] != 0)
-        records = work_files.keyed(paragraphs["hash"][left], numbers[left])
-        work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", work_files.by_key(records), result)
-        result.facts["paragraphs"] = int(left.sum())
+        left = np.repeat(keep, table["paragraphs"]) & (hashes != 0)
+        records = work_files.by_key(keyed(hashes[left], numbers(item.task, 0, len(hashes))[left]))
+        work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", records, result)
+        result.facts["paragraphs"] = len(records)
     return result
 
 
 def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     """Write trim-TASK.mask, bool [s], false in duplicate documents and in repeated paragraphs."""
-    result = ItemResult()
-    table = work_files.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
-    paragraphs = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)
+    result, stem = ItemResult(), f"read-{item.task:07d}"
+    table = work_files.read(job, f"{stem}.documents", DOCUMENT)
+    paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
+    lengths = work_files.read(job, f"{stem}.sentences", "uint32")
     before = work_files.read(job, f"keep-{item.task:07d}.mask", "bool")
-    (drops,) = item.drops
     repeated = np.zeros(len(paragraphs), bool)
-    repeated[_dropped(job, item.task, drops)] = True
+    for kind, ranges in item.ranges:
+        repeated[_find_dropped(job, item.task, kind, ranges)] = True
     after = before & ~np.repeat(repeated, paragraphs["sentences"])
     work_files.write(job, f"trim-{item.task:07d}.mask", after, result)
-    lengths = work_files.read(job, f"read-{item.task:07d}.sentences", "uint32")
-    result.counts["repeated paragraphs"] += int(repeated.sum())
     document = np.repeat(np.arange(len(table)), table["sentences"])
     had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
     dropped = before & ~after
     result.drop(LOST, int((had & ~has).sum()), 0, 0)
+    result.counts["repeated paragraphs"] += int(repeated.sum())
     result.counts["dropped sentences"] += int(dropped.sum())
     result.counts["dropped tokens"] += int(lengths[dropped].sum())
     return result

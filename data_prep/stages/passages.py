@@ -7,19 +7,16 @@ out, so that equal passages are in the same part for any number of workers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.common.arrays import segment_counts, segment_hashes
-from data_prep.executor.journal import Stage, Stages
-from data_prep.executor.work_files import BuildJob, ItemResult, total
-from data_prep.stages import read
+from data_prep.common.arrays import range_indices, segment_counts, segment_hashes
+from data_prep.executor.journal import Stages
+from data_prep.executor.work_files import BuildJob, ItemResult, tokenizer_of, total
+from data_prep.stages.kept import KeptDocuments
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
-
-if TYPE_CHECKING:
-    from data_prep.stages.sequences import KeptDocuments
 
 # smallest number of held-out whole documents, and largest factor between their tokens and the share
 FEWEST_DOCUMENTS, MISS = 5, 2
@@ -27,26 +24,27 @@ FEWEST_DOCUMENTS, MISS = 5, 2
 TOKENS, LEAST = 1024, 128
 
 
-def are_needed(job: BuildJob, documents: Stage) -> bool:
-    """Whether held-out whole documents would be too few, or too much or too little text for the share."""
-    counts = total(documents.results).counts
-    asked = job.options.held_out * (counts["tokens read"] - counts["dropped tokens"])
-    fits = asked / MISS <= counts["held-out tokens"] <= asked * MISS
-    return job.options.held_out > 0 and not (fits and counts["held-out documents"] >= FEWEST_DOCUMENTS)
+def are_needed(share: float, read: ItemResult) -> bool:
+    """Whether held-out whole documents, of all that were `read`, would be too few, or too much or too little text for the share."""
+    asked = share * (read.counts["tokens read"] - read.counts["dropped tokens"])
+    fits = asked / MISS <= read.counts["held-out tokens"] <= asked * MISS
+    return share > 0 and not (fits and read.counts["held-out documents"] >= FEWEST_DOCUMENTS)
 
 
 def run(
-    stages: Stages, job: BuildJob, kept: list[KeptDocuments], documents: Stage
-) -> tuple[BuildJob, list[int], Stage]:
-    """Choose the passages; returns the job with their size and limit, the held-out tokens of each task, and the stage.
+    stages: Stages, job: BuildJob, kept: list[KeptDocuments], documents: list[ItemResult]
+) -> tuple[BuildJob, list[KeptDocuments]]:
+    """Choose passages if they are needed; returns the job with their size and limit, and the documents with their held-out tokens.
 
     Nothing is held out of a text of a single passage, or if less than the longest row would remain.
     """
-    counts, share = total(documents.results).counts, job.options.held_out
-    tokens = counts["tokens read"] - counts["dropped tokens"]
+    share, read = job.options.held_out, total(documents)
+    if not are_needed(share, read):
+        return job, kept
+    tokens = read.counts["tokens read"] - read.counts["dropped tokens"]
     job = replace(job, passage=min(TOKENS, max(LEAST, int(share * tokens))), held_limit=0)
-    stage = stages.map("passages", find, job, kept)
-    by_task = [np.array(result.facts["passages"], np.uint64).reshape(-1, 2) for result in stage.results]
+    found = stages.map("passages", find, job, kept)
+    by_task = [np.array(result.facts["passages"], np.uint64).reshape(-1, 2) for result in found]
     hashes, sizes = np.concatenate(by_task).T
     distinct, place = np.unique(hashes, return_inverse=True)
     reached = np.cumsum(np.bincount(place, sizes.astype(np.int64)))
@@ -55,19 +53,19 @@ def run(
         job = replace(job, held_limit=int(distinct[last]) + 1)
         log.info(
             f"held out: {(hashes < job.held_limit).sum():,} passages of about {job.passage:,} tokens, {reached[last] / reached[-1]:.2%} of "
-            f"the text; whole documents would be {counts['held-out documents']:,} with {counts['held-out tokens'] / tokens:.2%}"
+            f"the text; whole documents would be {read.counts['held-out documents']:,} with {read.counts['held-out tokens'] / tokens:.2%}"
         )
-    return job, [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in by_task], stage
+    held = [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in by_task]
+    return job, [replace(part, held_tokens=tokens) for part, tokens in zip(kept, held, strict=True)]
 
 
 def find(job: BuildJob, part: KeptDocuments) -> ItemResult:
     """The fact "passages" of a task: hash and tokens of each."""
-    result, passages = ItemResult(), []
+    passages: list[list[int]] = []
     for _, unit in part.load(job):
         edges, hashes = _cut(job, unit)
         passages += np.stack([hashes, np.diff(edges).astype(np.uint64)], axis=1).tolist()
-    result.facts["passages"] = passages
-    return result
+    return ItemResult(facts={"passages": passages})
 
 
 class Segments(NamedTuple):
@@ -108,11 +106,10 @@ def _cut(job: BuildJob, unit: Encoded) -> tuple[np.ndarray, np.ndarray]:
     size, tokens = job.passage, unit.document_tokens()
     first = np.cumsum(tokens) - tokens
     cuts = np.maximum(tokens // size - 1, 0)  # passages of each document, of which the last is the longest
-    number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts) + 1
-    at = np.repeat(first, cuts) + number * size
+    at = np.repeat(first, cuts) + range_indices(1, cuts) * size
     ends = np.cumsum(unit.sentence_lengths)
     sentence = ends[np.searchsorted(ends, at)]
-    begins = read.shared_encoder(job)[0].word_start[unit.tokens]
+    begins = tokenizer_of(job).word_start[unit.tokens]
     word = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))[at]
     word = np.where(word > at - size // 2, word, at)
     at = np.where(sentence < at + size // 2, sentence, word)

@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import unicodedata
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from data_prep.common.arrays import choose_share
-from data_prep.executor import work_files
-from data_prep.executor.journal import Stage, Stages
-from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, TooLittleText, Writer, total
-from data_prep.stages import passages, read
+from data_prep.common.arrays import choose_share, range_indices
+from data_prep.executor.journal import Stages
+from data_prep.executor.output_folder import HELD_OUT
+from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText, appending, id_dtype, tokenizer_of, total
+from data_prep.stages import packing, passages
+from data_prep.stages.kept import KeptDocuments
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
 from megabert.data.tokenizer import Tokenizer
 
-STREAM_TRAIN, STREAM_HELD = 0, 1
+# kinds of sequences and rows, and the streams of their random numbers
+TRAIN, HELD = "train", "heldout"
+STREAMS = {TRAIN: 0, HELD: 1}
+# `start`: of its ids; `first`: length of [CLS] A [SEP]; `sources`: those of A and B of held-out sequences
+SEQUENCE = np.dtype(
+    [("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1"), ("sources", "u1", (2,))]
+)
 HELD_UNIT_TOKENS = 1 << 21
 # sequences written together
 AT_ONCE = 1 << 15
@@ -41,30 +50,31 @@ MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2
 
 
 @dataclass(frozen=True)
-class KeptDocuments:
-    """Kept documents of a task: numbers of documents in its units, its corpus, and the mask that applies ("" | keep | trim)."""
+class RowSplit:
+    """The training or held-out rows of one length, with shards in `folder` and at most `slots` sequences a row.
 
-    task: int
-    units: tuple[int, ...]
-    corpus: int
-    mask: str
+    They are made of the sequences in runs KIND-LENGTH-0 to KIND-LENGTH-(runs - 1), or merged-KIND-LENGTH-0 and so on.
+    """
 
-    def load(self, job: BuildJob) -> list[tuple[np.ndarray, Encoded]]:
-        """(DOCUMENT [d], documents) of each unit; dropped documents have size 0."""
-        table, units = read.load(job, self.task, list(self.units))
-        mask = work_files.read(job, f"{self.mask}-{self.task:07d}.mask", "bool") if self.mask else None
-        parts, d, s = [], 0, 0
-        for unit in units:
-            d_end, s_end = d + len(unit.document_sizes), s + len(unit.sentence_lengths)
-            left = unit if mask is None else unit.select_sentences(mask[s:s_end])
-            parts.append((table[d:d_end], left))
-            d, s = d_end, s_end
-        return parts
+    kind: str
+    seq_len: int
+    runs: int
+    slots: int
+    folder: str = field(repr=False)
+    merged: bool = False
+
+    @property
+    def stem(self) -> str:
+        return f"{self.kind}-{self.seq_len}"
+
+    def run(self, index: int) -> str:
+        """Common part of the names of a run's files."""
+        return f"{'merged-' if self.merged else ''}{self.stem}-{index:07d}"
 
 
 @dataclass(frozen=True)
 class SequenceDraw:
-    """Sequences of `seq_len` from `parts`; `kind` is train (one task) or heldout (a group of them)."""
+    """Sequences of `seq_len` from `parts`: for TRAIN one task, for HELD a group of them."""
 
     kind: str
     index: int
@@ -72,78 +82,85 @@ class SequenceDraw:
     parts: tuple[KeptDocuments, ...]
 
 
-@dataclass(frozen=True)
-class DrawnSequences:
-    """The stage that drew sequences of `seq_len`, and the number of its first results that are of held-out documents."""
-
-    seq_len: int
-    stage: Stage
-    held_runs: int
-
-    @property
-    def held(self) -> list[ItemResult]:
-        return self.stage.results[: self.held_runs]
-
-    @property
-    def train(self) -> list[ItemResult]:
-        return self.stage.results[self.held_runs :]
-
-
 def run(
-    stages: Stages, job: BuildJob, kept: list[KeptDocuments], held_tokens: list[int], seq_len: int
-) -> DrawnSequences:
-    """Draw all sequences of `seq_len`. `held_tokens` is truthy for tasks with held-out documents."""
-    groups = held_groups(kept, held_tokens, seq_len)
-    draws = [SequenceDraw("train", i, seq_len, (part,)) for i, part in enumerate(kept)]
-    drawn = DrawnSequences(seq_len, stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws]), len(groups))
-    check(total(drawn.train), seq_len)
-    return drawn
+    stages: Stages, job: BuildJob, kept: list[KeptDocuments], seq_len: int, folder: Path
+) -> list[tuple[RowSplit, ItemResult]]:
+    """Draw all sequences of `seq_len`. Returns the held-out split, if there is any, and the training split, with their totals."""
+    groups = held_groups(kept, seq_len)
+    draws = [SequenceDraw(TRAIN, i, seq_len, (part,)) for i, part in enumerate(kept)]
+    drawn = stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws])
+    held, train = total(drawn[: len(groups)]), total(drawn[len(groups) :])
+    check(train, seq_len)
+    slots = packing.choose_slots(train.lengths, seq_len)
+    splits = [(RowSplit(TRAIN, seq_len, len(draws), slots, str(folder)), train)]
+    if held.counts["sequences"]:
+        splits.insert(0, (RowSplit(HELD, seq_len, len(groups), slots, str(folder / HELD_OUT)), held))
+    return splits
 
 
-def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int) -> list[SequenceDraw]:
+def held_groups(parts: list[KeptDocuments], seq_len: int) -> list[SequenceDraw]:
     """Groups of consecutive tasks whose held-out documents make about one unit."""
     groups: list[SequenceDraw] = []
     members: list[KeptDocuments] = []
     weight = 0
-    for part, tokens in zip(parts, held_tokens, strict=True):
-        if tokens:
+    for part in parts:
+        if part.held_tokens:
             members.append(part)
-            weight += tokens
+            weight += part.held_tokens
         if weight >= HELD_UNIT_TOKENS or (members and part is parts[-1]):
-            groups.append(SequenceDraw("heldout", len(groups), seq_len, tuple(members)))
+            groups.append(SequenceDraw(HELD, len(groups), seq_len, tuple(members)))
             members, weight = [], 0
     return groups
 
 
 def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
     """Write KIND-LENGTH-INDEX.{meta,ids}: SEQUENCE records ordered by key, and their ids in that order."""
-    result = ItemResult()
-    sources = None
-    if item.kind == "train":
-        units, stream = _train_units(job, item.parts[0], result), STREAM_TRAIN
+    result, tokenizer = ItemResult(), tokenizer_of(job)
+    sources: np.ndarray | None = None
+    if item.kind == TRAIN:
+        units = _train_units(job, item.parts[0], result)
     else:
-        (units, sources), stream = _held_unit(job, item, result), STREAM_HELD
-    parts: list[SequenceSpans] = []
-    keys: list[np.ndarray] = []
-    base = 0
+        units, sources = _held_unit(job, item.parts, result)
+    chosen: list[SequenceSpans] = []
+    drawn_keys = [np.zeros(0, np.uint64)]
     for number, unit in enumerate(units):
-        seed = np.random.SeedSequence([job.options.seed, stream, item.seq_len, item.index, number])
+        seed = np.random.SeedSequence([job.options.seed, STREAMS[item.kind], item.seq_len, item.index, number])
         rng = np.random.Generator(np.random.Philox(seed))
-        chosen = _choose(job, item.seq_len, unit, rng, result)
-        chosen.spans += base
-        base += len(unit.tokens)
-        parts.append(chosen)
-        keys.append(rng.integers(0, 1 << 64, len(chosen.labels), dtype=np.uint64))
+        chosen.append(_choose(job, item.seq_len, unit, rng))
+        chosen[-1].spans += result.counts["corpus tokens"]
+        drawn_keys.append(rng.integers(0, 1 << 64, len(chosen[-1].labels), dtype=np.uint64))
         result.counts["corpus tokens"] += len(unit.tokens)
-        result.counts["borrowed tokens"] += chosen.borrowed
-        result.counts["truncated tokens"] += chosen.truncated
-    _write(job, item, units, parts, keys, sources, result)
+        result.counts["borrowed tokens"] += chosen[-1].borrowed
+        result.counts["truncated tokens"] += chosen[-1].truncated
+    tokens = np.concatenate([np.zeros(0, id_dtype(job)), *(unit.tokens for unit in units)])
+    spans = np.concatenate([np.zeros((0, 4), np.int64), *(one.spans for one in chosen)])
+    labels = np.concatenate([np.zeros(0, np.int8), *(one.labels for one in chosen)])
+    keys = np.concatenate(drawn_keys)
+    order = np.argsort(keys, kind="stable")
+    stem = f"{item.kind}-{item.seq_len}-{item.index:07d}"
+    with appending(job, f"{stem}.meta", result) as append_meta, appending(job, f"{stem}.ids", result) as append_ids:
+        for first in range(0, len(order), AT_ONCE):
+            few = order[first : first + AT_ONCE]
+            flat, lengths, of_a = assemble(tokens, spans[few], labels[few], tokenizer)
+            meta = np.zeros(len(few), SEQUENCE)
+            meta["key"], meta["label"], meta["length"], meta["first"] = keys[few], labels[few], lengths, of_a
+            meta["start"] = result.counts["tokens"] + np.cumsum(lengths) - lengths
+            if sources is not None:
+                meta["sources"] = sources[spans[few][:, (0, 2)]]
+            append_meta(meta)
+            append_ids(flat)
+            result.counts["tokens"] += len(flat)
+            distinct, counts = np.unique(lengths, return_counts=True)
+            result.lengths.update(dict(zip(distinct.tolist(), counts.tolist(), strict=True)))
+    result.counts["sequences"] += len(order)
+    result.counts["pairs"] += int((labels >= 0).sum())
+    result.counts["random next"] += int((labels == 1).sum())
     return result
 
 
 def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list[Encoded]:
     """Training documents of each unit, with a unit repeated by the weight of the corpus."""
-    units = []
+    units, counts = [], result.counts
     weight = job.weights[part.corpus]
     whole = max(1, int(weight))
     for table, unit in part.load(job):
@@ -155,86 +172,43 @@ def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list
         for number, copy in enumerate(copies):
             units.append(segments.encoded.select(copy))
             documents, sentences = len(np.unique(segments.document[copy])), int(segments.sentences[copy].sum())
-            result.counts["documents"] += documents
-            result.counts["sentences"] += sentences
+            counts.update({"documents": documents, "sentences": sentences})
             if number:
-                result.counts["repeated documents"] += documents
-                result.counts["repeated sentences"] += sentences
-                result.counts["repeated tokens"] += len(units[-1].tokens)
-        result.counts["bytes"] += int(segments.bytes[full].sum())
+                counts.update({"repeated documents": documents, "repeated sentences": sentences})
+                counts["repeated tokens"] += len(units[-1].tokens)
+        counts["bytes"] += int(segments.bytes[full].sum())
     return [unit for unit in units if len(unit.tokens)]
 
 
-def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
+def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
     """Held-out documents or passages as one unit, if there are any, and the source of each token, uint8 [t].
 
     Documents that are partly in the training data are counted there.
     """
-    units, sources = [], [np.zeros(0, np.uint8)]
-    for part in item.parts:
+    units, sources, counts = [], [np.zeros(0, np.uint8)], result.counts
+    for part in parts:
         for table, unit in part.load(job):
             segments = passages.split(job, table, unit)
             full = segments.encoded.document_sizes > 0
             held, trained = segments.held & full, ~segments.held & full
             units.append(segments.encoded.select(held))
             sources.append(np.repeat(table["source"][segments.document[held]], units[-1].document_tokens()))
-            result.counts["documents"] += len(np.setdiff1d(segments.document[held], segments.document[trained]))
-            result.counts["passages"] += int(held.sum())
-            result.counts["sentences"] += int(segments.sentences[held].sum())
-            result.counts["bytes"] += int(segments.bytes[held].sum())
-    joined = Encoded.join(units, work_files.id_dtype(read.shared_encoder(job)[0]))
+            counts["documents"] += len(np.setdiff1d(segments.document[held], segments.document[trained]))
+            counts["passages"] += int(held.sum())
+            counts["sentences"] += int(segments.sentences[held].sum())
+            counts["bytes"] += int(segments.bytes[held].sum())
+    joined = Encoded.join(units, id_dtype(job))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)
 
 
-def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator, result: ItemResult) -> SequenceSpans:
-    tokenizer = read.shared_encoder(job)[0]
+def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator) -> SequenceSpans:
+    tokenizer = tokenizer_of(job)
     if not job.options.nsp:
         return filled_rows(unit, seq_len - SINGLE_SPECIALS, SHORT_SHARE, tokenizer.word_start, rng)
     capacity = seq_len - PAIR_SPECIALS
     if limit := sentence_limit(unit, capacity):
-        sentences = len(unit.sentence_lengths)
         unit = split_long(unit, limit, tokenizer)
-        result.counts["split sentences"] += len(unit.sentence_lengths) - sentences
     return sentence_pairs(unit, capacity, SHORT_SHARE, rng)
-
-
-def _write(
-    job: BuildJob,
-    item: SequenceDraw,
-    units: list[Encoded],
-    parts: list[SequenceSpans],
-    keys: list[np.ndarray],
-    sources: np.ndarray | None,
-    result: ItemResult,
-) -> None:
-    """`sources`: of each token of `units`, uint8 [t], if they are recorded."""
-    tokenizer = read.shared_encoder(job)[0]
-    tokens = np.concatenate([np.zeros(0, work_files.id_dtype(tokenizer)), *(unit.tokens for unit in units)])
-    spans = np.concatenate([np.zeros((0, 4), np.int64), *(part.spans for part in parts)])
-    labels = np.concatenate([np.zeros(0, np.int8), *(part.labels for part in parts)])
-    key = np.concatenate([np.zeros(0, np.uint64), *keys])
-    order = np.argsort(key, kind="stable")
-    stem = f"{item.kind}-{item.seq_len}-{item.index:07d}"
-    written = 0
-    with Writer(job, f"{stem}.meta", result) as metas, Writer(job, f"{stem}.ids", result) as ids:
-        for first in range(0, len(order), AT_ONCE):
-            few = order[first : first + AT_ONCE]
-            flat, lengths, of_a = assemble(
-                tokens, SequenceSpans(spans, labels), few, tokenizer.cls_id, tokenizer.sep_id
-            )
-            meta = np.zeros(len(few), SEQUENCE)
-            meta["key"], meta["label"] = key[few], labels[few]
-            meta["start"], meta["length"], meta["first"] = (written + np.cumsum(lengths) - lengths, lengths, of_a)
-            if sources is not None:
-                meta["sources"] = sources[spans[few][:, (0, 2)]]
-            metas.write(meta)
-            ids.write(flat)
-            written += len(flat)
-            result.count("tokens of a sequence", lengths)
-    result.counts["sequences"] += len(order)
-    result.counts["tokens"] += written
-    result.counts["pairs"] += int((labels >= 0).sum())
-    result.counts["random next"] += int((labels == 1).sum())
 
 
 @dataclass
@@ -251,13 +225,10 @@ class SequenceSpans:
     truncated: int = 0
 
 
-def _document_edges(encoded: Encoded, halve: bool) -> list[int]:
-    """Indices of the first sentences of documents, and the end; a single document is split into two halves."""
-    sizes = encoded.document_sizes[encoded.document_sizes > 0]
-    edges = [0, *np.cumsum(sizes).tolist()]
-    if halve and len(edges) == 2 and edges[1] > 1:
-        edges.insert(1, edges[1] // 2)
-    return edges
+def _draw_uniform(rng: np.random.Generator, count: int) -> Iterator[list[float]]:
+    """So many uniform numbers at a time."""
+    while True:
+        yield from reversed(rng.random((DRAWS, count)).tolist())
 
 
 def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> SequenceSpans:
@@ -272,18 +243,18 @@ def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.
     B of a random pair comes from another document of `encoded`. A single document is treated as two halves; if it is a single
     sentence, B is that sentence again.
     """
-    edges = _document_edges(encoded, halve=True)
+    # of documents, in sentences
+    edges = [0, *np.cumsum(encoded.document_sizes[encoded.document_sizes > 0]).tolist()]
+    if len(edges) == 2 and edges[1] > 1:
+        edges.insert(1, edges[1] // 2)
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]  # token offset of each sentence
-    documents = len(edges) - 1
+    documents, draws = len(edges) - 1, _draw_uniform(rng, 6)
     rows: list[tuple[int, int, int, int]] = []
     labels: list[int] = []
-    draws: list[list[float]] = []
     for d in range(documents):
         i, end = edges[d], edges[d + 1]
         while i < end:
-            if not draws:
-                draws = rng.random((DRAWS, 6)).tolist()
-            short, target_draw, split, coin, other_draw, start_draw = draws.pop()
+            short, target_draw, split, coin, other_draw, start_draw = next(draws)
             target = capacity if short >= short_share else 2 + int(target_draw * (capacity - 1))
             stop = bisect_left(at, at[i] + target, i + 1, end)
             gathered = stop - i
@@ -334,19 +305,18 @@ def filled_rows(
     lose half a sentence each by ending at sentences). A share of the runs has a shorter, uniformly distributed length and ends at a
     sentence end if one fits. `word_start` is bool [vocab_size]; a word of more than a sixteenth of a row is cut.
     """
-    edges = _document_edges(encoded, halve=False)
+    edges = [0, *np.cumsum(encoded.document_sizes).tolist()]
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
-    places = np.arange(len(encoded.tokens) + 1)
     begins = np.append(word_start[encoded.tokens], True)
-    word = np.maximum.accumulate(np.where(begins, places, 0)).tolist()  # first token of the word at each position
+    word = np.maximum.accumulate(
+        np.where(begins, np.arange(len(begins)), 0)
+    ).tolist()  # first token of the word at each position
     rows: list[tuple[int, int, int, int]] = []
-    draws: list[list[float]] = []
+    draws = _draw_uniform(rng, 2)
     for d in range(len(edges) - 1):
         position, end = at[edges[d]], at[edges[d + 1]]
         while position < end:
-            if not draws:
-                draws = rng.random((DRAWS, 2)).tolist()
-            short, target_draw = draws.pop()
+            short, target_draw = next(draws)
             if short < short_share:
                 target = 2 + int(target_draw * (capacity - 1))
                 stop = at[bisect_right(at, position + target, edges[d], edges[d + 1] + 1) - 1]
@@ -363,29 +333,28 @@ def filled_rows(
 
 
 def assemble(
-    tokens: np.ndarray, chosen: SequenceSpans, order: np.ndarray, cls_id: int, sep_id: int
+    tokens: np.ndarray, spans: np.ndarray, labels: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of the sequences `order` [n] of `chosen`, with special tokens.
+    """Tokens of n sequences, ranges and labels as of `SequenceSpans`, with special tokens.
 
     Returns flat ids [sum of lengths], lengths int64 [n], and lengths of their `[CLS] A [SEP]` parts int64 [n].
     """
-    spans, labels = chosen.spans[order], chosen.labels[order]
-    length_a, length_b = spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2]
-    first = length_a + 2
-    lengths = first + np.where(labels >= 0, length_b + 1, 0)
+    sizes = spans[:, 1::2] - spans[:, ::2]  # (n, 2): tokens of A and B
+    first = sizes[:, 0] + 2
+    lengths = first + np.where(labels >= 0, sizes[:, 1] + 1, 0)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     flat = np.empty(int(lengths.sum()), tokens.dtype)
     ordinary = np.ones(len(flat), bool)
-    for position, special in ((begins, cls_id), (begins + first - 1, sep_id), (ends - 1, sep_id)):
+    for position, special in (
+        (begins, tokenizer.cls_id),
+        (begins + first - 1, tokenizer.sep_id),
+        (ends - 1, tokenizer.sep_id),
+    ):
         flat[position] = special
         ordinary[position] = False
     assert len(tokens) < 1 << 31, "32-bit places"
-    sizes = np.stack([length_a, length_b], axis=1).ravel()
-    starts = np.stack([spans[:, 0], spans[:, 2]], axis=1).ravel()
-    source = np.repeat((starts - (np.cumsum(sizes) - sizes)).astype(np.int32), sizes)
-    source += np.arange(len(source), dtype=np.int32)
-    flat[ordinary] = tokens[source]
+    flat[ordinary] = tokens[range_indices(spans[:, ::2].ravel(), sizes.ravel(), np.int32)]
     return flat, lengths, first
 
 
@@ -397,44 +366,32 @@ def sentence_limit(encoded: Encoded, capacity: int) -> int:
     return max(SHORTEST, capacity // PARTS)
 
 
-def _break_values(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(float32 [vocab]: value of a break after each token; the same before each token)."""
-    after = [2.0 * _ends_clause(token) for token in tokenizer.tokens]
-    return np.array(after, np.float32), tokenizer.unit_start.astype(np.float32)
+def split_long(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:
+    """The same documents with sentences of more than `limit` tokens split into parts of about `limit`, at most a quarter more.
+
+    A part begins at the best position near one of equidistant ones: after a clause, else before a word.
+    """
+    lengths = encoded.sentence_lengths
+    ends = np.cumsum(lengths)
+    parts = -(-lengths // limit)
+    sentence = np.repeat(np.arange(len(lengths)), parts - 1)  # of each cut
+    middle = (ends - lengths)[sentence] + range_indices(1, parts - 1) * lengths[sentence] // parts[sentence]
+    reach = max(1, limit // 8)
+    near = np.arange(-reach, reach + 1)
+    at = middle[:, None] + near  # (cuts, 2 reach + 1)
+    after_clause = np.array([2.0 * _ends_clause(token) for token in tokenizer.tokens], np.float32)
+    before_word = tokenizer.unit_start.astype(np.float32)
+    value = after_clause[encoded.tokens[at - 1]] + before_word[encoded.tokens[at]] - np.abs(near) / (4 * reach)
+    cuts = at[np.arange(len(at)), value.argmax(1)]
+    edges = np.sort(np.concatenate([[0], ends, cuts]))
+    document = np.repeat(np.arange(len(encoded.document_sizes)), encoded.document_sizes)[sentence]
+    more = np.bincount(document, minlength=len(encoded.document_sizes))
+    return Encoded(encoded.tokens, np.diff(edges), encoded.document_sizes + more)
 
 
 def _ends_clause(token: str) -> bool:
     last = token.strip()[-1:]
     return bool(last) and unicodedata.category(last) in ("Po", "Pd", "Pe", "Pf") and last not in "'\"*#%&@/\\."
-
-
-def split_long(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:
-    """The same documents with sentences of more than `limit` tokens split into parts of about `limit`, at most a quarter more."""
-    lengths = encoded.sentence_lengths
-    cuts = _cuts(encoded, limit, tokenizer)
-    ends = np.cumsum(lengths)
-    edges = np.sort(np.concatenate([[0], ends, cuts]))
-    sentence = np.searchsorted(ends, cuts, side="right")
-    document = np.searchsorted(np.cumsum(encoded.document_sizes), sentence, side="right")
-    more = np.bincount(document, minlength=len(encoded.document_sizes))
-    return Encoded(encoded.tokens, np.diff(edges), encoded.document_sizes + more)
-
-
-def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
-    """int64 [c], ascending: first tokens of the parts, each the best position near one of equidistant ones."""
-    lengths = encoded.sentence_lengths
-    parts = -(-lengths // limit)
-    inner = parts - 1
-    sentence = np.repeat(np.arange(len(lengths)), inner)
-    number = np.arange(inner.sum()) - np.repeat(np.cumsum(inner) - inner, inner) + 1
-    starts = np.cumsum(lengths) - lengths
-    middle = starts[sentence] + number * lengths[sentence] // parts[sentence]
-    reach = max(1, limit // 8)
-    near = np.arange(-reach, reach + 1)
-    at = middle[:, None] + near  # (c, 2 reach + 1)
-    after, before = _break_values(tokenizer)
-    value = after[encoded.tokens[at - 1]] + before[encoded.tokens[at]] - np.abs(near) / (4 * reach)
-    return at[np.arange(len(at)), value.argmax(1)] if len(at) else np.zeros(0, np.int64)
 
 
 def check(drawn: ItemResult, seq_len: int) -> None:

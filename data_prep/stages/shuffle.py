@@ -8,50 +8,30 @@ the same rows with hundreds of times fewer opened files.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from data_prep.common.arrays import range_indices
 from data_prep.executor import work_files
-from data_prep.executor.journal import Stage, Stages
-from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer
+from data_prep.executor.journal import Stages
+from data_prep.executor.work_files import BuildJob, ItemResult, appending, id_dtype
+from data_prep.stages.packing import pack
+from data_prep.stages.sequences import HELD, SEQUENCE, TRAIN, RowSplit
 
 # largest bucket in tokens; smaller shards have a bucket each
 MAX_BUCKET_TOKENS = 1 << 23
 STREAM_SHUFFLE = 2
 # sequences whose positions stay in a core's cache
 SEQUENCES_AT_ONCE = 1 << 10
-# sequences packed to choose the number of slots
-SEQUENCES_TRIED = 1 << 17
+# most files opened in a stage: at 30 microseconds each 16 s of a build of an hour
+MAX_OPENS = 1 << 19
+# number of runs after merging, if there would be more files to open
+MERGED_RUNS = 64
 
 
 @dataclass(frozen=True)
-class RowSplit:
-    """The train or held-out rows of one length: runs KIND-LENGTH-0 to KIND-LENGTH-(runs - 1), shards in `folder`.
-
-    Merged runs are merged-KIND-LENGTH-0 and so on. `slots` is the largest number of sequences a row.
-    """
-
-    kind: str
-    seq_len: int
-    slots: int
-    runs: int
-    dtype: str
-    folder: str = field(repr=False)
-    merged: bool = False
-
-    @property
-    def stem(self) -> str:
-        return f"{self.kind}-{self.seq_len}"
-
-    def run(self, index: int) -> str:
-        """Common part of the names of a run's files."""
-        return f"{'merged-' if self.merged else ''}{self.stem}-{index:07d}"
-
-
-@dataclass(frozen=True)
-class ShuffleBucket:
+class Bucket:
     """Key range `index` of `count` of a split."""
 
     split: RowSplit
@@ -60,75 +40,64 @@ class ShuffleBucket:
 
 
 @dataclass(frozen=True)
-class SplitMerge:
-    """Runs of a split to merge into its run `index`."""
+class Merge:
+    """Runs [first, first + runs) of a split, to be merged into its run `index` in `ranges` key ranges."""
 
     split: RowSplit
     index: int
-    runs: work_files.MergeGroup
+    first: int
+    runs: int
+    ranges: int
 
 
-def run(stages: Stages, job: BuildJob, tokens: int, split: RowSplit, drawn: Stage | None) -> tuple[RowSplit, Stage]:
-    """Pack and shuffle the sequences of a split, which have `tokens` tokens. Returns the stage whose results count its rows.
-
-    `drawn`: the stage that drew them, if nothing else reads its files.
-    """
-    shard_tokens = job.options.rows_per_shard * split.seq_len
-    used = [] if drawn is None else [drawn]
-    if groups := merges(split, tokens, len(buckets(split, tokens, shard_tokens))):
-        merged = stages.map(f"merge {split.stem}", merge, job, groups)
-        for stage in used:
-            stages.journal.consume(stage, merged)
-        used, split = [merged], replace(split, runs=len(groups), merged=True)
-    packed = stages.map(
-        f"shuffle {split.stem}", process_bucket, job, buckets(split, tokens, shard_tokens), unit="bucket"
-    )
-    for stage in used:
-        stages.journal.consume(stage, packed)
-    return split, packed
+def run(stages: Stages, job: BuildJob, split: RowSplit, tokens: int) -> list[ItemResult]:
+    """Pack and shuffle the sequences of a split, which have `tokens` tokens; the results count the rows of its buckets."""
+    count = bucket_count(tokens, job.options.rows_per_shard * split.seq_len)
+    # held-out sequences, drawn by the same stage, are shuffled before
+    used = [f"pairs {split.seq_len}"] if split.kind == TRAIN else []
+    if groups := merges(split, tokens, count):
+        merging = f"merge {split.stem}"
+        stages.map(merging, merge, job, groups)
+        stages.consume(*used)
+        used, split = [merging], replace(split, runs=len(groups), merged=True)
+    buckets = [Bucket(split, i, count) for i in range(count)]
+    packed = stages.map(f"shuffle {split.stem}", process_bucket, job, buckets, unit="bucket")
+    stages.consume(*used)
+    return packed
 
 
-def choose_slots(lengths: Counter[int], seq_len: int) -> int:
-    """The smallest number of sequences a row (1, 2, 4, 8, 16) whose fill is within half a percent of that of 16.
-
-    A slot takes five bytes in every row, so unused ones would be a tenth of a shard of short rows. `lengths` counts sequences by
-    length; a sample of them with the same shares is packed.
-    """
-    total = sum(lengths.values())
-    scale = min(1.0, SEQUENCES_TRIED / total)
-    sizes = sorted(lengths)
-    trial = np.repeat(np.array(sizes, np.int64), [max(1, round(lengths[n] * scale)) for n in sizes])
-    rows = {slots: pack(trial, seq_len, slots)[3] for slots in (1, 2, 4, 8, 16)}
-    return next(slots for slots in rows if rows[slots] <= rows[16] * 1.005)
-
-
-def buckets(split: RowSplit, tokens: int, shard_tokens: int) -> list[ShuffleBucket]:
+def bucket_count(tokens: int, shard_tokens: int) -> int:
     """Number of key ranges for `tokens`, each about a shard."""
-    count = max(1, round(tokens / min(shard_tokens, MAX_BUCKET_TOKENS)))
-    return [ShuffleBucket(split, i, count) for i in range(count)]
+    return max(1, round(tokens / min(shard_tokens, MAX_BUCKET_TOKENS)))
 
 
-def merges(split: RowSplit, tokens: int, buckets: int) -> list[SplitMerge]:
-    """Groups of adjacent runs to merge before this many buckets are made."""
-    planned = work_files.plan_merges(split.runs, buckets, tokens, MAX_BUCKET_TOKENS)
-    return [SplitMerge(split, i, runs) for i, runs in enumerate(planned)]
+def merges(split: RowSplit, tokens: int, buckets: int) -> list[Merge]:
+    """Groups of adjacent runs to merge before this many buckets are made; none if all of these may open every run.
+
+    A merge has about MAX_BUCKET_TOKENS of all `tokens` in memory.
+    """
+    if split.runs * buckets <= MAX_OPENS or split.runs <= MERGED_RUNS:
+        return []
+    size = -(-split.runs // MERGED_RUNS)
+    ranges = max(1, round(tokens * size / split.runs / MAX_BUCKET_TOKENS))
+    firsts = range(0, split.runs, size)
+    return [Merge(split, i, first, min(size, split.runs - first), ranges) for i, first in enumerate(firsts)]
 
 
-def merge(job: BuildJob, item: SplitMerge) -> ItemResult:
+def merge(job: BuildJob, item: Merge) -> ItemResult:
     """Write a merged run: like its runs, SEQUENCE records ordered by key, and their ids in that order."""
     result, written = ItemResult(), 0
-    runs = _open(job, item.split, item.runs.first, item.runs.runs)
+    runs = _open(job, item.split, item.first, item.runs)
     stem = replace(item.split, merged=True).run(item.index)
-    with Writer(job, f"{stem}.meta", result) as metas, Writer(job, f"{stem}.ids", result) as file:
-        for index in range(item.runs.ranges):
-            meta, ids = _gather(runs, index, item.runs.ranges)
+    with appending(job, f"{stem}.meta", result) as append_meta, appending(job, f"{stem}.ids", result) as append_ids:
+        for index in range(item.ranges):
+            meta, ids = _gather(runs, index, item.ranges)
             lengths = meta["length"].astype(np.int64)
-            ends = np.cumsum(lengths)
-            source = np.repeat(meta["start"].astype(np.int64) - (ends - lengths), lengths)
-            file.write(ids[source + np.arange(len(source))])
-            meta["start"] = written + ends - lengths
-            metas.write(meta)
-            written += len(source)
+            append_ids(ids[range_indices(meta["start"].astype(np.int64), lengths)])
+            ends = written + np.cumsum(lengths)
+            meta["start"] = ends - lengths
+            append_meta(meta)
+            written += int(lengths.sum())
     return result
 
 
@@ -136,7 +105,7 @@ def _open(job: BuildJob, split: RowSplit, first: int, runs: int) -> list[tuple[n
     """(SEQUENCE records, ids) of runs of a split."""
     names = [split.run(run) for run in range(first, first + runs)]
     return [
-        (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", split.dtype))
+        (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", id_dtype(job)))
         for name in names
     ]
 
@@ -160,84 +129,32 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
     return work_files.by_key(np.concatenate(metas)), np.concatenate(ids)
 
 
-def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
+def process_bucket(job: BuildJob, bucket: Bucket) -> ItemResult:
     """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}, and .sources for held-out rows with
     several sources. Counts its rows."""
-    split = bucket.split
-    result = ItemResult()
+    split, result = bucket.split, ItemResult()
     meta, ids = _gather(_open(job, split, 0, split.runs), bucket.index, bucket.count)
     seq_len, slots = split.seq_len, split.slots
     lengths = meta["length"].astype(np.int64)
     row, slot, offset, rows = pack(lengths, seq_len, slots)
-    rng = np.random.Generator(
-        np.random.Philox(np.random.SeedSequence([job.options.seed, STREAM_SHUFFLE, split.seq_len, bucket.index]))
-    )
-    row = rng.permutation(rows)[row] if rows else row
-    packed = np.zeros(rows * seq_len, split.dtype)
+    seed = np.random.SeedSequence([job.options.seed, STREAM_SHUFFLE, seq_len, bucket.index])
+    row = np.random.Generator(np.random.Philox(seed)).permutation(rows)[row]
+    packed = np.zeros(rows * seq_len, ids.dtype)
     bounds = np.zeros((rows, slots, 2), np.uint16)
     labels = np.full((rows, slots), -1, np.int8)
     bounds[row, slot, 0], bounds[row, slot, 1] = meta["length"], meta["first"]
     labels[row, slot] = meta["label"]
     assert max(len(ids), rows * seq_len) < 1 << 31, "32-bit places"
-    starts, targets = meta["start"].astype(np.int32), (row * seq_len + offset).astype(np.int32)
+    starts, targets = meta["start"].astype(np.int64), row * seq_len + offset
     for i in range(0, len(meta), SEQUENCES_AT_ONCE):
         few = slice(i, i + SEQUENCES_AT_ONCE)
-        size = lengths[few]
-        within = np.arange(int(size.sum()), dtype=np.int32)
-        within -= np.repeat((np.cumsum(size) - size).astype(np.int32), size)
-        packed[within + np.repeat(targets[few], size)] = ids[within + np.repeat(starts[few], size)]
+        source, target = (range_indices(places[few], lengths[few], np.int32) for places in (starts, targets))
+        packed[target] = ids[source]
     arrays = {"ids": packed, "bounds": bounds, "labels": labels}
-    if job.sources and split.kind == "heldout":
+    if job.sources and split.kind == HELD:
         arrays["sources"] = np.zeros((rows, slots, 2), np.uint8)
         arrays["sources"][row, slot] = meta["sources"]
     for suffix, array in arrays.items():
         work_files.write(job, f"{split.stem}-{bucket.index:06d}.rows.{suffix}", array, result)
     result.counts["rows"] = rows
     return result
-
-
-def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Place sequences of `lengths` [n] in rows of `capacity` tokens, at most `max_sequences` a row.
-
-    Returns (row, slot, offset), each int64 [n], and the number of rows. Best fit decreasing: the longest sequence first, in the given
-    order for equal lengths, into the row with the smallest sufficient space. Equal lengths are placed together: there are at most
-    `capacity` distinct lengths and remainders, so the cost is that of the distinct lengths and the copies.
-    """
-    n = len(lengths)
-    row, slot, offset = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    by_length = np.argsort(-lengths, kind="stable")
-    values, firsts = np.unique(-lengths[by_length], return_index=True)
-    bounds = [*firsts.tolist(), n]
-    shortest = int(lengths.min()) if n else 0
-    open_rows: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by remaining space
-    used: np.ndarray = np.zeros(n, np.int64)  # number of sequences of each row
-    has_room = np.zeros(capacity + 1, bool)
-    rows = 0
-    for value, begin, end in zip(values.tolist(), bounds, bounds[1:], strict=False):
-        length = -value
-        while begin < end:
-            fits = int(np.argmax(has_room[length:])) + length
-            if has_room[fits]:
-                candidates = open_rows[fits].pop()
-                has_room[fits] = bool(open_rows[fits])
-                taken = candidates[: end - begin]
-                if len(taken) < len(candidates):
-                    open_rows[fits].append(candidates[len(taken) :])
-                    has_room[fits] = True
-            else:
-                fits = capacity
-                together = min(capacity // length, max_sequences)
-                opened = -(-(end - begin) // together)
-                taken = np.arange(rows, rows + opened)
-                rows += opened
-            items = by_length[begin : begin + len(taken)]
-            row[items], slot[items], offset[items] = taken, used[taken], capacity - fits
-            used[taken] += 1
-            left = fits - length
-            if left >= shortest:
-                unfilled = taken[used[taken] < max_sequences]
-                if len(unfilled):
-                    open_rows[left].append(unfilled)
-                    has_room[left] = True
-            begin += len(taken)
-    return row, slot, offset, rows

@@ -84,12 +84,12 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
         shares = sample_shares(tasks, job.options, job.weights)
         samples = stages.map(SAMPLE, sample, job, shares)
         try:
-            trained = stages.map(TRAIN, train_item, job, [len(shares)])
+            stages.map(TRAIN, train_item, job, [len(shares)])
         except TooLittleText as error:
-            error.read = work_files.total([ItemResult.from_json(one.facts["read"]) for one in samples.results])
+            error.read = work_files.total([ItemResult.from_json(one.facts["read"]) for one in samples])
             raise
-        stages.journal.consume(samples, trained)
-        _warn_of_casing(job.options, [result.counts for result in samples.results])
+        stages.consume(SAMPLE)
+        _warn_of_casing(job.options, [result.counts for result in samples])
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
         write_whole(Path(job.path(name)), data)  # other jobs may be reading it

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
+import shutil
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_prep.executor import output_folder, work_files
-from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
-from data_prep.stages.shuffle import RowSplit
+from data_prep.stages.sequences import HELD, RowSplit
 from megabert.common import storage
 from megabert.common.files import write_whole
 from megabert.data import shards
 from megabert.data.shards.manifest import SHARD, SOURCES
-from megabert.data.tokenizer import Tokenizer
+
+# counts in a manifest's statistics. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens.
+COUNTS = ("documents", "sentences", "corpus tokens", "borrowed tokens", "truncated tokens", "tokens", "sequences")
+
+
+class WrittenSplit(NamedTuple):
+    """
+    Folder with shards, its manifest, which is not written yet, and the totals of its sequences."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    drawn: ItemResult
 
 
 @dataclass(frozen=True)
@@ -34,69 +49,105 @@ class ShardPlan:
     slices: tuple[tuple[int, int, int], ...]
 
 
-def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> dict[str, Any]:
-    """Write the shards of a split from the rows of the stage `packed`, and their sources if recorded, and remove other shards, of
-    the input before a resume. Returns the fields of the manifest that name the files."""
-    Path(split.folder).mkdir(parents=True, exist_ok=True)
-    kept: list[Stage] = []
-    if job.sources and split.kind == "heldout":
-        kept = [stages.map(f"sources {split.seq_len}", save_sources, job, [(split, len(packed.results))])]
-    rows = [result.counts["rows"] for result in packed.results]
-    plans = plan_shards(split, rows, job.options.rows_per_shard)
+def run(
+    stages: Stages,
+    job: BuildJob,
+    split: RowSplit,
+    drawn: ItemResult,
+    packed: list[ItemResult],
+    unknown: dict[str, float],
+    held: WrittenSplit | None,
+) -> WrittenSplit:
+    """Write the shards of a split from the rows of `packed`, and their sources if recorded. Removes other shards, and another held-out
+    part, of the input before a resume.
+
+    `drawn`: the totals of its sequences; `unknown`: as of `read.unknown`; `held`: the held-out part of a dataset.
+    """
+    folder, tokenizer = Path(split.folder), work_files.tokenizer_of(job)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = {}
+    if job.sources and split.kind == HELD:
+        (saved,) = stages.map(f"sources {split.seq_len}", save_sources, job, [(split, len(packed))])
+        sources = saved.facts
+    plans = plan_shards(split, [result.counts["rows"] for result in packed], job.options.rows_per_shard)
     written = stages.map(f"write {split.stem}", process_shard, job, plans, unit="shard")
-    stages.journal.consume(packed, written, *kept)
-    made = {"shards": [result.facts["shard"] for result in written.results]}
-    output_folder.remove_others(Path(split.folder), SHARD.replace("{:06d}", "*"), written.results)
-    return made | {"sources": kept[0].results[0].facts["sources"]} if kept else made
+    stages.consume(f"shuffle {split.stem}")
+    output_folder.remove_others(folder, SHARD.replace("{:06d}", "*"), written)
+    held_out: dict[str, Any] | None = None
+    if held is not None:
+        held_out = {"path": output_folder.HELD_OUT, "rows": held.manifest["rows"]}
+        if job.passage:
+            held_out |= {"passages": held.drawn.counts["passages"], "passage_tokens": job.passage}
+    elif (folder / output_folder.HELD_OUT).exists():
+        shutil.rmtree(folder / output_folder.HELD_OUT)
+    counts, rows = drawn.counts, sum(plan.rows for plan in plans)
+    manifest = {
+        "schema": 1,
+        "seq_len": split.seq_len,
+        "max_sequences": split.slots,
+        "rows": rows,
+        "block_rows": BLOCK_ROWS,
+        "dtype": work_files.id_dtype(job).name,
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "file": f"{'../' * (split.kind == HELD)}{tokenizer.path.name}",
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "special_ids": tokenizer.special_ids,
+        },
+        "statistics": {
+            **{name.replace(" ", "_"): counts[name] for name in COUNTS},
+            "text_bytes": counts["bytes"],
+            "fill": round(counts["tokens"] / (rows * split.seq_len), 6),
+            "random_next_share": round(counts["random next"] / counts["pairs"], 6) if counts["pairs"] else None,
+            **{f"unknown_{name}": unknown[name] for name in ("token_share", "character_share")},
+        },
+        "held_out": held_out,
+        "order": 2,
+        "shards": [result.facts["shard"] for result in written],
+        **sources,
+    }
+    return WrittenSplit(folder, manifest, drawn)
 
 
 def plan_shards(split: RowSplit, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
     """Cut the rows of all buckets, in order, into shards."""
+    edges = list(accumulate(bucket_rows, initial=0))  # of buckets, in rows
     plans: list[ShardPlan] = []
-    slices: list[tuple[int, int, int]] = []
-    rows = 0  # in `slices`
-
-    def end_shard() -> None:
-        nonlocal slices, rows
-        plans.append(ShardPlan(split, len(plans), len(plans) * rows_per_shard, rows, tuple(slices)))
-        slices, rows = [], 0
-
-    for bucket, size in enumerate(bucket_rows):
-        taken = 0
-        while taken < size:
-            some = min(size - taken, rows_per_shard - rows)
-            slices.append((bucket, taken, some))
-            taken, rows = taken + some, rows + some
-            if rows == rows_per_shard:
-                end_shard()
-    if rows:
-        end_shard()
+    for first, end in pairwise([*range(0, edges[-1], rows_per_shard), edges[-1]]):
+        slices = []
+        for bucket in range(bisect_right(edges, first) - 1, bisect_left(edges, end)):
+            begin = max(first, edges[bucket])
+            if rows := min(end, edges[bucket + 1]) - begin:
+                slices.append((bucket, begin - edges[bucket], rows))
+        plans.append(ShardPlan(split, len(plans), first, end - first, tuple(slices)))
     return plans
 
 
 def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
     """Write one shard, and upload it if the output is a URL; the fact "shard" is its entry of the manifest."""
-    result = ItemResult()
-    split = plan.split
-    arrays = []
-    for suffix, dtype, shape in (
-        ("ids", split.dtype, (split.seq_len,)),
-        ("bounds", "uint16", (split.slots, 2)),
-        ("labels", "int8", (split.slots,)),
-    ):
-        width = int(np.prod(shape))
+    split, result = plan.split, ItemResult()
+
+    def read_rows(suffix: str, dtype: np.dtype | str, *shape: int) -> np.ndarray:
+        width = math.prod(shape)
         parts = [
             work_files.read(job, f"{split.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width)
             for bucket, first, rows in plan.slices
         ]
-        arrays.append(np.concatenate(parts).reshape(plan.rows, *shape))
+        return np.concatenate(parts).reshape(plan.rows, *shape)
+
     path = Path(split.folder, SHARD.format(plan.index))
-    ids, bounds, labels = arrays
-    entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
-    if job.upload[1]:
-        storage.put(path, storage.join(job.upload[1], os.path.relpath(path, job.upload[0])))
-    result.facts["shard"] = entry
-    result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
+    result.facts["shard"] = shards.write_shard(
+        path,
+        first_block=plan.first_row // BLOCK_ROWS,
+        ids=read_rows("ids", work_files.id_dtype(job), split.seq_len),
+        bounds=read_rows("bounds", "uint16", split.slots, 2),
+        isnext=read_rows("labels", "int8", split.slots),
+        block_rows=BLOCK_ROWS,
+    )
+    if job.url:
+        storage.put(path, storage.join(job.url, os.path.relpath(path, job.output)))
+    work_files.record_output(job, path, result)
     return result
 
 
@@ -111,54 +162,5 @@ def save_sources(job: BuildJob, item: tuple[RowSplit, int]) -> ItemResult:
     path = Path(split.folder, SOURCES)
     write_whole(path, data)
     result.facts["sources"] = {"file": SOURCES, "sha256": hashlib.sha256(data).hexdigest(), "names": list(job.sources)}
-    result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
+    work_files.record_output(job, path, result)
     return result
-
-
-def manifest(
-    split: RowSplit,
-    made: dict[str, Any],
-    drawn: ItemResult,
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
-    options: dict[str, Any],
-    held_out: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """The manifest of the result of `run`; `tokenizer_name`: the tokenizer's path relative to the folder."""
-    rows = sum(entry["rows"] for entry in made["shards"])
-    return {
-        "schema": 1,
-        "seq_len": split.seq_len,
-        "max_sequences": split.slots,
-        "rows": rows,
-        "block_rows": BLOCK_ROWS,
-        "dtype": split.dtype,
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "file": tokenizer_name,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "special_ids": tokenizer.special_ids,
-        },
-        "statistics": statistics(drawn, rows, split.seq_len),
-        "options": options,
-        "held_out": held_out,
-        "order": 2,
-    } | made
-
-
-def statistics(drawn: ItemResult, rows: int, seq_len: int) -> dict[str, Any]:
-    """The statistics in a manifest. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
-    c = drawn.counts
-    return {
-        "documents": c["documents"],
-        "sentences": c["sentences"],
-        "corpus_tokens": c["corpus tokens"],
-        "borrowed_tokens": c["borrowed tokens"],
-        "truncated_tokens": c["truncated tokens"],
-        "tokens": c["tokens"],
-        "sequences": c["sequences"],
-        "text_bytes": c["bytes"],
-        "fill": round(c["tokens"] / (rows * seq_len), 6),
-        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
-    }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.prep_builds import build
+from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write_all
 
 
@@ -40,5 +40,5 @@ def corpus(topics, tmp_path_factory):
 def tokenizer_file(topics, tmp_path_factory):
     """A unigram model of 3,000 tokens made by the command itself."""
     folder = write_all(tmp_path_factory.mktemp("tokenizer"), {f"{i:03}.txt": text for i, text in enumerate(topics)})
-    build(folder / "*.txt", folder / "out", vocab_size=3000, workers=1)
+    build_here(folder / "*.txt", folder / "out", vocab_size=3000, workers=1)
     return folder / "out" / "tokenizer.model"

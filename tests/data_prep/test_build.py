@@ -3,12 +3,11 @@
 import json
 import re
 
-import numpy as np
 import pytest
 
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import build, build_here, mpirun
+from tests.helpers.prep_builds import build, build_here, mpirun, sequences_of
 from tests.helpers.prep_reading import contents, write, write_all
 
 
@@ -42,19 +41,6 @@ def test_user_mistake_ends_all_ranks(corpus, tokenizer_file, tmp_path):
     assert "Traceback" not in result.stderr and not list((tmp_path / "out").rglob("manifest.json"))
 
 
-def sequences(folder):
-    """(ids, length of the first part, label) of every sequence of a dataset."""
-    dataset = Dataset(folder)
-    rows = dataset.read(np.arange(dataset.rows))
-    for ids, bounds, labels in zip(rows.ids, rows.bounds.astype(int), rows.isnext, strict=True):
-        at = 0
-        for (length, first), label in zip(bounds, labels, strict=True):
-            if length:
-                yield ids[at : at + length], first, int(label)
-                at += length
-        assert not ids[at:].any()
-
-
 def test_rows_hold_text_and_true_next_sentences(built, corpus):
     tokenizer = Tokenizer.load(built / "tokenizer.model")
     text = "".join(path.read_text(encoding="utf-8") for path in corpus.iterdir())
@@ -62,7 +48,7 @@ def test_rows_hold_text_and_true_next_sentences(built, corpus):
     # Each document as the string of its tokens; a part of a sequence must be found in it as it is.
     joined = "\n".join("".join(tokenizer.processor.encode(" ".join(body.split()), out_type=str)) for body in bodies)
     checked = {0: 0, 1: 0}
-    for ids, first, label in sequences(built):
+    for ids, first, label in sequences_of(built):
         assert ids[0] == 2 and ids[first - 1] == 3 and ids[-1] == 3
         assert (ids[1 : first - 1] > 4).all() or 1 in ids[1 : first - 1]
         if sum(checked.values()) >= 300 or 1 in ids:
@@ -79,7 +65,7 @@ def test_rows_hold_text_and_true_next_sentences(built, corpus):
 
 def test_held_out_documents_are_in_no_training_row(built):
     tokenizer = Tokenizer.load(built / "tokenizer.model")
-    texts = (" ".join(tokenizer.decode(ids) for ids, *_ in sequences(part)) for part in (built, built / "held_out"))
+    texts = (" ".join(tokenizer.decode(ids) for ids, *_ in sequences_of(part)) for part in (built, built / "held_out"))
     trained, held_out = (set(re.findall(r"Marker(\d+) opens", text)) for text in texts)
     assert len(trained) > 2000 and len(held_out) > 30 and not trained & held_out
 

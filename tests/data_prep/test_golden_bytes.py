@@ -8,7 +8,7 @@ import numpy as np
 
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_builds import build_here
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 SHARDS = ("shard-000000.tar", "shard-000001.tar", "shard-000002.tar", "held_out/shard-000000.tar")
@@ -43,7 +43,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     options = {"weight": "notes=2.5", "text_documents": "blank-line", "seq_len": 64, "nsp": True, "held_out": 0.04}
     options |= {"dedup": ("documents", "near", "paragraphs"), "filters": ("min-words=20", "max-duplicate-lines=0.3")}
     options |= {"tokenizer": GOLDEN / "dataset" / "tokenizer.model", "rows_per_shard": 256, "seed": 5, "workers": 2}
-    build([f"modules={text / 'modules.jsonl.gz'}", f"notes={text / 'notes.txt'}"], output, **options)
+    report = build_here([f"modules={text / 'modules.jsonl.gz'}", f"notes={text / 'notes.txt'}"], output, **options)
     for name in SHARDS:
         assert (output / name).read_bytes() == (GOLDEN / "dataset" / name).read_bytes(), name
     # an option that is added later is listed in later manifests, and so changes their fingerprints
@@ -52,6 +52,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
         del tree["options"], tree["fingerprint"], tree["held_out"]["manifest_sha256"]
     unknown = [built["statistics"].pop(f"unknown_{unit}_share") for unit in ("token", "character")]
     assert built == golden and unknown == [0.001218, 0.000594]
-    dropped = report(output)["dropped"]
+    dropped = report["dropped"]
     assert dropped["reasons"] == {"empty": 1, "exact duplicate": 2, "min-words": 15, "near duplicate": 3}
     assert dropped["repeated_paragraphs"] == 1

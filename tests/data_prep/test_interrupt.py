@@ -15,6 +15,7 @@ import pytest
 
 from data_prep.executor import pool
 from tests.helpers import wordpiece
+from tests.helpers.prep_builds import wait_for
 from tests.helpers.prep_reading import write
 
 ENTRY = "import sys; from megabert.__main__ import main; print(flush=True); sys.exit(main())"
@@ -72,9 +73,7 @@ def test_ctrl_c_ends_a_build_with_one_line(send, tmp_path) -> None:
     out = tmp_path / "out"
     command = build(write_corpus(tmp_path / "corpus", 1, 80_000), out, "--vocab-size", "300")
     process = started(command)
-    end = time.monotonic() + 60
-    while process.poll() is None and not list(out.rglob("sample-*")) and time.monotonic() < end:
-        time.sleep(0.01)
+    assert wait_for(lambda: process.poll() is not None or any(out.rglob("sample-*")), 60)
     send(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130 and os.listdir(out) == [".work"], shown

@@ -10,7 +10,7 @@ from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write_all
 
 
@@ -23,11 +23,10 @@ def test_named_inputs_and_weights():
             corpora(["wiki=a"], [weight])
 
 
-def test_two_corpora_by_weight_in_two_row_lengths(corpus, topics, tokenizer_file, tmp_path):
+def test_two_corpora_by_weight_in_two_row_lengths(corpus, topics, tokenizer_file, tmp_path, capsys):
     books = write_all(tmp_path / "books", {f"{i:02}.txt": text for i, text in enumerate(topics[:60])})
     options = {"weight": ("wiki=0.25", "books=2.5"), "seq_len": (32, 96), "held_out": 0.02, "nsp": True}
-    result = build([f"wiki={corpus}", f"books={books}"], tmp_path / "out", tokenizer=tokenizer_file, **options)
-    facts = report(tmp_path / "out")
+    facts = build_here([f"wiki={corpus}", f"books={books}"], tmp_path / "out", tokenizer=tokenizer_file, **options)
     wiki, books = facts["corpora"]["wiki"], facts["corpora"]["books"]
     kept = 1 - wiki["dropped_while_reading"]["left out by weight"] / wiki["documents"]
     assert kept == pytest.approx(0.25, abs=0.03) and wiki["documents"] > 2000
@@ -35,7 +34,8 @@ def test_two_corpora_by_weight_in_two_row_lengths(corpus, topics, tokenizer_file
     first, second = (facts["datasets"][n] for n in ("32", "96"))
     assert books["documents"] == 60 and 60 * 1.25 < first["repeated"]["documents"] < 60 * 1.75
     assert first["held_out"]["documents"] > 2
-    assert "rows 32" in result.stdout and "rows 96" in result.stdout
+    shown = capsys.readouterr().out
+    assert "rows 32" in shown and "rows 96" in shown
     assert [first[name] == second[name] for name in ("documents", "sentences", "corpus_tokens")] == [True] * 3
     for length, d in ((32, first), (96, second)):
         folder = tmp_path / "out" / f"seq{length}"

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import prep_builds
-from tests.helpers.prep_builds import ROOT, build, build_words, error_of
+from tests.helpers.prep_builds import ROOT, build, build_words, error_of, wait_for
 from tests.helpers.prep_reading import contents, write
 
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray (pip install 'megabert[ray]')")
@@ -79,20 +78,10 @@ class RayCluster:
     def close(self) -> list[int]:
         """End the cluster; returns its processes that had to be killed."""
         self._process.communicate(timeout=60)
-        left = [number for number in self.processes() if wait_for(lambda n=number: not Path(f"/proc/{n}").exists())]
+        left = [number for number in self.processes() if not wait_for(lambda n=number: not Path(f"/proc/{n}").exists())]
         for number in left:
             os.kill(number, signal.SIGKILL)
         return left
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Whether the condition is still false after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +143,7 @@ def failed(process: subprocess.Popen[str], code: int) -> str:
 
 def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
     """Send the signal when an item is read, and others are being read; returns what the command printed on stderr."""
-    assert not wait_for(lambda: process.poll() is not None or any(output.glob(".work/journal/read/*.json")), 60)
+    assert wait_for(lambda: process.poll() is not None or any(output.glob(".work/journal/read/*.json")), 60)
     process.send_signal(number)
     return process.communicate(timeout=60)[1]
 
@@ -163,7 +152,7 @@ def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
 def test_a_killed_node_does_not_change_the_bytes(start, local, cluster, reading, tmp_path):
     raylet = cluster.node()
     process = start()
-    assert not wait_for(lambda: process.poll() is not None or (reading / str(raylet)).exists(), 60)
+    assert wait_for(lambda: process.poll() is not None or (reading / str(raylet)).exists(), 60)
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     os.kill(raylet, signal.SIGKILL)
     out, error = process.communicate(timeout=120)
@@ -183,7 +172,7 @@ def test_items_end_with_the_command(number, start, local, cluster, tmp_path):
         assert cluster.processes(b"ray::_run_item") == []
     else:
         assert process.returncode == -number and error == ""
-        assert not wait_for(lambda: not cluster.processes(b"ray::_run_item"))
+        assert wait_for(lambda: not cluster.processes(b"ray::_run_item"))
     if number == signal.SIGKILL:
         again = start(workers=1)
         out, error = again.communicate(timeout=120)

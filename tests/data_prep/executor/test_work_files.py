@@ -31,8 +31,8 @@ def test_copied_pages_are_released(tmp_path):
 def test_failed_attempt_leaves_the_file_of_another(tmp_path):
     job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     one, other = work_files.ItemResult(), work_files.ItemResult()
-    with pytest.raises(SystemExit), work_files.Writer(job, "items", one) as failing:
-        failing.write(np.arange(3))
+    with pytest.raises(SystemExit), work_files.appending(job, "items", one) as append:
+        append(np.arange(3))
         work_files.write(job, "items", np.arange(5), other)
         raise SystemExit
     assert work_files.read(job, "items", np.int64).tolist() == [0, 1, 2, 3, 4]

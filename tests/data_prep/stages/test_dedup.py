@@ -1,6 +1,5 @@
 """Duplicates: signatures, keys, planted copies in builds, many key ranges."""
 
-import contextlib
 import random
 from pathlib import Path
 
@@ -9,16 +8,15 @@ import pytest
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
-from data_prep.executor import work_files
-from data_prep.executor.journal import Journal, Stages
+from data_prep.executor.journal import Stages
 from data_prep.executor.pool import Pool
+from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import group, list_ranges
-from data_prep.stages import dedup, minhash
+from data_prep.stages import dedup, minhash, read
 from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, Units
-from data_prep.stages.read import read_task
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import build, build_here, report
+from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import records, write, write_all
 from tests.helpers.prep_texts import encoded
 
@@ -130,13 +128,13 @@ EXACT, NEAR = {"exact duplicate": 40}, {"near duplicate": 30}
     # 25 planted paragraphs; those of near copies went with them
     [("none", {}, 0), (None, EXACT, 0), (("documents", "near", "paragraphs"), EXACT | NEAR, 25)],
 )
-def test_planted_copies_are_dropped_and_nothing_else(dedup, reasons, paragraphs, planted, tokenizer_file, tmp_path):
+def test_planted_copies_alone_are_dropped(dedup, reasons, paragraphs, planted, tokenizer_file, tmp_path, capsys):
     more = {"dedup": dedup} if dedup else {}
-    result = build(planted, tmp_path / "out", tokenizer=tokenizer_file, held_out=0, **more)
-    facts = report(tmp_path / "out")
+    facts = build_here(planted, tmp_path / "out", tokenizer=tokenizer_file, held_out=0, **more)
     assert facts["read"]["documents"] == 370 and facts["dropped"]["reasons"] == reasons
     assert facts["dropped"]["repeated_paragraphs"] == paragraphs
-    assert ("exact duplicate 40" in result.stdout) == bool(reasons) and "random next none" in result.stdout
+    shown = capsys.readouterr().out
+    assert ("exact duplicate 40" in shown) == bool(reasons) and "random next none" in shown
     statistics = facts["datasets"]["128"]  # full sentences, of which nothing is lost
     assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
 
@@ -156,12 +154,10 @@ def test_short_paragraphs_are_never_repeated_ones(characters, repeated, tokenize
 def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size):
     monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
     options = BuildOptions(dedup=("documents", "near"))
-    job = work_files.BuildJob(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
+    job = BuildJob(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
     corpora = [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))]
     tasks = group(list_ranges(corpora, ReadOptions(), Problems("stop")))
-    with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
-        stages = Stages(journal, progress=False)
-        compared, mask = dedup.run(stages, job, stages.map("read", read_task, job, tasks))
-    same, near, keep = compared
-    assert mask == "keep" and (min(len(same.results), len(near.results)) > 1) == (size == 64)
-    assert work_files.total(keep.results).dropped == EXACT | NEAR
+    with Stages(tmp_path, Pool(1), progress=False) as stages:
+        kept = dedup.run(stages, job, tasks, read.run(stages, job, tasks))
+    assert {part.mask for part in kept} == {"keep"} and stages.everything.dropped == EXACT | NEAR
+    assert all((len(list(tmp_path.glob(f"{kind}-*.drop"))) > 1) == (size == 64) for kind in ("documents", "near"))

@@ -8,16 +8,16 @@ import pytest
 
 from data_prep.build import BuildPlan, build
 from data_prep.common.records import Corpus
-from data_prep.executor.journal import Stage
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import DOCUMENT, BuildJob, ItemResult
+from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BuildOptions
 from data_prep.stages import passages, sequences
+from data_prep.stages.kept import DOCUMENT
 from data_prep.tokens.encoder import Encoded
 from megabert.common import logs
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import report
+from tests.helpers.prep_builds import report, sequences_of
 from tests.helpers.prep_reading import contents, write, write_all
 
 SENTENCES = 1500
@@ -44,17 +44,11 @@ def make(novels, tokenizer_file, tmp_path):
 
 def days(folder):
     """(label, numbers of the days) of each sequence of a dataset, those of A and of B in a list each."""
-    dataset = Dataset(folder)
-    tokenizer, rows = Tokenizer.load(dataset.tokenizer_path), dataset.read(np.arange(dataset.rows))
-    for ids, bounds, labels in zip(rows.ids, rows.bounds.astype(int), rows.isnext, strict=True):
-        at = 0
-        for (length, first), label in zip(bounds, labels, strict=True):
-            texts = (tokenizer.decode(part) for part in (ids[at : at + first], ids[at + first : at + length]))
-            # a number may be cut at the ends of a sequence
-            found = [[int(n) for n in re.findall(r"day (\d+) of", text)] for text in texts]
-            if length:
-                yield label, found
-            at += length
+    tokenizer = Tokenizer.load(Dataset(folder).tokenizer_path)
+    for ids, first, label in sequences_of(folder):
+        texts = map(tokenizer.decode, (ids[:first], ids[first:]))
+        # a number may be cut at the ends of a sequence
+        yield label, [[int(n) for n in re.findall(r"day (\d+) of", text)] for text in texts]
 
 
 @pytest.mark.parametrize("nsp", [False, True])
@@ -132,11 +126,8 @@ def test_equal_passages_are_in_one_part(tokenizer_file, tmp_path):
     ("documents", "tokens", "needed"),
     [(5, 1000, False), (4, 1000, True), (9, 499, True), (9, 2000, False), (9, 2001, True)],
 )
-def test_few_documents_or_another_share_need_passages(documents, tokens, needed, tmp_path):
+def test_few_documents_or_another_share_need_passages(documents, tokens, needed):
     result = ItemResult()
     result.counts.update({"tokens read": 110_000, "dropped tokens": 10_000, "held-out documents": documents})
     result.counts["held-out tokens"] = tokens
-    stage = Stage("read", "", [result])
-    job = BuildJob(BuildOptions(held_out=0.01), "", str(tmp_path), "stop")
-    assert passages.are_needed(job, stage) == needed
-    assert not passages.are_needed(BuildJob(BuildOptions(held_out=0), "", str(tmp_path), "stop"), stage)
+    assert passages.are_needed(0.01, result) == needed and not passages.are_needed(0, result)

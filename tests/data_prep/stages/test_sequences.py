@@ -8,8 +8,8 @@ import pytest
 from data_prep.common.errors import BadInput
 from data_prep.executor.work_files import ItemResult
 from data_prep.stages import sequences
+from data_prep.stages.packing import pack
 from data_prep.stages.sequences import _truncate, filled_rows, sentence_pairs
-from data_prep.stages.shuffle import pack
 from data_prep.tokens.encoder import Encoded
 from megabert.common import logs
 from megabert.data.tokenizer import Tokenizer

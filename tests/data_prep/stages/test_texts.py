@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 
-from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import contents, write_all
 
 
@@ -19,8 +19,9 @@ def test_saved_documents_build_the_same_tokens(topics, tokenizer_file, tmp_path)
     Path(os.fsdecode(bytes(inputs) + b"/0\xe9.txt")).write_text(topics[40])
 
     def save(source, output, **options):
-        build(source, tmp_path / output, tokenizer=tokenizer_file, save_text=True, held_out=0.05, **options)
-        return parquet.read_table(tmp_path / output / "text"), report(tmp_path / output)
+        options |= {"tokenizer": tokenizer_file, "save_text": True, "held_out": 0.05}
+        facts = build_here(source, tmp_path / output, **options)
+        return parquet.read_table(tmp_path / output / "text"), facts
 
     dedup = ("documents", "near", "paragraphs")
     first, facts = save(inputs, "first", dedup=dedup, workers=2)
