@@ -1,20 +1,16 @@
 """Quality rules of documents and of their lines, and filters by a model.
 
-A rule is a file and a line. The file has its `QualityRule`s, each a measure of all documents of a batch at once:
+A rule is a function and an entry: a measure of all documents of a batch at once, and its `QualityRule` in the `RULES` of a file.
 
     # data_prep/filters/long_words.py
-    from data_prep.filters.measures import QualityRule, segment_sums, compute_share
+    from data_prep.filters.measures import DocumentMeasures, QualityRule, compute_share, segment_sums
 
-    RULES = (
-        QualityRule(
-            "max-long-words",
-            "words of more than 30 characters",
-            lambda m: compute_share(segment_sums(m.characters_of > 30, m.documents), m.words),
-            share=True,
-        ),
-    )
+    def long_words(m: DocumentMeasures) -> np.ndarray:
+        return compute_share(segment_sums(m.characters_of > 30, m.documents), m.words)
 
-The line is `*long_words.RULES` in `RULES` of `data_prep/filters/rules.py`. `--filters max-long-words=0.1`, `--help`, the report
+    RULES = (QualityRule("", "max-long-words", "words of more than 30 characters", long_words, 0.1, share=True),)
+
+A new file has a line `*long_words.RULES` in `RULES` of `data_prep/filters/rules.py`. `--filters max-long-words=0.2`, `--help`, the report
 and the totals pick the rule up from there. A `min-` rule drops documents below its limit, a `max-` rule those above it. A
 measure reads facts of words (`measures.FACTS`: hash, characters, flags), never text; a new flag is set once for each
 distinct word in `measures.describe_words`.

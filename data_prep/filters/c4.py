@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from data_prep.common.arrays import segment_sums
@@ -14,6 +16,9 @@ NOTICES = (
     *("uses cookies", "use of cookies", "use cookies"),
 )
 
+_rule = partial(QualityRule, "c4")
+_line_rule = partial(QualityRule, "c4", lines=True)
+
 
 def _end_marks(m: DocumentMeasures) -> np.ndarray:
     return (m.flags[np.maximum(m.batch.paragraphs[1:] - 1, 0)] & MARK_END > 0).astype(np.int64)
@@ -23,24 +28,16 @@ def _notices(m: DocumentMeasures) -> np.ndarray:
     return segment_sums(phrase_begins(m.batch, NOTICES), m.batch.paragraphs)
 
 
+def _lorem_ipsum(m: DocumentMeasures) -> np.ndarray:
+    return segment_sums(phrase_begins(m.batch, LOREM_IPSUM), m.documents)
+
+
+NOTICE = "words Javascript, and mentions of a privacy policy, cookies or terms of use"
 RULES = (
-    QualityRule("min-sentences", "sentence ends", lambda m: m.with_flag(SENTENCE_END), presets={"c4": 5}),
-    QualityRule("max-curly-brackets", "words with a curly bracket", lambda m: m.with_flag(CURLY), presets={"c4": 0}),
-    QualityRule(
-        "max-lorem-ipsum",
-        "occurrences of lorem ipsum",
-        lambda m: m.with_phrase(LOREM_IPSUM),
-        folded=True,
-        presets={"c4": 0},
-    ),
-    QualityRule("min-line-words", "words", lambda m: np.diff(m.batch.paragraphs), lines=True, presets={"c4": 3}),
-    QualityRule("min-line-ends", "marks . ! ? or closing quotes at the end", _end_marks, lines=True, presets={"c4": 1}),
-    QualityRule(
-        "max-line-notices",
-        "words Javascript, and mentions of a privacy policy, cookies or terms of use",
-        _notices,
-        lines=True,
-        folded=True,
-        presets={"c4": 0},
-    ),
+    _rule("min-sentences", "sentence ends", lambda m: m.with_flag(SENTENCE_END), 5),
+    _rule("max-curly-brackets", "words with a curly bracket", lambda m: m.with_flag(CURLY), 0),
+    _rule("max-lorem-ipsum", "occurrences of lorem ipsum", _lorem_ipsum, 0, folded=True),
+    _line_rule("min-line-words", "words", lambda m: np.diff(m.batch.paragraphs), 3),
+    _line_rule("min-line-ends", "marks . ! ? or closing quotes at the end", _end_marks, 1),
+    _line_rule("max-line-notices", NOTICE, _notices, 0, folded=True),
 )

@@ -7,9 +7,9 @@ string, under which it is counted. The function is identified by the file's dige
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,9 +34,7 @@ class FilterFunction:
 
     @staticmethod
     def parse(item: str) -> FilterFunction:
-        match = SPELLED.fullmatch(item)
-        assert match
-        return FilterFunction(*match.groups())
+        return FilterFunction(*item.rsplit(":", 1))
 
     def check(self) -> None:
         """Raises BadInput if the file can't be imported or has no such function."""
@@ -49,31 +47,25 @@ class FilterFunction:
             if not isinstance(verdict, bool | str):
                 raise TypeError(f"returned {verdict!r:.40}, must return True, False or a reason")
         except Exception as error:
-            where = f"{metadata['source']}: document at {metadata['document']}"
-            raise BadInput(f"--filters {self.path}:{self.name}: {where}: {_one_line(error)}") from error
+            raise self._mistake(error, f"{metadata['source']}: document at {metadata['document']}: ") from error
         if isinstance(verdict, str):
             return f"{self.name}: {verdict}"
         return "" if verdict else self.name
 
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    def _mistake(self, error: Exception, where: str = "") -> BadInput:
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        return BadInput(f"--filters {self.path}:{self.name}: {where}{line}")
 
 
 @lru_cache(maxsize=16)
 def _load(function: FilterFunction) -> Callable[[str, dict[str, Any]], Any]:
     """The function, wrapped to have two arguments."""
-    named = f"--filters {function.path}:{function.name}"
-    spec = importlib.util.spec_from_file_location("data_prep_filter", function.path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        call = runpy.run_path(function.path).get(function.name)
     except Exception as error:
-        raise BadInput(f"{named}: {_one_line(error)}") from error
-    call = getattr(module, function.name, None)
+        raise function._mistake(error) from error
     if not callable(call):
-        raise BadInput(f"{named}: the file has no function of that name")
+        raise BadInput(f"--filters {function.path}:{function.name}: the file has no function of that name")
     try:
         inspect.signature(call).bind("", {})
     except TypeError:

@@ -10,7 +10,7 @@ import string
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
@@ -139,8 +139,11 @@ class DocumentMeasures:
         self.verdict = np.zeros(len(batch.documents) - 1, np.int8)
 
     def with_flag(self, flag: int) -> np.ndarray:
-        """Whether words have a flag."""
+        """Number of words with a flag."""
         return segment_sums((self.flags & flag).view(np.uint8), self.documents) // flag
+
+    def flag_share(self, flag: int) -> np.ndarray:
+        return compute_share(self.with_flag(flag), self.words)
 
     @cached_property
     def words(self) -> np.ndarray:
@@ -177,7 +180,8 @@ class DocumentMeasures:
         repeats[order[1:][hashes[order][1:] == hashes[order][:-1]]] = True
         return repeats
 
-    def duplicate_line_characters(self) -> np.ndarray:
+    def repeated_share(self) -> np.ndarray:
+        """Share of characters in repeated lines."""
         sizes = segment_sums(self.characters_of, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
         repeated = np.bincount(self.line_spans[2], np.where(self.repeated_lines, sizes, 0), len(self.lines))
         return compute_share(repeated, self.characters)
@@ -191,9 +195,6 @@ class DocumentMeasures:
     def n_gram_share(self, n: int) -> np.ndarray:
         return self._n_grams[n]
 
-    def with_phrase(self, phrases: tuple[str, ...]) -> np.ndarray:
-        return segment_sums(phrase_begins(self.batch, phrases), self.documents)
-
 
 # names of the rules that limit n-grams of each order
 N_GRAM_RULES = {n: f"max-top-{n}-gram" for n in repetition.TOP} | {
@@ -203,19 +204,20 @@ N_GRAM_RULES = {n: f"max-top-{n}-gram" for n in repetition.TOP} | {
 
 @dataclass(frozen=True)
 class QualityRule:
-    """A rule `name` (min-… or max-…) that limits `what`.
+    """A rule `name` (min-… or max-…) that limits `what`; `limit` is the published one, of the set `preset` ("" for none).
 
-    `measure` returns an array [d] for a batch of documents, [p] for a rule of `lines`. `presets` are the published limits by
-    name of their set. `folded`: the measure needs `WordFacts.folded`.
+    `measure` returns an array [d] for a batch of documents, [p] for a rule of `lines`. `share`: limits are in 0..1. `folded`: the
+    measure needs `WordFacts.folded`.
     """
 
+    preset: str
     name: str
     what: str
     measure: Callable[[DocumentMeasures], np.ndarray]
+    limit: float
     share: bool = False
     lines: bool = False
     folded: bool = False
-    presets: Mapping[str, float] = field(default_factory=dict)
 
     def broken(self, measures: DocumentMeasures) -> np.ndarray:
         """bool: the documents, or lines, beyond the limit; at the limit they are kept."""

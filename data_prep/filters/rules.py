@@ -83,7 +83,7 @@ def parse(items: list[str]) -> dict[str, float]:
         if name in PRESETS and not equals:
             if name == "off":
                 limits.clear()
-            limits |= {rule.name: rule.presets[name] for rule in RULES if name in rule.presets}
+            limits |= {rule.name: rule.limit for rule in RULES if rule.preset == name}
         elif name in BY_NAME:
             limits[name] = _limit(BY_NAME[name], text, bool(equals))
         else:
@@ -94,7 +94,7 @@ def parse(items: list[str]) -> dict[str, float]:
 
 def _limit(rule: QualityRule, text: str, given: bool) -> float | None:
     if not given:
-        return next(iter(rule.presets.values()))
+        return rule.limit
     if text == "off":
         return None
     try:
@@ -115,7 +115,7 @@ def describe_rules() -> str:
     for rule in RULES:
         bound = "at least" if rule.name.startswith("min-") else "at most"
         of = "share of " if rule.share else "many "
-        sets = ", ".join(f"{preset} {limit:g}" for preset, limit in rule.presets.items())
+        of_preset = f"{rule.preset} {rule.limit:g}".lstrip()
         where = " in a line, or it is dropped" if rule.lines else ""
-        lines.append(f"  {rule.name:32}{bound} this {of}{rule.what}{where} ({sets})")
+        lines.append(f"  {rule.name:32}{bound} this {of}{rule.what}{where} ({of_preset})")
     return "\n".join(lines)

@@ -13,14 +13,21 @@ Several files with few blocks or lines each are one document each, however they 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
-from data_prep.readers import formats
+from data_prep.common.errors import BadInput
+from data_prep.common.records import AUTO, FileRange, ReadOptions
+from data_prep.readers import archives, decompress
+from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import PLAIN_CHUNK
+from data_prep.readers.detection import detect, identify
+from data_prep.readers.lines import CLOSERS, HEADING_LINE, SENTENCE_END, with_line_feeds
 
 # most files of a sample, and the bytes of all; documents may be long
 SAMPLED_FILES, SAMPLED_BYTES = 32, 4 << 20
@@ -36,9 +43,9 @@ FEWEST_BLOCKS, FEWEST_LINES = 3, 20
 WRAPPED = 120
 BLANK = re.compile(r"\n\s*\n")
 # an end of a sentence inside a line
-INNER_END = re.compile(rf"[.!?…؟]{formats.CLOSERS}[ \t]|[。！？｡۔।॥։።။།]")
-
-
+INNER_END = re.compile(rf"[.!?…؟]{CLOSERS}[ \t]|[。！？｡۔।॥։።။།]")
+# unpacked bytes per compressed byte, a rough figure
+EXPANSION = 4
 # what a document is, by kind
 KINDS = {
     "file": "a file",
@@ -55,15 +62,41 @@ class TextSample(NamedTuple):
     size: int
     whole: bool
 
-    @staticmethod
-    def of(first: bytes, size: int, most: int) -> TextSample:
-        """The sample of a file by its first chunk, or by all of it where that is below `most` bytes."""
-        return TextSample(first[:most], size, whole=len(first) < most)
+
+def decide_files(some: Sequence[FileRange], options: ReadOptions) -> str:
+    """The kind of documents in files, by those that are plain text; "" if none is. One that can't be read is reported by its reader."""
+    samples: list[TextSample] = []
+    for tried, file in enumerate(some):
+        if tried == OTHERS and not samples:
+            break
+        with contextlib.suppress(BadInput, OSError):
+            file = file if file.opened else identify(file, options)
+            if file.format in (AUTO, "text"):
+                first = next(decompress.read_chunks(file.path, file.compression), b"")
+                size = file.size * (EXPANSION if file.compression else 1)
+                samples += _samples(file.path, first, size, len(some), options, file.compression)
+    return decide(samples) if samples else ""
 
 
-def sample_size(count: int) -> int:
-    """Bytes of each of `count` sampled files."""
-    return min(max(SAMPLED_BYTES // count, 1 << 16), PLAIN_CHUNK)
+def decide_members(part: FileRange, options: ReadOptions) -> str:
+    """The kind of documents in the members of an archive, by the first that are plain text."""
+    samples: list[TextSample] = []
+    with contextlib.suppress(DamagedArchive):
+        for name, size, open_member in islice(archives.members(part), SAMPLED_FILES):
+            with contextlib.suppress(BadInput), open_member() as content:
+                first = next(archives.chunks(name, content, size), b"")
+                samples += _samples(name, first, len(first), SAMPLED_FILES, options)
+    return decide(samples)
+
+
+def _samples(
+    path: str, first: bytes, size: int, files: int, options: ReadOptions, compression: str = ""
+) -> list[TextSample]:
+    """The sample of a file by its first chunk, one of so many files; none if it is not plain text."""
+    if not first or detect(path, first, options, compression) != "text":
+        return []
+    most = min(max(SAMPLED_BYTES // files, 1 << 16), PLAIN_CHUNK)
+    return [TextSample(first[:most], size, whole=len(first) < most)]
 
 
 def decide(samples: Sequence[TextSample]) -> str:
@@ -79,14 +112,14 @@ def decide(samples: Sequence[TextSample]) -> str:
 
 def _layout(sample: TextSample) -> tuple[str, float]:
     """(what the text of one file looks like, its blocks, or its lines if there are no blank lines between them)."""
-    head = formats.with_line_feeds(sample.head, sample.head)
+    head = with_line_feeds(sample.head, sample.head)
     texts = BLANK.split(head.decode(errors="replace").replace("\r", "").strip())
     if not sample.whole and len(texts) > 1:
         texts.pop()  # it may be cut anywhere
     blocks = [[line.rstrip() for line in text.split("\n")] for text in texts]
     lines = [line for block in blocks for line in block]
     scale = max(sample.size / max(len(head), 1), 1)
-    if formats.HEADING_LINE.match(head.lstrip(b"\r\n\t ")):
+    if HEADING_LINE.match(head.lstrip(b"\r\n\t ")):
         return "heading", len(blocks) * scale
     if len(blocks) < FEWEST_BLOCKS:
         several = sum(bool(INNER_END.search(line)) for line in lines)
@@ -97,6 +130,6 @@ def _layout(sample: TextSample) -> tuple[str, float]:
     lengths = sorted(len(line) for block in multiple for line in block)
     not_wrapped = 2 * len(multiple) >= len(blocks) and (
         lengths[len(lengths) * 9 // 10] > WRAPPED
-        or sum(bool(formats.SENTENCE_END.search(line)) for line in later) >= 0.7 * len(later)
+        or sum(bool(SENTENCE_END.search(line)) for line in later) >= 0.7 * len(later)
     )
     return "blank-line" if not_wrapped else "file", len(blocks) * scale

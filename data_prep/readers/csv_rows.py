@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV: separators and columns by the first row, and resynchronisation behind a bad one."""
+"""Splitter of CSV and TSV: separators and columns by the first row, and resynchronisation behind a bad one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import csv
 import re
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Literal
 
 from data_prep.common import utf8
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
+from data_prep.common.errors import BadInput
+from data_prep.readers import streams
 from data_prep.readers.decompress import SUFFIXES
-from data_prep.readers.formats import MAX_DOCUMENT, NULL, line_runs
+from data_prep.readers.lines import line_runs
+from data_prep.readers.streams import NULL, Stream
 from megabert.common.tables import field_names, join
 
 # names of TSV files, also packed ones
@@ -24,64 +25,42 @@ DELIMITERS = ",\t;|"
 FIRST_LINES = 50
 BAD_ROW = "bad CSV row"
 
+Quoting = Literal[0, 3]
 
-def csv_texts(
-    chunks: Iterator[bytes], path: str, options: ReadOptions, problems: Problems
-) -> Iterator[tuple[int, str]]:
+
+def split_csv(stream: Stream) -> Iterator[tuple[int, str]]:
     """(last line, text) of each row of a file of separated values.
 
     The first row names the columns, unless --text-field has numbers of columns, from 1. The separator is the first of DELIMITERS
     with which these columns exist. Values of a .tsv file are separated by tabs and not quoted, as in `megabert.common.tables`.
     Raises BadInput if there is no such column.
     """
-    lines = (line for _, run in line_runs(chunks, 0, path, problems) for line in _decoded(run, path, options, problems))
-    csv.field_size_limit(MAX_DOCUMENT)
-    is_tsv = bool(TSV_NAME.search(path))
-    quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
-    # lines to read before the others, and those of the current row
-    again, taken = deque(islice(lines, FIRST_LINES)), list[str]()
-    columns, width, delimiter, number = _columns(list(again), path, options.text_field, is_tsv, quoting)
-    first = "names" if number else "has"
-    for _ in range(number):
-        again.popleft()
-
-    def reader() -> Any:
-        def feed() -> Iterator[str]:
-            while (line := again.popleft() if again else next(lines, None)) is not None:
-                taken.append(line)
-                yield line
-
-        return csv.reader(feed(), delimiter=delimiter, quoting=quoting, strict=True)
-
-    rows = reader()
+    csv.field_size_limit(streams.MAX_DOCUMENT)
+    problems, lines = stream.problems, _lines(stream)
+    is_tsv = bool(TSV_NAME.search(stream.path))
+    quoting: Quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
+    first = list(islice(lines, FIRST_LINES))
+    columns, width, delimiter, number = _columns(first, stream, "\t" if is_tsv else DELIMITERS, quoting)
+    has = f"the first line {'names' if number else 'has'} {width} columns"
     after_error = False  # what follows may be the rest of a bad row
-    while True:
-        taken.clear()
+    for read, taken, row, error in _rows(chain(first[number:], lines), delimiter, quoting):
+        place, begin, number = number + read, number + 1, number + len(taken)
         reason = detail = ""
+        if error:
+            reason, detail = BAD_ROW, f"{error}, in the row that begins at line {begin}"
+        elif row and len(row) != width:
+            reason, detail = BAD_ROW, f"a row of {len(row)} values, {has}"
+        elif after_error and "".join(taken).count('"') % 2:
+            reason = BAD_ROW
         try:
-            row = next(rows, None)
-            if row is None:
-                return
-            place = number + len(taken)
-            if row and len(row) != width:
-                reason, detail = BAD_ROW, f"a row of {len(row)} values, the first line {first} {width} columns"
-            elif after_error and "".join(taken).count('"') % 2:
-                reason = BAD_ROW
             "".join(row).encode()
         except UnicodeEncodeError:
             reason, detail = reason or "invalid UTF-8", utf8.INVALID
-        except csv.Error as error:
-            place = number + len(taken)
-            reason, detail = BAD_ROW, f"{error}, in the row that begins at line {number + 1}"
-            again.extendleft(reversed(taken[1:]))
-            del taken[1:]
-            rows = reader()
-        number += len(taken)
         if reason:
             size = len("".join(taken).encode(errors="surrogateescape"))
             more = after_error and reason == BAD_ROW
-            problems.bad(path, place, reason, detail, unit="line", size=size, places=0 if more else 1)
-            after_error = more or ", in the row" in detail
+            problems.bad(stream.path, place, reason, detail, unit="line", size=size, places=0 if more else 1)
+            after_error = more or error is not None
         elif row:
             after_error = False
             text = join([row[column] or None for column in columns])
@@ -91,11 +70,9 @@ def csv_texts(
                 yield place, text
 
 
-def _columns(
-    lines: list[str], path: str, text_field: str, is_tsv: bool, quoting: Literal[0, 3]
-) -> tuple[list[int], int, str, int]:
+def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting) -> tuple[list[int], int, str, int]:
     """(columns of the text, number of columns, separator, lines of the header)."""
-    delimiters = "\t" if is_tsv else DELIMITERS
+    text_field = stream.options.text_field
     numbers = text_field.split("+") if re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)*", text_field) else []
     for delimiter in delimiters:
         first = csv.reader(lines, delimiter=delimiter, quoting=quoting)
@@ -107,13 +84,44 @@ def _columns(
             return [int(n) - 1 for n in numbers], len(names), delimiter, 0
     shown = ", ".join(" ".join(lines[:1]).split(delimiters[0])[:20]).strip() or "none"
     raise BadInput(
-        f"{path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field, or its number from 1 if the first "
-        "line is a row"
+        f"{stream.path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field, or its number from 1 if "
+        "the first line is a row"
     )
 
 
-def _decoded(run: bytes, path: str, options: ReadOptions, problems: Problems) -> Iterator[str]:
-    """The lines of a run, with line ends. Invalid bytes become U+FFFD or surrogates, so that quotation marks beside them count."""
-    replace = options.encoding_errors == "replace"
-    for line in run.splitlines(keepends=True):
-        yield utf8.decode(line, options, problems, path) if replace else line.decode(errors="surrogateescape")
+def _rows(
+    lines: Iterator[str], delimiter: str, quoting: Quoting
+) -> Iterator[tuple[int, list[str], list[str], csv.Error | None]]:
+    """(number of lines read, lines of the row, values, error) of each row. Of a bad one only the first line is lost, and the others are
+    read again."""
+    again, taken = deque[str](), list[str]()
+
+    def feed() -> Iterator[str]:
+        while (line := again.popleft() if again else next(lines, None)) is not None:
+            taken.append(line)
+            yield line
+
+    rows = csv.reader(feed(), delimiter=delimiter, quoting=quoting, strict=True)
+    while True:
+        taken.clear()
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            again.extendleft(reversed(taken[1:]))
+            yield len(taken), taken[:1], [], error
+            rows = csv.reader(feed(), delimiter=delimiter, quoting=quoting, strict=True)
+            continue
+        if row is None:
+            return
+        yield len(taken), taken, row, None
+
+
+def _lines(stream: Stream) -> Iterator[str]:
+    """Lines with their ends. Invalid bytes become U+FFFD or surrogates, so that quotation marks beside them count."""
+    options, problems = stream.options, stream.problems
+    for _, run in line_runs(stream):
+        for line in run.splitlines(keepends=True):
+            if options.encoding_errors == "replace":
+                yield utf8.decode(line, options, problems, stream.path)
+            else:
+                yield line.decode(errors="surrogateescape")

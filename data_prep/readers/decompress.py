@@ -13,101 +13,81 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import IO, Any, NamedTuple
 
 import zstandard
 
-from data_prep.common.errors import BadInput, Damaged, Problems
+from data_prep.common.errors import Damaged, Problems
 from data_prep.readers.files import open_regular, status
 
-# zst may begin with a skippable frame, as files of pzstd do
-MAGIC = {
-    "gz": re.compile(rb"\x1f\x8b"),
-    "bz2": re.compile(rb"BZh"),
-    "xz": re.compile(rb"\xfd7zXZ\x00"),
-    "zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
-}
+
+class _Unbounded:
+    """A decompressor of zlib or zstandard with the interface of those of bz2 and lzma; only its input bounds its output."""
+
+    needs_input = True
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return bytes(self._inner.decompress(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # eof, unused_data
+
+
+class Compression(NamedTuple):
+    """The suffix of a file, its first bytes, input bytes for a decompressor at once, and what makes a decompressor."""
+
+    suffix: str
+    magic: re.Pattern[bytes]
+    feed: int
+    decompressor: Callable[[], Any]
+
+
+# A decompression bomb costs at most 32 MB at a time: 1 KB of zstd, whose 4-byte blocks may unpack to 128 KiB, or 32 KB of gzip.
+COMPRESSIONS = {
+    "gz": Compression(
+        ".gz", re.compile(rb"\x1f\x8b"), 1 << 15, lambda: _Unbounded(zlib.decompressobj(wbits=31))
+    ),
+    "bz2": Compression(".bz2", re.compile(rb"BZh"), 1 << 17, bz2.BZ2Decompressor),
+    "xz": Compression(".xz", re.compile(rb"\xfd7zXZ\x00"), 1 << 17, partial(lzma.LZMADecompressor, memlimit=512 << 20)),
+    # may begin with a skippable frame, as files of pzstd do
+    "zst": Compression(
+        ".zst", re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), 1 << 10,
+        lambda: _Unbounded(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()),
+    ),
+}  # fmt: skip
+SUFFIXES = {kind.suffix: name for name, kind in COMPRESSIONS.items()}
 LONGEST_MAGIC = 6
-SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
 # Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. Output up to
 # BOMB_BYTES, the largest task of reading (`tasks`), is always accepted.
 BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 PLAIN_CHUNK = 1 << 20
-# Input bytes for a decompressor at once. zstd can't bound its output, and a 4-byte block may unpack to 128 KiB, so its input is
-# small: a decompression bomb then costs 32 MB at a time.
-FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
 # a reason of lost bytes
 BEHIND = "other data behind packed text"
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
-@dataclass
-class RangeEnd:
-    """The end of a range in unpacked bytes; None for a range of a bzip2 file until it is reached."""
-
-    end: int | None = None
-
-
 def detect_compression(head: bytes) -> str:
     """Name of the compression whose magic bytes are at the beginning of `head`, or ""."""
-    return next((name for name, magic in MAGIC.items() if magic.match(head)), "")
-
-
-class _Inner:
-    """A decompressor of zlib or zstandard with the (data, max_length) interface of bz2 and lzma."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._inner.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return bytes(self._inner.unused_data)
-
-
-class _Gzip(_Inner):
-    @property
-    def needs_input(self) -> bool:
-        return not self._inner.unconsumed_tail
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        return bytes(self._inner.decompress(self._inner.unconsumed_tail + data, max_length))
-
-
-class _Zstd(_Inner):
-    """zstd, whose output is bounded only by FEED."""
-
-    needs_input = True
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        return bytes(self._inner.decompress(data))
-
-
-def _decompressor(kind: str) -> Any:
-    if kind == "bz2":
-        return bz2.BZ2Decompressor()
-    if kind == "xz":
-        return lzma.LZMADecompressor(memlimit=512 << 20)
-    if kind == "gz":
-        return _Gzip(zlib.decompressobj(wbits=31))
-    return _Zstd(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj())
+    return next((name for name, kind in COMPRESSIONS.items() if kind.magic.match(head)), "")
 
 
 def ratio(head: bytes, compression: str) -> float:
     """Unpacked size of the first bytes of a compressed file over their size."""
-    inner = _decompressor(compression)
+    kind = COMPRESSIONS[compression]
+    inner = kind.decompressor()
     fed = unpacked = 0
     with contextlib.suppress(*ERRORS):  # errors are reported when the file is read
         while fed < len(head) and not inner.eof and unpacked < MAX_OUT:
-            data = head[fed : fed + FEED[compression]] if inner.needs_input else b""
+            data = head[fed : fed + kind.feed] if inner.needs_input else b""
             fed += len(data)
             unpacked += len(inner.decompress(data, MAX_OUT))
     return unpacked / max(fed, 1)
@@ -128,24 +108,97 @@ def first_stream(path: str, start: int, end: int) -> int | None:
     return None
 
 
-class _Chunks(io.RawIOBase):
-    """A file of chunks."""
+def read_chunks(
+    path: str,
+    compression: str = "",
+    start: int = 0,
+    stop: int | None = None,
+    at_stop: Callable[[int], None] | None = None,
+    file: IO[bytes] | None = None,
+) -> Iterator[bytes]:
+    """Unpacked bytes of a file (or of `file`), in chunks of 1 to a few MB, from byte `start` (the start of a stream) to the end.
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
+    Concatenated streams are read one after another; zeros after the last one are padding. `at_stop` is called with the number of
+    unpacked bytes before the first stream that starts at byte `stop` or later. Raises BadInput for a compressed stream that is
+    damaged, truncated, or unpacks to more than BOMB_RATIO times its size.
+    """
+    parts: list[bytes] = []
+    size = 0
+    try:
+        for part in _unpack(path, compression, start, stop, at_stop, file):
+            parts.append(part)
+            size += len(part)
+            if size >= PLAIN_CHUNK:
+                yield b"".join(parts)
+                parts, size = [], 0
+    except Exception:
+        if parts:
+            yield b"".join(parts)  # the bytes before the damage
+        raise
+    if parts:
+        yield b"".join(parts)
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._chunks, b"")
-        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
-        buffer[: len(data)] = data
-        return len(data)
+def _unpack(
+    path: str,
+    compression: str,
+    start: int,
+    stop: int | None,
+    at_stop: Callable[[int], None] | None,
+    member: IO[bytes] | None,
+) -> Iterator[bytes]:
+    with open_regular(path) if member is None else contextlib.nullcontext(member) as file:
+        if start:
+            file.seek(start)
+        if not compression:
+            yield from iter(partial(file.read, PLAIN_CHUNK), b"")
+            return
+        kind = COMPRESSIONS[compression]
+        data, packed, unpacked = b"", 0, 0
 
+        def feed() -> bytes:
+            nonlocal packed
+            more = file.read(kind.feed)
+            packed += len(more)
+            return more
 
-def as_file(chunks: Iterator[bytes]) -> io.BufferedReader:
-    return io.BufferedReader(_Chunks(chunks), PLAIN_CHUNK)
+        def damaged(what: str, whole: bool = False) -> Damaged:
+            end = stop or (start + packed if member else status(path)[0])
+            return Damaged(f"{path}: {what}", max(end - start - packed + len(data), 0), whole)
+
+        for streams in count():
+            # zeros between streams are padding
+            while len(data := data.lstrip(b"\0")) < LONGEST_MAGIC and (more := feed()):
+                data += more
+            if at_stop and stop is not None and start + packed - len(data) >= stop:
+                at_stop(unpacked)
+                at_stop = None
+            if not data:
+                return
+            if streams and not kind.magic.match(data):
+                raise damaged(
+                    f"something else follows the {compression} data after {unpacked} unpacked bytes; remove it if the "
+                    "text before it is complete",
+                    whole=True,
+                )
+            inner = kind.decompressor()
+            while not inner.eof:
+                if inner.needs_input and not data and not (data := feed()):
+                    raise damaged(f"truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")
+                try:
+                    out = inner.decompress(data, MAX_OUT)
+                except ERRORS as error:
+                    raise damaged(f"damaged {compression} data after {unpacked} unpacked bytes ({error})") from None
+                unpacked += len(out)
+                if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
+                    raise damaged(
+                        f"unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
+                        "if it is real, unpack it first"
+                    )
+                if out:
+                    yield out
+                data = b""
+            data = inner.unused_data
 
 
 def until_damage(chunks: Iterator[bytes], path: str, problems: Problems, reason: str) -> Iterator[bytes]:
@@ -166,93 +219,21 @@ def until_damage(chunks: Iterator[bytes], path: str, problems: Problems, reason:
         yield last
 
 
-def read_chunks(
-    path: str,
-    compression: str = "",
-    start: int = 0,
-    stop: int | None = None,
-    range_end: RangeEnd | None = None,
-    file: IO[bytes] | None = None,
-) -> Iterator[bytes]:
-    """Unpacked bytes of a file (or of `file`), in chunks of 1 to a few MB, from byte `start` (the start of a stream) to the end.
+class _Chunks(io.RawIOBase):
+    """A file of chunks."""
 
-    Concatenated streams are read one after another; zeros after the last one are padding. `range_end.end` is set to the unpacked
-    bytes before the first stream that starts at byte `stop` or later when it is reached. Raises BadInput for a compressed stream
-    that is damaged, truncated, or unpacks to more than BOMB_RATIO times its size.
-    """
-    parts: list[bytes] = []
-    size = 0
-    try:
-        for chunk in _unpack(path, compression, start, stop, range_end, file):
-            parts.append(chunk)
-            size += len(chunk)
-            if size >= PLAIN_CHUNK:
-                yield b"".join(parts)
-                parts, size = [], 0
-    except BadInput:
-        if parts:
-            yield b"".join(parts)  # the bytes before the damage
-        raise
-    if parts:
-        yield b"".join(parts)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._chunks, b"")
+        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
 
 
-def _unpack(
-    path: str, compression: str, start: int, stop: int | None, range_end: RangeEnd | None, stream: IO[bytes] | None
-) -> Iterator[bytes]:
-    with open_regular(path) if stream is None else contextlib.nullcontext(stream) as file:
-        if start:
-            file.seek(start)
-        if not compression:
-            while chunk := file.read(PLAIN_CHUNK):
-                yield chunk
-            return
-        packed, unpacked, streams = 0, 0, 0
-        inner = _decompressor(compression)
-        began = False
-
-        def damaged(what: str, whole: bool = False) -> Damaged:
-            end = stop or (start + packed if stream else status(path)[0])
-            lost = max(end - start - packed + len(data), 0)
-            return Damaged(f"{path}: {what}", lost, whole)
-
-        while data := file.read(FEED[compression]):
-            packed += len(data)
-            while True:
-                if not began:
-                    data = data.lstrip(b"\0")
-                    if range_end and range_end.end is None and stop is not None and start + packed - len(data) >= stop:
-                        range_end.end = unpacked
-                    if not data:
-                        break
-                    if len(data) < LONGEST_MAGIC:  # a stream whose magic bytes are not all read
-                        data += (more := file.read(FEED[compression]))
-                        packed += len(more)
-                    if streams and not MAGIC[compression].match(data):
-                        raise damaged(
-                            f"something else follows the {compression} data after {unpacked} unpacked bytes; remove it if the "
-                            "text before it is complete",
-                            whole=True,
-                        )
-                began = True
-                try:
-                    out = inner.decompress(data, MAX_OUT)
-                except ERRORS as error:
-                    raise damaged(f"damaged {compression} data after {unpacked} unpacked bytes ({error})") from None
-                unpacked += len(out)
-                if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
-                    raise damaged(
-                        f"unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
-                        "if it is real, unpack it first"
-                    )
-                if out:
-                    yield out
-                if inner.eof:
-                    data, inner, began = inner.unused_data, _decompressor(compression), False
-                    streams += 1
-                elif inner.needs_input:
-                    break
-                else:
-                    data = b""
-        if began:
-            raise damaged(f"truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")
+def as_file(chunks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_Chunks(chunks), PLAIN_CHUNK)

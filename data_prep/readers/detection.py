@@ -9,91 +9,76 @@ import json
 import os
 import re
 import shlex
-from typing import NamedTuple
+from dataclasses import replace
 
-from data_prep.common.errors import UnknownFormat
-from data_prep.readers.decompress import SUFFIXES
-from data_prep.readers.formats import BOM, INDEX, INDEX_LINES, SPACE
+from data_prep.common.errors import BadInput, UnknownFormat
+from data_prep.common.records import AUTO, TABLES, FileRange, ReadOptions
+from data_prep.readers import archives
+from data_prep.readers.decompress import SUFFIXES, detect_compression
+from data_prep.readers.files import open_regular
+from data_prep.readers.streams import HEAD, SPACE
+from megabert.common.tables import detect_kind
 
+# first bytes of a file
+HEAD_BYTES = 1 << 18
+BOM = b"\xef\xbb\xbf"
+TAR_MAGIC_AT = 257
+# endings of compressed tars
+TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
 # share of bytes that are not UTF-8, or control characters, up to which a file of an unknown suffix is text
 MOST_NOISE = 0.1
 TEXT_SUFFIXES = ("", ".txt", ".text")
 CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r\x1b")
-
-
-class Refusal(NamedTuple):
-    """Bytes at the beginning of a file, behind white space, what they mean, and what to do about it."""
-
-    start: re.Pattern[bytes]
-    what: str
-    advice: str
-
-
-def _refusal(start: bytes, what: str, advice: str) -> Refusal:
-    return Refusal(re.compile(start, re.DOTALL | re.IGNORECASE), what, advice)
-
-
+# a file beside a multistream dump, which is left out and counted: "offset:id:title" of each page
+INDEX = "index of a dump, left out"
 # before the root of an XML file
 PROLOG = rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*"
-MEDIAWIKI = re.compile(PROLOG + rb"<mediawiki\b", re.DOTALL)
-POSTS = (
-    "its posts are HTML in the attribute Body: python -c \"import html,json,re,sys; [print(json.dumps({'text': re.sub('<[^>]+>', '', "
-    'html.unescape(m[1]))})) for line in open(sys.argv[1]) if (m := re.search(\' Body=\\"([^\\"]*)\', line))]" FILE > FILE.jsonl'
-)
+# what is not read, and what to do about it
+Refusal = tuple[str, str]
 MDS = (
     "convert it: python -c \"import json, streaming; [print(json.dumps({'text': r['text']})) for r in streaming.LocalDataset('DIR')]\" "
     "> DIR.jsonl"
 )
 MEGATRON = "it has token ids and no text; take the JSON lines from which it was made"
+POSTS = (
+    "its posts are HTML in the attribute Body: python -c \"import html,json,re,sys; [print(json.dumps({'text': re.sub('<[^>]+>', '', "
+    'html.unescape(m[1]))})) for line in open(sys.argv[1]) if (m := re.search(\' Body=\\"([^\\"]*)\', line))]" FILE > FILE.jsonl'
+)
 XML = "convert it: xmlstarlet sel -t -m //ELEMENT -v . -n -n FILE > FILE.txt"
 PLAIN = "convert it: pandoc -t plain FILE -o FILE.txt"
-REFUSALS = (
-    _refusal(rb"version https://git-lfs\.", "a pointer of Git LFS instead of the file", "fetch it: git lfs pull"),
-    _refusal(rb"%PDF-", "a PDF", "convert it: pdftotext FILE"),
-    _refusal(rb"\{\\rtf", "RTF", "convert it: pandoc -f rtf -t plain FILE -o FILE.txt"),
-    _refusal(
-        rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-        "an Office file",
-        "convert it: libreoffice --headless --convert-to txt:Text FILE",
-    ),
-    _refusal(rb"MMIDIDX\0", "the index of a Megatron dataset", MEGATRON),
-    _refusal(rb'\{\s*"shards"\s*:.{0,4000}"format"\s*:\s*"mds"', "the index of a MosaicML MDS dataset", MDS),
-    _refusal(
-        rb"(?:%[^\n]*\n\s*|\\(?:pdfoutput|RequirePackage|PassOptions)[^\n]*\n\s*)*"
-        rb"\\(?:documentclass|documentstyle|begin|chapter|section|input|usepackage|newcommand|title)\*?[\[{]",
-        "LaTeX",
-        "convert it: pandoc -f latex -t plain FILE -o FILE.txt, or detex FILE",
-    ),
-    _refusal(
-        PROLOG + rb"(?:<!DOCTYPE\s+html|<(?:html|head|body)\b)", "HTML", "convert it: trafilatura < FILE > FILE.txt"
-    ),
-    _refusal(
-        PROLOG + rb"(?:<!DOCTYPE\s+article|<article\b|<pmc-articleset\b)",
-        "an article in JATS XML, as of PubMed Central",
-        "convert it: pandoc -f jats -t plain FILE -o FILE.txt",
-    ),
-    _refusal(
-        PROLOG + rb"(?:<!DOCTYPE\s+PubmedArticleSet|<PubmedArticleSet\b)",
-        "PubMed XML",
-        "convert it: xmlstarlet sel -t -m //AbstractText -v . -n -n FILE > FILE.txt",
-    ),
-    _refusal(PROLOG + rb"<(?:posts|comments|posthistory)>\s*<row\b", "Stack Exchange XML", POSTS),
-    _refusal(PROLOG + rb"<!DOCTYPE", "XML or HTML with a DOCTYPE, and not a MediaWiki dump", XML),
-    _refusal(rb"<\?xml", "XML, and not a MediaWiki dump", XML),
-    _refusal(rb"7z\xbc\xaf", "a 7z archive", "convert it: 7z x FILE"),
-    _refusal(rb"Rar!\x1a", "a RAR archive", "convert it: unrar x FILE"),
-    _refusal(rb"\x04\x22\x4d\x18", "LZ4 data", "convert it: lz4 -d FILE"),
-    _refusal(
-        rb"SQLite format 3\0",
-        "an SQLite database",
-        "convert it: sqlite3 -csv -header FILE 'select * from TABLE' > FILE.csv",
-    ),
-    _refusal(rb"(?-i:ORC[\x00-\x08\x0e-\x1f]|Obj\x01)", "an ORC or Avro table", "convert it to Parquet"),
-    _refusal(rb"(?:\x93NUMPY|\x89HDF)", "an array of numbers", "it has no text"),
-    _refusal(rb"(?:\xff\xfe|\xfe\xff)", "UTF-16 text", "convert it: iconv -f utf-16 -t utf-8 FILE > FILE.txt"),
+LATEX = (
+    rb"(?:%[^\n]*\n\s*|\\(?:pdfoutput|RequirePackage|PassOptions)[^\n]*\n\s*)*"
+    rb"\\(?:documentclass|documentstyle|begin|chapter|section|input|usepackage|newcommand|title)\*?[\[{]"
 )
+# by the first bytes behind white space, in any case of letters: a format, or a refusal
+BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
+    (rb"(?-i:<doc[ >])", "wiki"),
+    (rb"(?-i:" + PROLOG + rb"<mediawiki\b)", "mediawiki"),
+    (rb"(?:\d+:\d+:[^\n]+\n){3}", INDEX),
+    (rb"version https://git-lfs\.", ("a pointer of Git LFS instead of the file", "fetch it: git lfs pull")),
+    (rb"%PDF-", ("a PDF", "convert it: pdftotext FILE")),
+    (rb"\{\\rtf", ("RTF", "convert it: pandoc -f rtf -t plain FILE -o FILE.txt")),
+    (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", ("an Office file", "convert it: libreoffice --headless --convert-to txt:Text FILE")),
+    (rb"MMIDIDX\0", ("the index of a Megatron dataset", MEGATRON)),
+    (rb'\{\s*"shards"\s*:.{0,4000}"format"\s*:\s*"mds"', ("the index of a MosaicML MDS dataset", MDS)),
+    (LATEX, ("LaTeX", "convert it: pandoc -f latex -t plain FILE -o FILE.txt, or detex FILE")),
+    (PROLOG + rb"(?:<!DOCTYPE\s+html|<(?:html|head|body)\b)", ("HTML", "convert it: trafilatura < FILE > FILE.txt")),
+    (PROLOG + rb"(?:<!DOCTYPE\s+article|<article\b|<pmc-articleset\b)",
+     ("an article in JATS XML, as of PubMed Central", "convert it: pandoc -f jats -t plain FILE -o FILE.txt")),
+    (PROLOG + rb"(?:<!DOCTYPE\s+PubmedArticleSet|<PubmedArticleSet\b)", ("PubMed XML", XML.replace("ELEMENT", "AbstractText"))),
+    (PROLOG + rb"<(?:posts|comments|posthistory)>\s*<row\b", ("Stack Exchange XML", POSTS)),
+    (PROLOG + rb"<!DOCTYPE", ("XML or HTML with a DOCTYPE, and not a MediaWiki dump", XML)),
+    (rb"<\?xml", ("XML, and not a MediaWiki dump", XML)),
+    (rb"7z\xbc\xaf", ("a 7z archive", "convert it: 7z x FILE")),
+    (rb"Rar!\x1a", ("a RAR archive", "convert it: unrar x FILE")),
+    (rb"\x04\x22\x4d\x18", ("LZ4 data", "convert it: lz4 -d FILE")),
+    (rb"SQLite format 3\0", ("an SQLite database", "convert it: sqlite3 -csv -header FILE 'select * from TABLE' > FILE.csv")),
+    (rb"(?-i:ORC[\x00-\x08\x0e-\x1f]|Obj\x01)", ("an ORC or Avro table", "convert it to Parquet")),
+    (rb"(?:\x93NUMPY|\x89HDF)", ("an array of numbers", "it has no text")),
+    (rb"(?:\xff\xfe|\xfe\xff)", ("UTF-16 text", "convert it: iconv -f utf-16 -t utf-8 FILE > FILE.txt")),
+)  # fmt: skip
 # members by which a zip archive is something else
-ZIPPED = {
+ZIPPED: dict[str, Refusal] = {
     "word/document.xml": ("a Word document", PLAIN),
     "xl/workbook.xml": ("an Excel workbook", "convert it: libreoffice --headless --convert-to csv FILE"),
     "ppt/presentation.xml": (
@@ -105,42 +90,73 @@ ZIPPED = {
 }
 
 
-def refused(path: str, what: str, advice: str) -> UnknownFormat:
+def identify(file: FileRange, options: ReadOptions) -> FileRange:
+    """A whole file with compression and format by its first bytes; a compressed one keeps the format of the options, unless it is a tar.
+
+    Raises BadInput if the bytes don't determine the format.
+    """
+    with open_regular(file.path) as opened:
+        head = opened.read(HEAD_BYTES)
+    suffix = os.path.splitext(file.path)[1]
+    compression = detect_compression(head)
+    if suffix in SUFFIXES and compression != SUFFIXES[suffix]:
+        raise BadInput(f"{file.path}: byte 0: no {SUFFIXES[suffix]} data in spite of its suffix {suffix}")
+    file = replace(file, compression=compression, opened=True)
+    if compression:
+        return replace(file, format="tar") if TAR_NAME.search(file.path) else file
+    file = replace(file, format=detect(file.path, head, options))
+    if file.format == "zip":
+        names, _ = archives.names_and_size(file.path)
+        for name in filter(names.__contains__, ZIPPED):
+            raise _refused(file.path, *ZIPPED[name])
+    return file
+
+
+def detect(path: str, first: bytes, options: ReadOptions, compression: str = "") -> str:
+    """Name of the format by the first unpacked bytes, which are all if they are at most HEAD.
+
+    Raises BadInput naming the file, what it is and how to make it readable.
+    """
+    if first.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "zip"
+    if first[TAR_MAGIC_AT : TAR_MAGIC_AT + 5] == b"ustar":
+        return "tar"
+    if options.format in (AUTO, *TABLES) and (table := detect_kind(first)):
+        if compression:
+            raise BadInput(f"{path}: a table inside {compression} data; unpack it first")
+        return table
+    if options.format in TABLES:
+        raise BadInput(f"{path}: no Parquet or Arrow file")
+    if options.format == AUTO:
+        return _detect_text(path, first[:HEAD], whole=len(first) <= HEAD)
+    return options.format
+
+
+def _refused(path: str, what: str, advice: str) -> UnknownFormat:
     return UnknownFormat(f"{path}: {what}, which is not read; {advice}")
 
 
-def file_suffix(path: str) -> str:
-    """The suffix of a file, or of a member `ARCHIVE: NAME`, without that of a compression."""
-    stem, suffix = os.path.splitext(path.rpartition(": ")[2])
-    return os.path.splitext(stem)[1] if suffix in SUFFIXES else suffix
-
-
-def detect(path: str, suffix: str, head: bytes, whole: bool) -> str:
-    """Format name of a file of text from its first unpacked bytes (at most HEAD) and its suffix. `whole`: these are all bytes.
-
-    Raises UnknownFormat naming the file, what it is and how to make it readable.
-    """
+def _detect_text(path: str, head: bytes, whole: bool) -> str:
+    """Raises UnknownFormat for a file that is not text, or of a format that is not read."""
+    stem, suffix = os.path.splitext(path.rpartition(": ")[2])  # of a member `ARCHIVE: NAME` too
+    if suffix in SUFFIXES:
+        suffix = os.path.splitext(stem)[1]
     start = head.removeprefix(BOM).lstrip()
-    if start.startswith((b"<doc ", b"<doc>")):
-        return "wiki"
-    if MEDIAWIKI.match(start):
-        return "mediawiki"
-    if INDEX_LINES.match(start):
-        return INDEX
-    for refusal in REFUSALS:
-        if refusal.start.match(start):
-            raise refused(path, refusal.what, refusal.advice)
+    for beginning, known in BEGINNINGS:
+        if re.match(beginning, start, re.DOTALL | re.IGNORECASE):
+            if isinstance(known, str):
+                return known
+            raise _refused(path, *known)
     if suffix == ".mds" or (b'"format": "mds"' in head and b"\0" in head):
-        raise refused(path, "a shard of a MosaicML MDS dataset", MDS)
+        raise _refused(path, "a shard of a MosaicML MDS dataset", MDS)
     if suffix == ".bin" and os.path.exists(path.removesuffix(".bin") + ".idx"):
-        raise refused(path, "a Megatron dataset", MEGATRON)
+        raise _refused(path, "a Megatron dataset", MEGATRON)
     if head.count(0) > len(head) // 4:
         raise UnknownFormat(f"{path}: binary data (or UTF-16: convert it to UTF-8 first)")
     if re.match(rb"WARC/\d", start):
         if b"WARC-Type: response" in head and b"WARC-Type: conversion" not in head:
-            raise refused(
-                path, "a WARC of web pages", "take its WET file (.warc.wet.gz), or extract the text with trafilatura"
-            )
+            advice = "take its WET file (.warc.wet.gz), or extract the text with trafilatura"
+            raise _refused(path, "a WARC of web pages", advice)
         return "wet"
     if suffix in (".jsonl", ".ndjson"):
         return "jsonl"
@@ -151,11 +167,8 @@ def detect(path: str, suffix: str, head: bytes, whole: bool) -> str:
     if start.startswith(b"{") and _is_jsonl(path, suffix, start, whole):
         return "jsonl"
     if re.match(rb"<[a-z][\w:-]*(?:\s[^<>]*)?>", start, re.IGNORECASE) and start.count(b"</") >= 3:
-        raise refused(
-            path,
-            "XML or HTML",
-            "convert it by pandoc -t plain, xmlstarlet or trafilatura, or --format text if the tags are text",
-        )
+        advice = "convert it by pandoc -t plain, xmlstarlet or trafilatura, or --format text if the tags are text"
+        raise _refused(path, "XML or HTML", advice)
     if suffix in TEXT_SUFFIXES or _is_text(head, whole):
         return "text"
     raise UnknownFormat(
@@ -181,11 +194,8 @@ def _is_jsonl(path: str, suffix: str, start: bytes, whole: bool) -> bool:
         if array:
             name = array[1].decode(errors="replace")
             records = shlex.quote(f".{name}[]" if name.isidentifier() else f'."{name}"[]')
-        raise refused(
-            path,
-            "JSON that is neither an object a line nor an array of objects",
-            f"convert it: jq -c {records} FILE > FILE.jsonl",
-        )
+        what = "JSON that is neither an object a line nor an array of objects"
+        raise _refused(path, what, f"convert it: jq -c {records} FILE > FILE.jsonl")
     return is_object
 
 

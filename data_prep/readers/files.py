@@ -94,36 +94,31 @@ class Notices:
         """Whether to read a file of an input, `item` or a file below it."""
         inside = path[len(item) :].strip("/")
         names = [os.path.basename(item.rstrip("/")), *filter(None, inside.split("/"))]
-        if inside and ABOUT_DATA.fullmatch(names[-1]):
-            self._add("about", path)
-            return False
         split = next((name for name in names if EVALUATION_SPLIT.fullmatch(name)), "")
-        self._add("evaluation" if split else "other", path)
-        if split and not self._beside_split:
+        kind = "about" if inside and ABOUT_DATA.fullmatch(names[-1]) else "evaluation" if split else "other"
+        if kind == "evaluation" and not self._counts[kind]:
             self._beside_split = os.path.join(path[: path.rindex(split)], "train*")
-        return True
-
-    def _add(self, kind: str, path: str) -> None:
         self._counts[kind] += 1
         if len(self._shown[kind]) < self.SHOWN:
             self._shown[kind].append(path)
+        return kind != "about"
 
     def log(self) -> None:
         """A line for each kind."""
         n = self._counts
-        about, evaluation = (
-            ", ".join(self._shown[kind]) + ", …" * (n[kind] > self.SHOWN) for kind in ("about", "evaluation")
-        )
-        if about:
-            log.info(f"left out: {n['about']} files that describe data ({about}); to read them name them with --input")
-        if evaluation and n["other"]:
+        shown = {kind: ", ".join(names) + ", …" * (n[kind] > self.SHOWN) for kind, names in self._shown.items()}
+        if n["about"]:
+            log.info(
+                f"left out: {n['about']} files that describe data ({shown['about']}); to read them name them with --input"
+            )
+        if n["evaluation"] and n["other"]:
             log.warning(
-                f"--input: {n['evaluation']} files of a test or validation split will be training text ({evaluation}); to leave them "
-                f"out name the others, as --input '{self._beside_split}'"
+                f"--input: {n['evaluation']} files of a test or validation split will be training text ({shown['evaluation']}); to "
+                f"leave them out name the others, as --input '{self._beside_split}'"
             )
 
 
-def expand(item: str, problems: Problems, notices: Notices | None = None) -> Iterator[str]:
+def expand(item: str, problems: Problems, notices: Notices) -> Iterator[str]:
     """Files of one input in order, without those that `notices` leaves out.
 
     Raises BadInput if there is no such file; unreadable ones follow the policy of `problems`.
@@ -133,12 +128,11 @@ def expand(item: str, problems: Problems, notices: Notices | None = None) -> Ite
         found = [found.url for found in storage.find(item) if not _is_hidden(found.url[len(item) :])]
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
-        yield from (url for url in found if notices is None or notices.is_read(url, item))
+        yield from (url for url in found if notices.is_read(url, item))
         return
     for path in matches(item):
-        for file in _walk(path, problems) if os.path.isdir(path) else (path,):
-            if notices is None or notices.is_read(file, path):
-                yield file
+        below = _walk(path, problems) if os.path.isdir(path) else (path,)
+        yield from (file for file in below if notices.is_read(file, path))
 
 
 def _match(pattern: str) -> list[str]:
@@ -229,13 +223,11 @@ class SeenFiles:
     def add(self, path: str) -> bool:
         """Whether the path is new."""
         folder, name = os.path.split(path)
-        names = self._recent.pop(folder, None)
-        if names is None:
-            names = set(self._joined.pop(folder, "").split("/"))
-            if len(self._recent) == self.RECENT:
-                oldest = next(iter(self._recent))
-                self._joined[oldest] = "/".join(self._recent.pop(oldest))
-        self._recent[folder] = names
+        names = self._recent.pop(folder, None) or set(self._joined.pop(folder, "").split("/"))
+        if len(self._recent) == self.RECENT:
+            oldest = next(iter(self._recent))
+            self._joined[oldest] = "/".join(self._recent.pop(oldest))
+        self._recent[folder] = names  # the last one
         new = name not in names
         names.add(name)
         return new

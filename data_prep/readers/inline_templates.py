@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import calendar
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import chain
+from typing import TypeVar
 
 # most characters of a template whose text is kept, such as a quotation, and of its name
 LONGEST, LONGEST_NAME = 4000, 60
@@ -20,11 +20,13 @@ APOSTROPHE = "\3"
 
 Values = list[str]
 Named = dict[str, str]
+Function = Callable[[Values, Named], str | None]
+Meaning = TypeVar("Meaning")
 
 
-def by_name(table: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """name → text, of pairs (text, names with | between them)."""
-    return {name: kind for kind, names in table for name in re.split(r"\s*\|\s*", names.strip())}
+def by_name(table: Iterable[tuple[Meaning, str]]) -> dict[str, Meaning]:
+    """name → meaning, of pairs (meaning, names with | between them)."""
+    return {name: meaning for meaning, names in table for name in re.split(r"\s*\|\s*", names.strip())}
 
 
 # templates that are characters
@@ -100,18 +102,9 @@ BLOCKS = by_name((
     ("", "quote|blockquote|bquote|cquote|quotation|poemquote|poem quote|pull quote|zitat|citation bloc|cita|citazione|цитата|alıntı|اقتباس|引用"),
 ))  # fmt: skip
 # words between the numbers of a range in {{convert}}
-RANGES = {
-    "-": "–",
-    "–": "–",
-    "to": " to ",
-    "and": " and ",
-    "or": " or ",
-    "by": " by ",
-    "x": " × ",
-    "×": " × ",
-    "+/-": " ± ",
-    "±": " ± ",
-}
+RANGES = by_name((
+    ("–", "-|–"), (" to ", "to"), (" and ", "and"), (" or ", "or"), (" by ", "by"), (" × ", "x|×"), (" ± ", "+/-|±"),
+))  # fmt: skip
 POWERS = {"e3": "thousand ", "e6": "million ", "e9": "billion "}
 RAISED = str.maketrans("0123456789+-−n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻ⁿ")
 LOWERED = str.maketrans("0123456789+-−", "₀₁₂₃₄₅₆₇₈₉₊₋₋")
@@ -171,9 +164,8 @@ def _known(head: str, name: str, values: Values, named: Named) -> str | None:
     if first and name in JOINED:
         return JOINED[name].join(filter(None, values))
     if place := int(ARGUMENT.get(name, 0)):
-        text = (
-            values[place - (place > 0)] if place <= len(values) and values else named.get("text") or named.get("quote")
-        )
+        given = values[place - (place > 0) :][:1]
+        text = given[0] if given else named.get("text") or named.get("quote")
         if text and name in BLOCKS:
             return f"\n{text}\n"
         return text or ("" if name in MAY_BE_EMPTY else None)
@@ -192,10 +184,9 @@ def _ship(values: Values) -> str | None:
     prefix, name, number, shown = (*values, "", "", "", "")[:4]
     if shown == "1":
         return number or None
-    number = f" ({number})" if number and shown in ("", "5") else ""
-    text = (
-        f"{name}{number}" if shown in ("2", "5") else f"{prefix.upper() if prefix.islower() else prefix} {name}{number}"
-    )
+    text = name + (f" ({number})" if number and shown in ("", "5") else "")
+    if shown not in ("2", "5"):
+        text = f"{prefix.upper() if prefix.islower() else prefix} {text}"
     return text if name else None
 
 
@@ -205,9 +196,7 @@ def _amount(values: Values, _: Named) -> str | None:
     while len(rest) > 1 and rest[0] in RANGES:
         number, rest = number + RANGES[rest[0]] + rest[1], rest[2:]
     unit = rest[0] if rest else ""
-    for power, word in POWERS.items():
-        if unit.startswith(power):
-            unit = word + unit[len(power) :]
+    unit = POWERS.get(unit[:2], unit[:2]) + unit[2:]
     if len(rest) > 2 and rest[2] in ("in", "oz", "lb"):  # 5 ft 11 in
         unit = " ".join(rest[:3])
     unit = {"C": "°C", "F": "°F", "C-change": "°C", "sqmi": "sq mi"}.get(unit, unit)
@@ -267,10 +256,8 @@ def _with_reading(values: Values, _: Named) -> str | None:
 
 def _named_values(values: Values, named: Named) -> str | None:
     """{{zh}}: the same word in several writings."""
-    return (
-        "; ".join([*values, *(text for key, text in named.items() if key not in ("labels", "links", "first", "lang"))])
-        or None
-    )
+    texts = (text for key, text in named.items() if key not in ("labels", "links", "first", "lang"))
+    return "; ".join([*values, *texts]) or None
 
 
 def _chemistry(values: Values, _: Named) -> str:
@@ -278,67 +265,40 @@ def _chemistry(values: Values, _: Named) -> str:
     return "".join(v.translate(RAISED) if re.fullmatch(r"\d*[+\-−]", v) else v for v in values)
 
 
-def _old_style(values: Values, _: Named) -> str | None:
-    return f"{values[0]} [O.S. {values[2]}] {values[1]}" if len(values) == 3 else None
-
-
-def _class_of_ships(values: Values, _: Named) -> str | None:
-    return f"{values[0]}-class {values[1]}" if len(values) > 1 else None
-
-
-def _authors(values: Values, _: Named) -> str | None:
-    return f"{' and '.join(values[:-1])} ({values[-1]})" if len(values) > 1 else None
-
-
 def _century(values: Values, _: Named) -> str:
     """French {{s|XIX|e}}; the text itself in Russian."""
-    return (
-        f"{values[0]}{values[1] if len(values) > 1 else 'e'} siècle"
-        if re.fullmatch("[IVXLC]+", values[0])
-        else values[0]
-    )
+    is_roman = re.fullmatch("[IVXLC]+", values[0])
+    return f"{values[0]}{''.join(values[1:2] or 'e')} siècle" if is_roman else values[0]
 
 
-def _translated(values: Values, _: Named) -> str:
-    return (values[1] if len(values) > 1 else "") or values[0]
-
-
-def _link(values: Values, named: Named) -> str | None:
-    return (
-        named.get("texte")
-        or named.get("نص")
-        or named.get("trad")
-        or named.get("fr")
-        or named.get("عر")
-        or (values[0] if values else None)
-    )
+def _foreign_link(values: Values, named: Named) -> str | None:
+    """{{lien}}: a link to another language's page."""
+    texts = (named.get(name) for name in ("texte", "نص", "trad", "fr", "عر"))
+    return next(filter(None, texts), None) or next(iter(values), None)
 
 
 # functions for which a first argument isn't needed
-OF_NAMED = (_as_of, _with_reading, _named_values, _link)
+OF_NAMED = (_as_of, _with_reading, _named_values, _foreign_link)
 MONTHS = tuple(form % month for month in range(1, 13) for form in ("%d", "%02d"))
-FUNCTIONS: dict[str, Callable[[Values, Named], str | None]] = dict(
-    chain.from_iterable(
-        ((name, function) for name in names.split("|"))
-        for function, names in (
-            (_amount, "convert|cvt|converter|convertir|çevir|تحويل|конвертировать"),
-            (_number_and_unit, "val|unité|nombre|nb|unit"),
-            (_fraction, "frac|sfrac|fraction|bruch|дробь|kesir"),
-            (_date, "start date|end date|date|date-|birth date|death date|dts|birth date and age|start date and age"),
-            (_as_of, "as of|asof"),
-            (_coordinates, "coord|coordinate|coor dms|coor dm"),
-            (_with_reading, "nihongo|nihongo3|japonais|読み仮名|korean|chinese"),
-            (_named_values, "zh|zh-cn|ko-hhrm"),
-            (_chemistry, "chem|fchim"),
-            (lambda values, _: " ".join(values[:2]), "bibleref"),
-            (_old_style, "oldstyledate|oldstyledatedy"),
-            (_class_of_ships, "sclass|sclass2|sclass-"),
-            (_authors, "harvtxt|harvcoltxt"),
-            (lambda values, _: f"/{values[0]}/", "ipaslink"),
-            (lambda values, _: f"[{values[0]}]", "ipablink"),
-            (_century, "s|s-|siècle|siglo"),
-            (_translated, "нп3|нп5|не переведено|не переведено 3|не переведено 5"),
-            (_link, "lien|وصلة إنترويكي"),
-        )
+FUNCTIONS: dict[str, Function] = by_name(
+    (
+        (_amount, "convert|cvt|converter|convertir|çevir|تحويل|конвертировать"),
+        (_number_and_unit, "val|unité|nombre|nb|unit"),
+        (_fraction, "frac|sfrac|fraction|bruch|дробь|kesir"),
+        (_date, "start date|end date|date|date-|birth date|death date|dts|birth date and age|start date and age"),
+        (_as_of, "as of|asof"),
+        (_coordinates, "coord|coordinate|coor dms|coor dm"),
+        (_with_reading, "nihongo|nihongo3|japonais|読み仮名|korean|chinese"),
+        (_named_values, "zh|zh-cn|ko-hhrm"),
+        (_chemistry, "chem|fchim"),
+        (lambda v, _: " ".join(v[:2]), "bibleref"),
+        (lambda v, _: f"{v[0]} [O.S. {v[2]}] {v[1]}" if len(v) == 3 else None, "oldstyledate|oldstyledatedy"),
+        (lambda v, _: f"{v[0]}-class {v[1]}" if len(v) > 1 else None, "sclass|sclass2|sclass-"),
+        (lambda v, _: f"{' and '.join(v[:-1])} ({v[-1]})" if len(v) > 1 else None, "harvtxt|harvcoltxt"),
+        (lambda v, _: f"/{v[0]}/", "ipaslink"),
+        (lambda v, _: f"[{v[0]}]", "ipablink"),
+        (_century, "s|s-|siècle|siglo"),
+        (lambda v, _: "".join(v[1:2]) or v[0], "нп3|нп5|не переведено|не переведено 3|не переведено 5"),
+        (_foreign_link, "lien|وصلة إنترويكي"),
     )
 )

@@ -1,4 +1,4 @@
-"""JSON: the elements of an array in bounded memory, and the text of a record."""
+"""Splitters of JSON: the elements of an array in bounded memory, or an object a line; the text of a record."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.common import utf8
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
-from data_prep.readers.formats import MAX_LINE, NULL, SPACE, Slice
+from data_prep.common.errors import BadInput
+from data_prep.readers import streams
+from data_prep.readers.lines import split_text
+from data_prep.readers.streams import NULL, SPACE, Slice, Stream
 from megabert.common.tables import field_names, find, join
 
 TOKEN = re.compile(rb'\\.|["{}\[\],]', re.DOTALL)
 
 
-def split_array(chunks: Iterator[bytes], base: int, path: str, problems: Problems) -> Iterator[Slice]:
+def split_jsonl(stream: Stream) -> Iterator[tuple[int, str]]:
+    """The texts of a record a line."""
+    stream.kind = "line"
+    return _texts(stream, split_text(stream))
+
+
+def split_json(stream: Stream) -> Iterator[tuple[int, str]]:
+    """The texts of the records in an array."""
+    return _texts(stream, split_array(stream))
+
+
+def split_array(stream: Stream) -> Iterator[Slice]:
     """The elements of a JSON array, found by quotation marks and brackets alone, so that a bad one costs no other.
 
-    `base` is the offset of the first byte. Elements longer than MAX_LINE are skipped. Raises BadInput if there is no array.
+    Elements longer than MAX_LINE are skipped. Raises BadInput if there is no array.
     """
     # of the buffer: beginning of the open element, end of the searched part; `skipped`: bytes of a too long element before
     buffer, begin, searched, skipped = b"", 0, 0, 0
-    depth, in_string, behind = 0, False, 0
+    base, depth, in_string, behind = stream.begin, 0, False, 0
 
     def element(end: int) -> Iterator[Slice]:
         size = skipped + end - begin
-        if size > MAX_LINE:
-            detail = f"a record longer than {MAX_LINE / 2**20:g} MiB"
-            problems.bad(path, base + end - size, "long record", detail, size=size)
+        if size > streams.MAX_LINE:
+            stream.too_long(base + end - size, "a record", streams.MAX_LINE, size, "long record")
         elif body := buffer[begin:end].strip(SPACE):
             yield base + buffer.index(body, begin), body
 
-    for chunk in chunks:
+    for chunk in stream.chunks:
         buffer += chunk
         for match in TOKEN.finditer(buffer, searched):
             mark, searched = match.group(), match.end()
@@ -47,7 +58,7 @@ def split_array(chunks: Iterator[bytes], base: int, path: str, problems: Problem
                 if depth > 1:
                     continue
                 if mark == b"{":
-                    raise BadInput(f"{path}: no JSON array; an object a line is --format jsonl")
+                    raise BadInput(f"{stream.path}: no JSON array; an object a line is --format jsonl")
             elif mark in b"]}":
                 depth = max(depth - 1, 0)
                 if depth:
@@ -62,39 +73,46 @@ def split_array(chunks: Iterator[bytes], base: int, path: str, problems: Problem
         if not depth:
             behind += len(buffer[begin:searched].strip(SPACE))
             begin = searched
-        elif searched - begin > MAX_LINE:
+        elif searched - begin > streams.MAX_LINE:
             skipped += searched - begin
             begin = searched
         buffer, base, begin, searched = buffer[begin:], base + begin, 0, searched - begin
     if depth:
-        problems.bad(path, base, "bad JSON", "the array is not closed", size=skipped + len(buffer))
+        stream.bad(base, "bad JSON", "the array is not closed", skipped + len(buffer))
     elif behind:
-        problems.bad(path, base, "bad JSON", "text outside of the array", size=behind)
+        stream.bad(base, "bad JSON", "text outside of the array", behind)
 
 
-def extract_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
-    """The text of a JSON record, or of a string; None if it has none, which is counted."""
+def _texts(stream: Stream, records: Iterator[Slice]) -> Iterator[tuple[int, str]]:
+    for offset, record in records:
+        if (text := _text(record, offset, stream)) is not None:
+            yield offset, text
 
-    def bad(reason: str, detail: str, at: int = offset) -> str | None:
-        problems.bad(path, at, reason, detail, size=len(line))
+
+def _text(record: bytes, offset: int, stream: Stream) -> str | None:
+    """The text of a record, or of a string; None if it has none, which is counted."""
+    options, problems = stream.options, stream.problems
+
+    def bad(reason: str, detail: str, at: int = 0) -> str | None:
+        stream.bad(offset + at, reason, detail, len(record))
         return None
 
     try:
-        record = json.loads(utf8.decode(line, options, problems, path))
+        value = json.loads(utf8.decode(record, options, problems, stream.path))
     except UnicodeDecodeError as error:
-        return bad("invalid UTF-8", utf8.INVALID, offset + error.start)
+        return bad("invalid UTF-8", utf8.INVALID, error.start)
     except (ValueError, RecursionError) as error:
         return bad("bad JSON line", f"not a JSON object on one line ({error})")
+    if isinstance(value, str):
+        value = {options.text_field: value}
     texts: list[str | None] = []
-    if isinstance(record, str):
-        record = {options.text_field: record}
-    for name in field_names(options.text_field, record if isinstance(record, dict) else ()):
+    for name in field_names(options.text_field, value if isinstance(value, dict) else ()):
         try:
-            text = _joined(find(record, name))
+            text = _joined(find(value, name))
         except (KeyError, TypeError):
             has = ""
-            if isinstance(record, dict):
-                has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field"
+            if isinstance(value, dict):
+                has = f" (it has {', '.join(sorted(value)[:20]) or 'none'}); name it with --text-field"
             return bad("no text field", f"no field {name!r} in the JSON line{has}")
         except ValueError:
             return bad("no text field", f"field {name!r} is not a string, or a list of strings")
@@ -102,7 +120,7 @@ def extract_text(line: bytes, offset: int, path: str, options: ReadOptions, prob
             if options.encoding_errors == "stop":
                 return bad("lone surrogate", f"half a surrogate pair in field {name!r}")
             text = utf8.LONE_SURROGATE.sub("\ufffd", text)
-            problems.add(path, utf8.REPLACED, places=len(halves))
+            problems.add(stream.path, utf8.REPLACED, places=len(halves))
         texts.append(text)
     joined = join(texts)
     if joined is None:

@@ -1,4 +1,4 @@
-"""Pages of a MediaWiki dump: which of them are articles, and their prose."""
+"""Splitter of MediaWiki dumps: which of the pages are articles, and their prose."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from itertools import chain
 from xml.parsers import expat
 
-from data_prep.common.errors import Problems
+from data_prep.common import utf8
+from data_prep.readers.elements import split_elements
+from data_prep.readers.streams import Stream
 from data_prep.readers.wikitext import NO_TEXT, namespace, prose
-from data_prep.text.entities import unescape
+from data_prep.text.clean import unescape
 
 REDIRECT, NAMESPACE, DISAMBIGUATION = "redirect", "page of another namespace", "disambiguation page"
 EMPTY, OTHER_MODEL = "page without prose", "page that is not wikitext"
@@ -30,46 +32,28 @@ IS_DISAMBIGUATION = re.compile(rf"\{{\{{\s*(?:{_DISAMBIGUATION})\s*(?:\||\}}\}})
 DISAMBIGUATION_TITLE = re.compile(rf"\((?:disambiguation|значения|{_DISAMBIGUATION})\)$", re.IGNORECASE)
 
 
-class _Refused(ValueError):
-    pass
-
-
-class _Page:
-    """Fields of one `<page>`: the text of the last revision, which is the newest."""
-
-    def __init__(self, xml: bytes) -> None:
-        self.fields: dict[str, list[str]] = {}
-        self.is_redirect = False
-        self._path: list[str] = []
-        parser = expat.ParserCreate("UTF-8")
-        parser.buffer_text = True
-        parser.StartElementHandler = self._start
-        parser.EndElementHandler = self._end
-        parser.CharacterDataHandler = self._data
-        parser.StartDoctypeDeclHandler = self._refuse
-        parser.EntityDeclHandler = self._refuse
-        parser.Parse(xml, True)
-
-    def _refuse(self, *_: object) -> None:
-        raise _Refused("a DOCTYPE or an entity declaration")
-
-    def _start(self, name: str, _: object) -> None:
-        self._path.append(name)
-        if len(self._path) > 16:
-            raise _Refused("elements inside elements without end")
-        self.is_redirect |= name == "redirect" and len(self._path) == 2
-        if name in ("title", "ns", "text", "model"):
-            self.fields[name] = []
-
-    def _end(self, _: str) -> None:
-        self._path.pop()
-
-    def _data(self, data: str) -> None:
-        if self._path[-1] in self.fields:
-            self.fields[self._path[-1]].append(data)
-
-    def get(self, name: str) -> str:
-        return "".join(self.fields.get(name, ()))
+def split_mediawiki(stream: Stream) -> Iterator[tuple[int, str]]:
+    """The prose of each article. Redirects, pages of other namespaces, disambiguation pages and pages without prose are dropped and
+    counted."""
+    no_text, problems = stream.no_text, stream.problems
+    if no_text is None:
+        no_text, stream.chunks = read_head(stream.chunks)
+    for offset, body in split_elements(stream, "page", rb"<page>"):
+        if stream.options.encoding_errors == "replace":  # else the XML parser reports invalid bytes
+            body = utf8.decode(body, stream.options, problems, stream.path).encode()
+        try:
+            page = _read_fields(body + b"</page>")
+        except (expat.ExpatError, ValueError) as error:
+            stream.bad(offset, "bad page", f"a <page> that is not well-formed XML ({error})", len(body))
+            continue
+        changed: Counter[str] = Counter()
+        if rule := _dropped_by(page):
+            problems.dropped[rule] += 1
+        elif text := prose(page.get("text", ""), no_text, changed):
+            problems.changed += changed
+            yield offset, text
+        else:
+            problems.dropped[EMPTY] += 1
 
 
 def read_head(chunks: Iterator[bytes]) -> tuple[frozenset[str], Iterator[bytes]]:
@@ -84,29 +68,43 @@ def read_head(chunks: Iterator[bytes]) -> tuple[frozenset[str], Iterator[bytes]]
     return NO_TEXT | {namespace(unescape(name)) for name in NAMES.findall(head)} - {""}, chain(seen, chunks)
 
 
-def article(body: bytes, offset: int, path: str, problems: Problems, no_text: frozenset[str] = NO_TEXT) -> str | None:
-    """Prose of a `<page>` element (without its end tag), or None for a dropped one, which is counted.
+def _read_fields(xml: bytes) -> dict[str, str]:
+    """Fields of a `<page>`: title, ns, model and text of the last revision, which is the newest; redirect if the page is one.
 
-    Rules drop redirects, pages of other namespaces, disambiguation pages and pages without prose. `no_text`: as of `prose`.
+    Raises ExpatError, and ValueError for a page that is deeper than any dump's.
     """
-    try:
-        page = _Page(body + b"</page>")
-    except (expat.ExpatError, _Refused) as error:
-        problems.bad(path, offset, "bad page", f"a <page> that is not well-formed XML ({error})", size=len(body))
-        return None
-    title, text, dropped = page.get("title"), page.get("text"), problems.dropped
-    changed: Counter[str] = Counter()
-    if page.get("ns").strip() not in ("", "0"):
-        dropped[NAMESPACE] += 1
-    elif page.is_redirect or IS_REDIRECT.match(text):
-        dropped[REDIRECT] += 1
-    elif page.get("model").strip() not in ("", "wikitext"):
-        dropped[OTHER_MODEL] += 1
-    elif "__DISAMBIG__" in text or DISAMBIGUATION_TITLE.search(title) or IS_DISAMBIGUATION.search(text):
-        dropped[DISAMBIGUATION] += 1
-    elif not (text_of_page := prose(text, no_text, changed)):
-        dropped[EMPTY] += 1
-    else:
-        problems.changed += changed
-        return text_of_page
-    return None
+    fields: dict[str, list[str]] = {}
+    path: list[str] = []
+
+    def start(name: str, _: object) -> None:
+        path.append(name)
+        if len(path) > 16:
+            raise ValueError("elements inside elements without end")
+        if name in ("title", "ns", "text", "model") or path == ["page", "redirect"]:
+            fields[name] = []
+
+    def data(text: str) -> None:
+        if path[-1] in fields:
+            fields[path[-1]].append(text)
+
+    parser = expat.ParserCreate("UTF-8")
+    parser.buffer_text = True
+    parser.StartElementHandler, parser.CharacterDataHandler = start, data
+    parser.EndElementHandler = lambda _: path.pop()
+    parser.Parse(xml, True)
+    return {name: "".join(texts) for name, texts in fields.items()}
+
+
+def _dropped_by(page: dict[str, str]) -> str:
+    """The rule that drops a page that is not an article; "" for an article."""
+    text = page.get("text", "")
+    if page.get("ns", "").strip() not in ("", "0"):
+        return NAMESPACE
+    if "redirect" in page or IS_REDIRECT.match(text):
+        return REDIRECT
+    if page.get("model", "").strip() not in ("", "wikitext"):
+        return OTHER_MODEL
+    is_list = (
+        "__DISAMBIG__" in text or DISAMBIGUATION_TITLE.search(page.get("title", "")) or IS_DISAMBIGUATION.search(text)
+    )
+    return DISAMBIGUATION if is_list else ""

@@ -30,10 +30,18 @@ from data_prep.common.records import (
     normalized,
     source_names,
 )
-from data_prep.readers import archives, boundaries, decompress, documents, files, formats, pydoc_corpus, tables
-from data_prep.readers.documents import EXPANSION, HEAD_BYTES
+from data_prep.readers import archives, boundaries, decompress, detection, documents, files, pydoc_corpus, tables
+from data_prep.readers.boundaries import EXPANSION
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
+from data_prep.readers.elements import ELEMENTS
 from megabert.common import storage
 
+# bytes of text in a range of a divided file
+RANGE_BYTES = 32 << 20
+# largest unpacked size of a compressed file in one task, in RANGE_BYTES
+MOST_UNCUT = 3
+# positions of a bzip2 file where a stream is searched
+PROBES = 4
 # smallest and largest bytes of text in a task, estimated by the size on disk
 TASK_BYTES = (4 << 20, 64 << 20)
 # number of tasks above which they become larger
@@ -50,7 +58,7 @@ THREADS = 16
 # files of a corpus for the estimate of its unpacked bytes
 RATIO_FILES = 8
 
-# the path without links, its ranges, its error
+# the path without links, its ranges, its problems
 PlannedFile = tuple[str, list[FileRange], Problems]
 
 
@@ -84,6 +92,132 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
     return ranges
 
 
+def _plan_all(
+    paths: Iterator[str], options: ReadOptions, policy: str, threads: ThreadPoolExecutor
+) -> Iterator[PlannedFile]:
+    """Results of `_plan_file` for all paths, in order."""
+    plan = partial(_plan_file, options, policy)
+    waiting: deque[Future[list[PlannedFile]]] = deque()
+    some = iter(lambda: list(islice(paths, LISTED_AT_ONCE)), [])
+    # a bounded number waits, since files are many; empty ones at the end flush the last ones
+    for names in chain(some, repeat([], 2 * THREADS)):
+        waiting.append(threads.submit(lambda names: list(map(plan, names)), names))
+        if len(waiting) > 2 * THREADS:
+            yield from waiting.popleft().result()
+
+
+def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
+    """The ranges of one file; none if it is empty or bad. Raises BadInput, under both policies for a file that is too large."""
+    problems = Problems(policy)
+    ranges: list[FileRange] = []
+    size = 0
+    try:
+        size, changed = files.status(path)
+        whole = FileRange(path, format=options.format, size=size, stamp=(size, changed))
+        suffix = os.path.splitext(path)[1]
+        small = min(SMALL, RANGE_BYTES // EXPANSION)
+        if not size:
+            problems.add(path, "empty file")
+        elif suffix in NAMED and size < (small // EXPANSION if NAMED[suffix] else small):
+            format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
+            ranges = [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]
+        else:
+            file = _unpack_first(detection.identify(whole, options), options)
+            if file.format == detection.INDEX:
+                problems.add(path, detection.INDEX)
+            else:
+                ranges = _cut_file(file)
+    except BadInput:
+        if policy == "stop":
+            raise
+        problems.add(path, documents.UNKNOWN, size)
+    except OSError as error:
+        problems.unreadable(path, error)
+    for part in ranges:
+        _check_size(part)
+    return _real(path), ranges, problems
+
+
+def _real(path: str) -> str:
+    if storage.is_url(path):
+        return path
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    folder, name = os.path.split(path)
+    return os.path.join(_real_folder(folder), name)
+
+
+@lru_cache(maxsize=1024)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+def _unpack_first(file: FileRange, options: ReadOptions) -> FileRange:
+    """The file; a large compressed one has its format, and is marked if it has to be unpacked before it is cut."""
+    most = MOST_UNCUT * RANGE_BYTES
+    if not file.compression or file.format == "tar":
+        return file
+    # small by the usual ratio; a few files pack much better, but more than BOMB_RATIO is refused
+    if _is_small(file) and (max(BOMB_BYTES, BOMB_RATIO * file.size) <= most or _ratio(file) * file.size <= most):
+        return file
+    first = next(decompress.read_chunks(file.path, file.compression), b"")
+    file = replace(file, format=detection.detect(file.path, first, options, file.compression))
+    return replace(file, unpack_first=file.format not in UNCUT and not _can_be_cut(file))
+
+
+def _is_small(file: FileRange) -> bool:
+    return file.size <= RANGE_BYTES // EXPANSION * 3 // 2
+
+
+def _can_be_cut(file: FileRange) -> bool:
+    """Whether ranges of a compressed file are even: of a large bzip2 file with streams that begin everywhere."""
+    if _is_small(file) or file.compression != "bz2" or file.format not in ELEMENTS:
+        return False
+    step = RANGE_BYTES // EXPANSION
+    places = (1 + i * (file.size - 1) // PROBES for i in range(PROBES))
+    return all(decompress.first_stream(file.path, at, min(at + step, file.size)) is not None for at in places)
+
+
+def _cut_file(file: FileRange) -> list[FileRange]:
+    if file.unpack_first or file.format in (AUTO, *UNCUT):
+        return [file]
+    if file.format not in TABLES:
+        return cut(file, file.size)
+    parts = max(file.size // RANGE_BYTES, 1)
+    if file.format == "arrow" and parts == 1:
+        return [file]
+    count = tables.count_parts(file)
+    edges = sorted({i * count // parts for i in range(parts + 1)})
+    last = edges[-1] or 1
+    return [
+        replace(file, start=a, end=b, size=file.size * b // last - file.size * a // last) for a, b in pairwise(edges)
+    ]
+
+
+def cut(file: FileRange, size: int) -> list[FileRange]:
+    """Ranges of a file of `size` bytes that can be read from any position."""
+    step = RANGE_BYTES // (EXPANSION if file.compression and not file.index else 1)
+    if size <= step * 3 // 2:
+        return [replace(file, size=size)]
+    edges = [*range(0, size - step // 2, step), size]
+    return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
+
+
+def _check_size(part: FileRange) -> None:
+    """Raises BadInput for a file of UNCUT with more text than MAX_UNCUT, estimated for a compressed one."""
+    if part.format not in UNCUT or not part.opened:
+        return
+    if part.format == "zip":
+        size: float = archives.names_and_size(part.path)[1]
+    else:
+        size = part.size * (_ratio(part) if part.compression else 1)
+    if size > MAX_UNCUT:
+        raise BadInput(
+            f"{part.path}: has about {size / 2**30:.1f} GiB of text; one worker reads a {part.format} file and holds its tokens in "
+            f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
+        )
+
+
 def text_documents(
     corpora: Sequence[Corpus], ranges: Sequence[RangeList], options: ReadOptions
 ) -> tuple[tuple[str, str], ...]:
@@ -105,116 +239,8 @@ def text_documents(
         seen[folder] += 1
         if len(sampled[folder]) > boundaries.SAMPLED_FILES:  # every second one
             sampled[folder], step[folder] = sampled[folder][::2], 2 * step[folder]
-    samples = {folder: list(documents.sample_texts(some, options)) for folder, some in sampled.items()}
-    return tuple((folder, boundaries.decide(some)) for folder, some in samples.items() if some)
-
-
-def _plan_all(
-    paths: Iterator[str], options: ReadOptions, policy: str, threads: ThreadPoolExecutor
-) -> Iterator[PlannedFile]:
-    """Results of `_plan_file` for all paths, in order; BadInput is raised here."""
-    plan = partial(_plan_file, options, policy)
-    waiting: deque[Future[list[PlannedFile | BadInput]]] = deque()
-    some = iter(lambda: list(islice(paths, LISTED_AT_ONCE)), [])
-    # a bounded number waits, since files are many; empty ones at the end flush the last ones
-    for names in chain(some, repeat([], 2 * THREADS)):
-        waiting.append(threads.submit(lambda names: [plan(name) for name in names], names))
-        for file in waiting.popleft().result() if len(waiting) > 2 * THREADS else ():
-            if isinstance(file, BadInput):
-                raise file
-            yield file
-
-
-def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile | BadInput:
-    problems = Problems(policy)
-    try:
-        ranges = _list_ranges(path, options, problems)
-        for part in ranges:
-            _check_size(part)
-        return _real(path), ranges, problems
-    except BadInput as error:
-        return error
-
-
-def _real(path: str) -> str:
-    if storage.is_url(path):
-        return path
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    folder, name = os.path.split(path)
-    return os.path.join(_real_folder(folder), name)
-
-
-@lru_cache(maxsize=1024)
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
-
-
-def _list_ranges(path: str, options: ReadOptions, problems: Problems) -> list[FileRange]:
-    """Ranges of one file; none if it is empty or bad."""
-    size = 0
-    try:
-        size, changed = files.status(path)
-        if not size:
-            problems.add(path, "empty file")
-            return []
-        whole = FileRange(path, format=options.format, size=size, stamp=(size, changed))
-        suffix = os.path.splitext(path)[1]
-        small = min(SMALL, documents.RANGE_BYTES // EXPANSION)
-        if suffix in NAMED and size < (small // EXPANSION if NAMED[suffix] else small):
-            format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
-            return [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]
-        file = documents.identify(whole, options)
-        if file.format != formats.INDEX:
-            return _cut_file(file)
-        problems.add(path, formats.INDEX)
-    except BadInput:
-        if problems.policy == "stop":
-            raise
-        problems.add(path, documents.UNKNOWN, size)
-    except OSError as error:
-        problems.unreadable(path, error)
-    return []
-
-
-def _check_size(part: FileRange) -> None:
-    """Raises BadInput, under both policies, for a file of UNCUT with more text than MAX_UNCUT, estimated for a compressed one."""
-    if part.format not in UNCUT or not part.opened:
-        return
-    if part.format == "zip":
-        size: float = archives.unpacked_size(part.path)
-    else:
-        size = part.size * (_ratio(part) if part.compression else 1)
-    if size > MAX_UNCUT:
-        raise BadInput(
-            f"{part.path}: has about {size / 2**30:.1f} GiB of text; one worker reads a {part.format} file and holds its tokens in "
-            f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
-        )
-
-
-def _cut_file(file: FileRange) -> list[FileRange]:
-    if file.unpack_first or file.format in (AUTO, *UNCUT):
-        return [file]
-    if file.format not in TABLES:
-        return cut(file, file.size)
-    parts = max(file.size // documents.RANGE_BYTES, 1)
-    if file.format == "arrow" and parts == 1:
-        return [file]
-    count = tables.row_groups(file.path) if file.format == "parquet" else tables.batches(file.path)
-    edges = sorted({i * count // parts for i in range(parts + 1)})
-    last = edges[-1] or 1
-    return [
-        replace(file, start=a, end=b, size=file.size * b // last - file.size * a // last) for a, b in pairwise(edges)
-    ]
-
-
-def cut(file: FileRange, size: int) -> list[FileRange]:
-    """Ranges of a file of `size` bytes that can be read from any position."""
-    step = documents.RANGE_BYTES // (EXPANSION if file.compression and not file.index else 1)
-    if size <= step * 3 // 2:
-        return [replace(file, size=size)]
-    edges = [*range(0, size - step // 2, step), size]
-    return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
+    kinds = ((folder, boundaries.decide_files(some, options)) for folder, some in sampled.items())
+    return tuple((folder, kind) for folder, kind in kinds if kind)
 
 
 def group(ranges: Sequence[RangeList]) -> list[ReadTask]:
@@ -257,6 +283,6 @@ def _ratio(part: FileRange) -> float:
         if part.format == "parquet":
             return tables.ratio(part.path)
         with files.open_regular(part.path) as file:
-            return decompress.ratio(file.read(HEAD_BYTES), part.compression)
+            return decompress.ratio(file.read(detection.HEAD_BYTES), part.compression)
     except (BadInput, OSError):
         return EXPANSION

@@ -1,13 +1,12 @@
-"""Records of WET files, the text of web pages as of Common Crawl: WARC records of type `conversion`."""
+"""Splitter of WET files, the text of web pages as of Common Crawl: WARC records of type `conversion`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import BufferedReader
 
-from data_prep.common.errors import Problems
-from data_prep.readers.decompress import PLAIN_CHUNK
-from data_prep.readers.formats import HEAD, MAX_DOCUMENT, Slice
+from data_prep.readers import streams
+from data_prep.readers.decompress import PLAIN_CHUNK, as_file
+from data_prep.readers.streams import HEAD, UNCLOSED, Slice, Stream
 
 BAD = "bad WARC record"
 # lines of a header at most
@@ -15,13 +14,13 @@ HEADER_LINES = 100
 TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "continuation")
 
 
-def split_wet(file: BufferedReader, path: str, problems: Problems) -> Iterator[Slice]:
+def split_wet(stream: Stream) -> Iterator[Slice]:
     """The content of each record of type `conversion`, as long as its header says. Records of other types are counted and dropped."""
-    offset = lost = 0
+    file, offset, lost = as_file(stream.chunks), 0, 0
     while True:
         line = file.readline(HEAD)
         if lost and (not line or line.startswith(b"WARC/")):
-            problems.bad(path, offset - lost, BAD, "no header of a WARC record", size=lost)
+            stream.bad(offset - lost, BAD, "no header of a WARC record", lost)
             lost = 0
         if not line:
             return
@@ -37,21 +36,21 @@ def split_wet(file: BufferedReader, path: str, problems: Problems) -> Iterator[S
         offset += len(line)
         size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace")
         if not size.isdigit() or len(size) > 18:
-            problems.bad(path, offset, BAD, "a WARC record without its Content-Length")
+            stream.bad(offset, BAD, "a WARC record without its Content-Length")
             continue
         left = int(size)
-        if kind == "conversion" and left <= MAX_DOCUMENT:
+        if kind == "conversion" and left <= streams.MAX_DOCUMENT:
             body = file.read(left)
             if len(body) < left:
                 detail = f"a WARC record of {left} bytes ends after {len(body)}"
-                problems.bad(path, offset, "unclosed document", detail, size=len(body))
+                stream.bad(offset, UNCLOSED, detail, len(body))
                 return
             yield offset, body
             offset += left
             continue
         if kind == "conversion":
-            problems.bad(path, offset, "long document", f"a record longer than {MAX_DOCUMENT / 2**20:g} MiB", size=left)
+            stream.too_long(offset, "a record", streams.MAX_DOCUMENT, left)
         else:
-            problems.dropped[f"WARC record of type {kind if kind in TYPES else 'unknown'}"] += 1
+            stream.problems.dropped[f"WARC record of type {kind if kind in TYPES else 'unknown'}"] += 1
         while left and (data := file.read(min(left, PLAIN_CHUNK))):
             left, offset = left - len(data), offset + len(data)

@@ -16,7 +16,7 @@ from data_prep.readers import formulas, inline_templates
 from data_prep.readers.formulas import formula
 from data_prep.readers.inline_templates import LOWERED, RAISED
 from data_prep.text import sentences
-from data_prep.text.entities import unescape
+from data_prep.text.clean import unescape
 from megabert.data.text import CLOSING, GLUED_END, INVISIBLE, SCRIPT_TERMINALS, writes_without_spaces
 
 # what is dropped from pages that are kept, for the report
@@ -196,11 +196,11 @@ def _without_braces(text: str, no_text: frozenset[str]) -> str:
                 if kind == token:
                     break
             inner, left = out[start:], ""
+            del out[start:]
             if token == "]]":
                 left = _link("".join(inner), no_text)
             elif token == "}}" and depth[token] < DEPTH:
-                left = _template(inner, out[max(start - 4, 0) : start])
-            del out[start:]
+                left = _template(inner, out[-4:])
             if left:
                 out.append(left)
     out.append(text[at:])
@@ -234,9 +234,7 @@ def _template(inner: list[str], before: list[str]) -> str:
         is_pronunciation = line.endswith("''") or line.rfind("(") > line.rfind(")")
         return "" if is_pronunciation else f"[{sound[1]}]" if sound[1].isalpha() else sound[1]
     text = inline_templates.expand_call(call)
-    if text is None:
-        return "" if "\n" in call else TEMPLATE_GAP
-    return text
+    return text if text is not None else "" if "\n" in call else TEMPLATE_GAP
 
 
 def _lines(text: str, changed: Counter[str]) -> str:
@@ -249,10 +247,8 @@ def _lines(text: str, changed: Counter[str]) -> str:
         if not line or line[0] in "|!}":
             continue
         if line[0] == line[-1] == "=":
-            level, name = (
-                len(line) - len(line.lstrip("=")),
-                " ".join(line.strip("= ").replace(TEMPLATE_GAP, "").split()),
-            )
+            level = len(line) - len(line.lstrip("="))
+            name = " ".join(line.strip("= ").replace(TEMPLATE_GAP, "").split())
             if skipped and level > skipped:
                 continue
             skipped = level if name.lower() in ENDING else 0
@@ -264,17 +260,17 @@ def _lines(text: str, changed: Counter[str]) -> str:
         if line[0] in "*#:;":
             line = line.lstrip("*#:; ")
             if not _is_sentence(line):
-                changed[NO_FORMULA if FORMULA_GAP in line else LIST_ITEM] += FORMULA_GAP in line or any(
-                    map(str.isalpha, line)
-                )
+                if FORMULA_GAP in line:
+                    changed[NO_FORMULA] += 1
+                elif any(map(str.isalpha, line)):
+                    changed[LIST_ITEM] += 1
                 continue
         if TEMPLATE_GAP in line or FORMULA_GAP in line:
             line = _without_gaps(line, changed)
         if not any(map(str.isalpha, line)):
             continue
-        kept += headings
+        kept += [*headings, line]
         headings = []
-        kept.append(line)
     return "\n".join(kept)
 
 
@@ -284,9 +280,9 @@ def _is_sentence(line: str) -> bool:
     if end not in (".", "!", "?", "…") and end not in SCRIPT_TERMINALS:
         return False
     words = line.count(" ") + 1
-    return words >= LIST_WORDS or (
-        words + sum(map(writes_without_spaces, line)) // 2 >= LIST_WORDS and not line.isascii()
-    )
+    if words < LIST_WORDS and not line.isascii():
+        words += sum(map(writes_without_spaces, line)) // 2
+    return words >= LIST_WORDS
 
 
 def _without_gaps(line: str, changed: Counter[str]) -> str:

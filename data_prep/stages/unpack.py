@@ -82,9 +82,9 @@ def unpack(job: BuildJob, item: PackedFile) -> ItemResult:
     chunks = decompress.until_damage(chunks, item.file.path, problems, documents.DAMAGED)
     for chunk in documents.watch(item.file, chunks, problems):
         text += chunk
-        while len(text) >= documents.RANGE_BYTES:
-            write_spool(bytes(text[: documents.RANGE_BYTES]))
-            del text[: documents.RANGE_BYTES]
+        while len(text) >= tasks.RANGE_BYTES:
+            write_spool(bytes(text[: tasks.RANGE_BYTES]))
+            del text[: tasks.RANGE_BYTES]
     if text:
         write_spool(bytes(text))
     return result

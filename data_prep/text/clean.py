@@ -1,4 +1,4 @@
-"""Cleaning of text: control characters, line ends, left-over markup, paragraphs.
+"""Cleaning of text: control characters, line ends, left-over markup and entities, paragraphs.
 
 These steps need a whole document. Steps local to a word (Unicode normal form, invisible characters) are in
 `megabert.data.text.clean_word`, which `tokens.encoder` runs once for each distinct word.
@@ -6,10 +6,11 @@ These steps need a whole document. Steps local to a word (Unicode normal form, i
 
 from __future__ import annotations
 
+import html
 import re
+from html.entities import html5
 from itertools import pairwise
 
-from data_prep.text import entities
 from megabert.data.text import CONTROLS, GLUED, GLUED_END
 
 # bytes in which CONTROLS are spaces
@@ -21,6 +22,10 @@ TAG = re.compile(
     r"\b(?:[ \t]*/?>|[ \t]+[\w:-]+[ \t]*=[^<>\n]{0,200}>|(?:[ \t]+[\w:-]+=[^\s<>]+)*[ \t]*$)",
     re.IGNORECASE | re.MULTILINE,
 )
+# a complete entity; `&copy=2` and `&para` in code and addresses are text
+ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+# most times that an entity was escaped; more would take quadratic time for a long `&amp;amp;amp;…`
+MAX_ESCAPES = 16
 BLANK_LINES = re.compile(r"\n\s*\n")
 # first bytes of these marks
 _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
@@ -37,6 +42,20 @@ def decode(raw: bytes) -> tuple[str, bool]:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text, not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
+
+
+def unescape(text: str) -> str:
+    """`text` with the characters of its complete HTML entities, also of escaped ones (`&amp;lt;`)."""
+    for _ in range(MAX_ESCAPES):
+        before, text = text, ENTITY.sub(_character, text)
+        if text == before:
+            break
+    return text
+
+
+def _character(entity: re.Match[str]) -> str:
+    name = entity[0]
+    return html.unescape(name) if name[1] == "#" or name[1:] in html5 else name
 
 
 def is_hard_wrapped(text: str) -> bool:
@@ -57,7 +76,7 @@ def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
     if markup and "<" in text:
         text = TAG.sub(" ", text)
     if markup and "&" in text:
-        text = entities.unescape(text)
+        text = unescape(text)
         glued = glued or any(mark in text for mark in GLUED)
     if glued:
         text = GLUED_END.sub(r"\1 ", text)

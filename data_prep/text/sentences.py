@@ -78,17 +78,6 @@ def can_end(word: str) -> bool:
     return lower not in ABBREVIATIONS
 
 
-def can_start(word: str) -> bool:
-    """Whether a sentence may start with `word` by PLAIN: after opening marks anything but a lower-case letter or a mark."""
-    first = word[:1]
-    if first.islower():
-        return False
-    if first.isalnum():
-        return True
-    bare = word.lstrip(OPENERS)
-    return bool(bare) and bare[0].isalnum() and not bare[0].islower()
-
-
 def _script_end(word: str) -> int:
     """SCRIPT or PHRASE if a sentence may end after `word` by the rules of its script, else 0."""
     if _is_phrase_letter(word[-1]):
@@ -138,14 +127,7 @@ def starts(words: list[str]) -> np.ndarray:
 
 def _start(word: str) -> int:
     first = word.lstrip(OPENERS)[:1]
-    if word.isascii() and first.isalnum():
-        return int(_START_OF_BYTE[ord(first)])
-    return _kinds_of_start(word, first)
-
-
-def _kinds_of_start(word: str, first: str) -> int:
-    """The kinds of starts before a word whose first character after opening marks is `first`."""
-    bits = PLAIN if can_start(word) else 0
+    bits = PLAIN if first.isalnum() and not first.islower() else 0
     if any(map(str.isalnum, word)):
         bits |= SCRIPT
     if first.isupper():
@@ -170,9 +152,7 @@ def _is_foreign(character: str) -> bool:
 
 # the kinds of starts of an ASCII word, by its first letter or digit
 _IS_ALPHANUMERIC = np.array([byte < 0x80 and chr(byte).isalnum() for byte in range(256)])
-_START_OF_BYTE = np.array(
-    [_kinds_of_start(chr(byte), chr(byte)) if _IS_ALPHANUMERIC[byte] else 0 for byte in range(256)], np.uint8
-)
+_START_OF_BYTE = np.array([_start(chr(byte)) if _IS_ALPHANUMERIC[byte] else 0 for byte in range(256)], np.uint8)
 
 
 def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Every mistake ends the real command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
+"""Every mistake ends the command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
 import json
 import resource
@@ -7,6 +7,7 @@ from functools import partial
 import pyarrow.parquet
 import pytest
 
+from data_prep.__main__ import main
 from tests.helpers import prep_builds
 from tests.helpers.prep_builds import error_of
 from tests.helpers.prep_reading import contents, records, write, write_all
@@ -16,14 +17,23 @@ GOOD = "".join(
 )
 
 
-@pytest.fixture()
-def build(tokenizer_file, tmp_path):
-    """Build inputs into tmp_path/out, with the small tokenizer if no other is given."""
-    return partial(prep_builds.build, output=tmp_path / "out", tokenizer=tokenizer_file, workers=1)
+@pytest.fixture
+def build(tokenizer_file, tmp_path, capsys):
+    """Build inputs into tmp_path/out in this process, with the small tokenizer if no other is given: what it printed."""
+
+    def run(inputs, code=0, **options):
+        options = {"tokenizer": tokenizer_file, "workers": 1} | options
+        given = {name: value for name, value in options.items() if value is not None}
+        capsys.readouterr()
+        assert main(prep_builds.build_words(inputs, tmp_path / "out", **given)) == code
+        return capsys.readouterr()
+
+    return run
 
 
-def expect_error(result, *parts):
-    line = error_of(result)
+def expect_error(printed, *parts):
+    line = printed.err.strip()
+    assert line.startswith("error: ") and "\n" not in line
     assert not [part for part in parts if str(part) not in line], line
 
 
@@ -36,11 +46,11 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     expect_error(build(empty, code=2), "no text", empty)
     expect_error(build([empty, bad, good], code=2), f"{bad}: byte 100: invalid UTF-8")
     assert not list(tmp_path.rglob("manifest.json"))
-    result = build([empty, bad, good], on_error="skip")
-    assert "empty file 1" in result.stdout and "invalid UTF-8 1" in result.stdout
+    printed = build([empty, bad, good], on_error="skip")
+    assert "empty file 1" in printed.out and "invalid UTF-8 1" in printed.out
     options = {"overwrite": True, "save_text": True, "held_out": 0, "dedup": "none"}
-    result = build(tmp_path / "mixed.txt", encoding_errors="replace", **options)
-    assert "invalid UTF-8 replaced 1" in result.stdout, result.stderr
+    printed = build(tmp_path / "mixed.txt", encoding_errors="replace", **options)
+    assert "invalid UTF-8 replaced 1" in printed.out, printed.err
     (saved,) = (tmp_path / "out").rglob("*.parquet")
     text = "\n".join(pyarrow.parquet.read_table(saved)["text"].to_pylist())
     assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
@@ -55,10 +65,10 @@ def test_a_bad_byte_costs_its_line(build, tmp_path):
     summaries = []
     for workers in (1, 2):
         options = {"on_error": "skip", "workers": workers, "overwrite": True, "dedup": "none"}
-        result = build([*names, long], json=tmp_path / "s.json", **options)
+        printed = build([*names, long], json=tmp_path / "s.json", **options)
         summary = json.loads((tmp_path / "s.json").read_bytes())
         summaries.append((summary["problems"], summary["lost"], summary["read"]))
-        assert "invalid UTF-8 8 (" in result.stdout and f"bytes; {names[0]}, {names[1]}, …)" in result.stdout
+        assert "invalid UTF-8 8 (" in printed.out and f"bytes; {names[0]}, {names[1]}, …)" in printed.out
     assert summaries[0] == summaries[1]
     problems, lost, read = summaries[0]
     assert problems == {"invalid UTF-8": 8} and read["documents"] == 8
@@ -74,8 +84,7 @@ def test_too_little_text_names_reasons_and_options(build, tmp_path):
     parts = ("1 documents read", "min-words 1 (--filters … min-words=off)", "invalid UTF-8 1 (6 bytes; ")
     parts = (*parts, "bad.txt", "--encoding-errors")
     expect_error(build([few, bad], **options), "makes only 0 tokens", *parts)
-    result = prep_builds.build([few, bad], tmp_path / "out", workers=1, **options)
-    expect_error(result, "no text to train a tokenizer on", *parts)
+    expect_error(build([few, bad], tokenizer=None, **options), "no text to train a tokenizer on", *parts)
     nulls = write(tmp_path / "a.jsonl", records([None] * 3))
     expect_error(build(nulls, code=2), "3 documents read", "null value 3 (--text-field)")
     pdf = write(tmp_path / "a.pdf", b"%PDF-1.4")
@@ -93,12 +102,12 @@ def test_wrong_files_and_options_are_named(build, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_too_large_vocabulary_names_the_largest(kind, tmp_path):
-    inputs, output = write(tmp_path / "good.txt", GOOD), tmp_path / "out"
-    error = error_of(prep_builds.build(inputs, output, code=2, model_type=kind, workers=1))
+def test_too_large_vocabulary_names_the_largest(kind, build, tmp_path):
+    build = partial(build, write(tmp_path / "good.txt", GOOD), tokenizer=None, model_type=kind)
+    error = build(code=2).err
     assert "--vocab-size" in error and "30000" in error
     largest = error.split("the largest that works is ")[1].split(",")[0]
-    prep_builds.build(inputs, output, model_type=kind, workers=1, vocab_size=largest)
+    build(vocab_size=largest)
 
 
 def test_an_output_that_holds_something_is_refused(build, tmp_path):
@@ -128,12 +137,12 @@ def undisturbed(corpus, tokenizer_file, tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("limit", [1_500_000, 3_000_000])
-def test_build_resumes_after_a_full_disk(workers, limit, build, corpus, undisturbed, tmp_path):
+def test_build_resumes_after_a_full_disk(workers, limit, corpus, tokenizer_file, undisturbed, tmp_path):
     """A limit on the size of a file stops the build while it reads, and while it writes shards."""
-
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-    result = build(corpus, workers=workers, preexec_fn=limited, code=4)
-    expect_error(result, tmp_path / "out", "disk is full", "resumes")
+    build = partial(prep_builds.build, corpus, tmp_path / "out", tokenizer=tokenizer_file, workers=workers)
+    error = error_of(build(preexec_fn=limited, code=4))
+    assert str(tmp_path / "out") in error and "disk is full" in error and "resumes" in error
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))
-    build(corpus, workers=workers)
+    build()
     assert contents(tmp_path / "out") == undisturbed

@@ -12,14 +12,14 @@ from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
-from data_prep.readers import documents, tasks
+from data_prep.readers import tasks
 from tests.helpers.prep_reading import contents, write_all
 
 
 @pytest.fixture
 def given(topics, tmp_path, monkeypatch):
     """Folder -> the plan of a small build of some ten tasks, one file of which is unpacked first."""
-    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 16)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 16)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 15, 1 << 16))
     folder = write_all(tmp_path / "in", {f"{i:02}.txt": text for i, text in enumerate(topics[:30])})
     large = "".join(f'<doc id="{i}">\nT\n\n{text}\n</doc>\n' for i, text in enumerate(topics[30:]))

@@ -3,7 +3,7 @@
 import pytest
 
 from data_prep.readers import mediawiki
-from data_prep.text import clean, entities, sentences
+from data_prep.text import clean, sentences
 from megabert.data.text import clean_word
 
 
@@ -26,12 +26,12 @@ def test_entities_are_resolved_in_markup_alone():
 
 def test_entities_are_complete_and_bounded():
     text = "&lt &lt; &para &para; &nosuch; &;&#; &#x; &amp"
-    assert entities.unescape(text) == "&lt < &para ¶ &nosuch; &;&#; &#x; &amp"
+    assert clean.unescape(text) == "&lt < &para ¶ &nosuch; &;&#; &#x; &amp"
     for escaped in ("&amp;lt;b&amp;gt;", "&amp;amp;amp;lt;b>", "&#38;l&#116;;b&gt;"):
-        assert entities.unescape(escaped) == "<b>", escaped
+        assert clean.unescape(escaped) == "<b>", escaped
     for depth, want in ((15, "<"), (16, "&lt;"), (17, "&amp;lt;")):
-        assert entities.unescape(f"&{'amp;' * depth}lt;") == want
-    assert entities.unescape("&" + "amp;" * 1_000_000) == "&" + "amp;" * (1_000_000 - entities.MAX_ESCAPES)
+        assert clean.unescape(f"&{'amp;' * depth}lt;") == want
+    assert clean.unescape("&" + "amp;" * 1_000_000) == "&" + "amp;" * (1_000_000 - clean.MAX_ESCAPES)
 
 
 def test_hard_wrapped_lines_are_rejoined():

@@ -39,6 +39,22 @@ def write_all(folder, files):
     return folder
 
 
+def write_table(path, table, rows=700):
+    """`path`, a table of row groups or batches of `rows` in the format that its name says: Parquet, Feather, Arrow with or without footer."""
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
+    elif path.suffix == ".feather":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        make = pyarrow.ipc.new_file if path.name.startswith("footer") else pyarrow.ipc.new_stream
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return path
+
+
 def records(texts):
     """JSON lines of these texts."""
     return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)

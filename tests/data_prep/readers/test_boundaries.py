@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_prep.readers import documents
+from data_prep.readers import tasks
 from data_prep.readers.boundaries import TextSample, decide
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, write, write_all
 
@@ -81,7 +81,7 @@ def test_headings_of_wikitext_begin_documents_in_any_range(tmp_path, monkeypatch
     path = write(tmp_path / "wiki.train.tokens", "".join(map(HEADED.format, range(30))))
     whole, _ = read_all([path], format="text")
     assert len(whole) == 30 and all(text.count("First words") == 1 for text in whole)
-    monkeypatch.setattr(documents, "RANGE_BYTES", 100)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 100)
     cut, _ = read_all([path], format="text")
     assert [text.split() for text in cut] == [text.split() for text in whole]
     assert sum(len(task.ranges) for task in plan([path], format="text")) > 20
@@ -92,7 +92,7 @@ def test_carriage_returns_end_lines(kind, size, tmp_path, monkeypatch):
     path = write(tmp_path / "mac.txt", SENTENCES.replace("\n", "\r") * 30)
     whole, _ = read_all([path], text_documents=kind)
     assert len(whole) == size and sum(text.count("format") for text in whole) == 30
-    monkeypatch.setattr(documents, "RANGE_BYTES", 150)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 150)
     assert read_all([path], text_documents=kind)[0] == whole
 
 

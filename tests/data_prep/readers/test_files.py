@@ -25,7 +25,7 @@ def make(folder, *names):
 
 
 def distinct_names(folder, item):
-    return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"))]
+    return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"), files.Notices())]
 
 
 def test_folders_are_walked_once_in_order(tmp_path):

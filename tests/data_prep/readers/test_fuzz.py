@@ -5,18 +5,16 @@ from itertools import pairwise
 from unittest import mock
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
-from data_prep.readers import documents, formats
+from data_prep.common.records import AUTO, FORMATS, TABLES, ReadOptions
+from data_prep.readers import documents, lines, streams, tasks
 from data_prep.readers.documents import read_documents
-from tests.helpers.prep_reading import PACK, plan, records, write
+from tests.helpers.prep_reading import PACK, plan, records, write, write_table
 
-FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "json", "csv", "wet", "parquet", "arrow")
 few = settings(derandomize=True, max_examples=150, deadline=None, database=None)
 SNIPPETS = {
     "wiki": (b"<doc ", b"</doc>", b'id="1">\n', b"T\n\n", b"text ", b"<d", b"oc ", b"</", b"doc>", b"\n", b">", b"\xff", b"\xc3\xa9"),
@@ -48,12 +46,16 @@ def read(path, problems, **options):
     return len(ranges), [(d.offset, d.text) for d in found]
 
 
+def test_every_format_has_a_splitter():
+    assert (*documents.SPLITTERS, *TABLES) == FORMATS
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", [AUTO, *FORMATS])
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("bz2", "xz") else k for k in ("", *PACK)]
 )
@@ -95,10 +97,13 @@ def test_any_ranges_give_the_same_documents(kind, folder, data):
     format_ = kind if kind in FORMATS else "text"
     options = {"format": format_, "text_documents": kind if format_ == "text" else "auto"}
     part = data.draw(st.sampled_from([9, 30, 1 << 20]))
-    with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document, FILE_PART=part):
+    with (
+        mock.patch.multiple(streams, MAX_LINE=line, MAX_DOCUMENT=document),
+        mock.patch.object(lines, "FILE_PART", part),
+    ):
         one, want = read(path, whole := Problems("skip"), **options)
-        many, small = mock.patch.object(documents, "RANGE_BYTES", step), data.draw(st.integers(1, 50))
-        with many, mock.patch.object(formats, "STEP", small):
+        many, small = mock.patch.object(tasks, "RANGE_BYTES", step), data.draw(st.integers(1, 50))
+        with many, mock.patch.object(lines, "STEP", small):
             parts, found = read(path, cut := Problems("skip"), **options)
     assert one == 1 and (parts > 1 or len(content) <= step * 3 // 2)
     assert found == want
@@ -123,8 +128,8 @@ def test_any_bzip2_cut_gives_the_same_documents(kind, folder, data):
     path = write(folder / "streams", packed)
     _, want = read(path, whole := Problems("skip"), format=kind)
     with (
-        mock.patch.object(documents, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
-        mock.patch.object(documents, "_must_unpack", lambda file, head: False),
+        mock.patch.object(tasks, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
+        mock.patch.object(tasks, "_can_be_cut", lambda file: True),
     ):
         parts, found = read(path, cut := Problems("skip"), format=kind)
     assert parts > 1 or len(packed) < 400
@@ -147,12 +152,10 @@ def test_records_come_back_as_they_were_written(folder, values):
 @given(values=st.lists(st.none() | TEXTS, min_size=1, max_size=30), group=st.integers(1, 10))
 def test_tables_come_back_as_they_were_written(folder, values, group):
     table = pa.table({"text": pa.array(values, pa.string())})
-    pq.write_table(table, folder / "t.parquet", row_group_size=group)
-    with pa.ipc.new_stream(str(folder / "t.arrow"), table.schema) as writer:
-        writer.write_table(table, max_chunksize=group)
     want = [(i, value) for i, value in enumerate(values) if value is not None]
     for name in ("t.parquet", "t.arrow"):
+        write_table(folder / name, table, group)
         for size in (1, 300, 1 << 20):
-            with mock.patch.object(documents, "RANGE_BYTES", size):
+            with mock.patch.object(tasks, "RANGE_BYTES", size):
                 assert read(folder / name, problems := Problems("stop"))[1] == want
             assert problems.dropped["null value"] == values.count(None)

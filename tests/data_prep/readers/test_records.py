@@ -1,14 +1,13 @@
-"""Records: JSON arrays, lists of texts, WET, CSV without a header; what a bad one costs."""
+"""Records: JSON arrays, WET, CSV without a header; what a bad one costs."""
 
 import gzip
-import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import formats, json_records
+from data_prep.common.records import ReadOptions
+from data_prep.readers import json_records, lines, streams
+from data_prep.readers.streams import Stream
 from tests.helpers.prep_reading import PACK, read_all, refuse, write
 
 ARRAY = b'\xef\xbb\xbf [{"text": "One, [two]"}, {"n": [1, {"a": 2}], "text": "a \\"b\\" \\\\"},\n"A string.",{"text":null}, {"text": "\\u00e9"}]\n'
@@ -42,13 +41,13 @@ def test_elements_do_not_depend_on_chunks():
     want = [(3, b'{"a": "]\\\\"}'), (16, b'"x, \\"y"'), (26, b"[1, [2]]"), (36, b"null")]
     for size in range(1, len(data) + 1):
         chunks = (data[i : i + size] for i in range(0, len(data), size))
-        assert list(json_records.split_array(chunks, 0, "p", problems := Problems("stop"))) == want
-        assert not problems.counts
+        stream = Stream("p", chunks, ReadOptions(), Problems("stop"))
+        assert list(json_records.split_array(stream)) == want and not stream.problems.counts
 
 
 def test_a_bad_record_costs_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_records, "MAX_LINE", 100)
-    monkeypatch.setattr("data_prep.readers.wet.MAX_DOCUMENT", 100)
+    monkeypatch.setattr(streams, "MAX_LINE", 100)
+    monkeypatch.setattr(streams, "MAX_DOCUMENT", 100)
     bad = [b'{"text": "\xff"}', b'{"text" "x"}', b'{"text": 5}', b'{"text": "' + b"x" * 200 + b'"}']
     array = b'[{"text": "One."}, ' + b", ".join(bad) + b', {"text": "Two."}]'
     found, problems = refuse(write(tmp_path / "a.json", array), r"byte 29: invalid UTF-8")
@@ -69,49 +68,6 @@ def test_an_array_without_its_end(content, size, tmp_path):
     message = r"a\.json: byte \d+: (the array is not closed|text outside of the array)"
     found, problems = refuse(write(tmp_path / "a.json", content), message)
     assert found == ["One."] and problems.lost["bad JSON"]["bytes"] == size
-
-
-RECORDS = [
-    {"text": ["One.", "Two."], "body": [{"text": "First.", "n": 1}, {"text": None, "n": 2}, {"text": "Last.", "n": 3}]},
-    {"text": [], "body": []},
-    {"text": None, "body": None},
-    {"text": ["Alone."], "body": [{"text": "Body.", "n": 4}]},
-]
-LISTS = {
-    "text": ["One.\n\nTwo.", "Alone."],
-    "body[].text": ["First.\n\nLast.", "Body."],
-    "text+body[].text": ["One.\n\nTwo.\n\nFirst.\n\nLast.", "Alone.\n\nBody."],
-}
-
-
-def write_arrow(path, table):
-    with pa.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
-@pytest.mark.parametrize("field", LISTS)
-def test_lists_of_texts_are_joined(kind, field, tmp_path):
-    path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(RECORDS), path)
-    elif kind == "arrow":
-        write_arrow(path, pa.Table.from_pylist(RECORDS))
-    else:
-        write(path, json.dumps(RECORDS) if kind == "json" else "\n".join(map(json.dumps, RECORDS)))
-    found, problems = read_all([path], text_field=field)
-    assert found == LISTS[field] and problems.dropped == {"null value": 2}
-    for wrong in ("body[].n", "body"):
-        with pytest.raises(BadInput, match=r"not (text|a string)"):
-            read_all([path], text_field=wrong)
-
-
-def test_lists_of_a_batch_are_read_by_slices(tmp_path):
-    """Batches are longer than the rows that are converted at once, and lists have other offsets then."""
-    texts = [[f"Row {i}."] * (i % 3) for i in range(1000)]
-    path = write_arrow(tmp_path / "a.arrow", pa.table({"text": texts}))
-    assert read_all([path])[0] == ["\n\n".join(row) for row in texts if row]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
@@ -139,7 +95,7 @@ def test_columns_without_names_have_numbers(name, tmp_path):
     ],
 )
 def test_a_stray_quote_costs_its_row(rows, texts, places, size, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.readers.csv_rows.MAX_DOCUMENT", 500)
+    monkeypatch.setattr(streams, "MAX_DOCUMENT", 500)
     path = write(tmp_path / "a.csv", "n,text\n" + rows)
     found, problems = refuse(path, r"a\.csv: line \d+: .*in the row that begins at line [23]")
     assert found == texts and problems.counts == {"bad CSV row": places}
@@ -154,10 +110,10 @@ def test_lone_surrogates_are_replaced_on_request(tmp_path):
 
 @pytest.mark.parametrize("limit", [8, 1 << 20])
 def test_bytes_of_a_long_line_are_counted(limit, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MAX_LINE", 40)
-    monkeypatch.setattr(formats, "STEP", limit)
-    lines = b'{"text": "One."}\n{"text": "' + b"x" * 90 + b'"}\n{"text": "Two."}\n'
-    found, problems = read_all([write(tmp_path / "a.jsonl", lines)], "skip")
+    monkeypatch.setattr(streams, "MAX_LINE", 40)
+    monkeypatch.setattr(lines, "STEP", limit)
+    content = b'{"text": "One."}\n{"text": "' + b"x" * 90 + b'"}\n{"text": "Two."}\n'
+    found, problems = read_all([write(tmp_path / "a.jsonl", content)], "skip")
     assert found == ["One.", "Two."] and problems.counts == {"long line": 1}
     assert problems.lost == {"long line": {"bytes": 103, "files": [f"{tmp_path}/a.jsonl"]}}
 
@@ -166,7 +122,7 @@ def test_bytes_of_a_long_line_are_counted(limit, tmp_path, monkeypatch):
     ("format_", "begin", "end"), [("wiki", b'<doc id="1">', b"</doc>\n"), ("mediawiki", b"<page>", b"</page>\n")]
 )
 def test_bytes_of_long_and_unclosed_elements_are_counted(format_, begin, end, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MAX_DOCUMENT", 60)
+    monkeypatch.setattr(streams, "MAX_DOCUMENT", 60)
     long, unclosed = begin + b"x" * 90, begin + b"y"
     _, problems = read_all([write(tmp_path / "a", 2 * (long + end + unclosed))], "skip", format=format_)
     assert problems.counts == {"long document": 2, "unclosed document": 2}

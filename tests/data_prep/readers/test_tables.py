@@ -2,34 +2,20 @@
 
 import json
 import random
+import re
 
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished
-from data_prep.readers import formats
+from data_prep.readers import streams
 from data_prep.readers.tasks import unpacked_bytes
-from tests.helpers import prep_reading
-from tests.helpers.prep_reading import PACK, plan, read_all, refuse
+from tests.helpers.prep_reading import PACK, plan, read_all, refuse, write, write_table
 
 TEXTS = [f"Row {i} of the table: é {'x' * (i % 40)}." for i in range(3000)]
 TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
 either = pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
-
-
-def write(path, table):
-    """A table as the kind of file that the suffix says."""
-    if path.suffix == ".parquet":
-        pq.write_table(table, path, row_group_size=700)
-    elif path.suffix == ".feather":
-        pyarrow.feather.write_feather(table, str(path))
-    else:
-        make = pa.ipc.new_file if path.name.startswith("footer") else pa.ipc.new_stream
-        with make(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=700)
-    return path
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "stream.arrow", "footer.arrow", "t.feather"])
@@ -38,7 +24,7 @@ def test_text_column_is_read(name, type_, tmp_path):
     texts = [None if i % 10 == 3 else text for i, text in enumerate(TEXTS)]
     table = pa.table({"id": range(3000), "text": pa.array(texts).cast(type_), "more": ["z"] * 3000})
     for policy in ("stop", "skip"):
-        found, problems = read_all([write(tmp_path / name, table)], policy)
+        found, problems = read_all([write_table(tmp_path / name, table)], policy)
         assert found == [text for text in texts if text is not None]
         assert problems.dropped == {"null value": 300} and not problems.counts
 
@@ -46,7 +32,9 @@ def test_text_column_is_read(name, type_, tmp_path):
 @either
 def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
     column = pa.array([b"good"] * 555 + [b"bad \xff"] + [b"good"] * 44, pa.binary()).view(pa.string())
-    found, problems = refuse(write(tmp_path / name, pa.table({"text": column})), rf"{name}: row 555: invalid UTF-8")
+    found, problems = refuse(
+        write_table(tmp_path / name, pa.table({"text": column})), rf"{name}: row 555: invalid UTF-8"
+    )
     assert len(found) == 599 and problems.counts == {"invalid UTF-8": 1}
     assert problems.lost == {"invalid UTF-8": {"bytes": 5, "files": [f"{tmp_path}/{name}"]}}
 
@@ -54,9 +42,9 @@ def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
 @either
 def test_too_long_text_names_its_row(name, tmp_path, monkeypatch):
     """As in every other format; what several columns give together counts."""
-    monkeypatch.setattr(formats, "MAX_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(streams, "MAX_DOCUMENT", 1 << 20)
     good, half = ["good"] * 5, "x" * (1 << 19)
-    path = write(tmp_path / name, pa.table({"text": [*good, half, None], "more": [*good, half + "x", half]}))
+    path = write_table(tmp_path / name, pa.table({"text": [*good, half, None], "more": [*good, half + "x", half]}))
     assert len(read_all([path])[0]) == 6
     message = rf"{name}: row 5: a text longer than 1 MiB"
     found, problems = refuse(path, message, Unfinished, text_field="text+more")
@@ -67,7 +55,7 @@ def test_too_long_text_names_its_row(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "footer.arrow"])
 def test_damaged_table_never_passes(name, tmp_path):
     rng = random.Random(2)
-    path = write(tmp_path / name, pa.table({"text": TEXTS[:500]}))
+    path = write_table(tmp_path / name, pa.table({"text": TEXTS[:500]}))
     whole = path.read_bytes()
     for share in (0.01, 0.2, 0.5, 0.9, 0.99):
         path.write_bytes(whole[: int(len(whole) * share)])
@@ -97,7 +85,7 @@ def test_saved_dataset_is_its_tables(tmp_path):
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(3000))})
     whole.save_to_disk(tmp_path / "one", num_shards=3)
-    write(tmp_path / "one" / "cache-1f.arrow", pa.table({"text": ["stale"]}))
+    write_table(tmp_path / "one" / "cache-1f.arrow", pa.table({"text": ["stale"]}))
     assert read_all([tmp_path / "one"])[0] == TEXTS
     both = datasets.DatasetDict({"train": whole.select(range(2000)), "test": whole.select(range(2000, 3000))})
     both.save_to_disk(tmp_path / "two")
@@ -106,32 +94,44 @@ def test_saved_dataset_is_its_tables(tmp_path):
 
 
 RECORDS = [
-    {"title": "A title", "inner": {"body": "One body."}, "a+b": "spelt so"},
-    {"title": None, "inner": {"body": "Body alone."}, "a+b": None},
-    {"title": "Title alone", "inner": None, "a+b": None},
-    {"title": None, "inner": {"body": None}, "a+b": None},
-]
+    {"title": "A title", "inner": {"body": "One body."}, "a+b": "spelt so", "texts": ["One.", "Two."],
+     "list": [{"text": "First.", "n": 1}, {"text": None, "n": 2}, {"text": "Last.", "n": 3}]},
+    {"title": None, "inner": {"body": "Body alone."}, "a+b": None, "texts": [], "list": []},
+    {"title": "Title alone", "inner": None, "a+b": None, "texts": None, "list": None},
+    {"title": None, "inner": {"body": None}, "a+b": None, "texts": ["Alone."], "list": [{"text": "Body.", "n": 4}]},
+]  # fmt: skip
 FIELDS = {
-    "inner.body": (["One body.", "Body alone."], 2),
-    "title+inner.body": (["A title\n\nOne body.", "Body alone.", "Title alone"], 1),
-    "a+b": (["spelt so"], 3),
+    "inner.body": ["One body.", "Body alone."],
+    "title+inner.body": ["A title\n\nOne body.", "Body alone.", "Title alone"],
+    "a+b": ["spelt so"],
+    "texts": ["One.\n\nTwo.", "Alone."],
+    "list[].text": ["First.\n\nLast.", "Body."],
+    "texts+list[].text": ["One.\n\nTwo.\n\nFirst.\n\nLast.", "Alone.\n\nBody."],
 }
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_fields_inside_others_and_joined(kind, tmp_path):
-    if kind == "jsonl":
-        path = prep_reading.write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, RECORDS)))
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+def test_fields_inside_others_lists_and_joined(kind, tmp_path):
+    path = tmp_path / f"t.{kind}"
+    if "json" in kind:
+        write(path, json.dumps(RECORDS) if kind == "json" else "\n".join(map(json.dumps, RECORDS)))
     else:
-        path = write(tmp_path / f"t.{kind}", pa.Table.from_pylist(RECORDS))
+        write_table(path, pa.Table.from_pylist(RECORDS))
     for field, want in FIELDS.items():
         texts, problems = read_all([path], text_field=field)
-        assert (texts, problems.dropped[formats.NULL]) == want, field
-    for field in ("inner.text", "title+inner.text", "title.text", "inner"):
-        with pytest.raises(BadInput, match=rf"(field|column) '{field.split('+')[-1]}'"):
+        assert (texts, problems.dropped["null value"]) == (want, 4 - len(want)), field
+    for field in ("inner.text", "title+inner.text", "title.text", "inner", "list", "list[].n"):
+        with pytest.raises(BadInput, match=rf"(field|column) '{re.escape(field.split('+')[-1])}'"):
             read_all([path], text_field=field)
     _, problems = refuse(path, rf"{path.name}: .*no (field|column) 'text' .*\(it has .*\binner\b.*\)")
     assert sum(problems.counts.values()) >= 1
+
+
+def test_lists_of_a_batch_are_read_by_slices(tmp_path):
+    """Batches are longer than the rows that are converted at once, and lists have other offsets then."""
+    texts = [[f"Row {i}."] * (i % 3) for i in range(1000)]
+    path = write_table(tmp_path / "a.arrow", pa.table({"text": texts}))
+    assert read_all([path])[0] == ["\n\n".join(row) for row in texts if row]
 
 
 @pytest.mark.parametrize("kind", [*PACK, "parquet"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import documents, pydoc_corpus, tasks
+from data_prep.readers import pydoc_corpus, tasks
 from tests.helpers.prep_builds import ROOT
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, records, write, write_all
 
@@ -114,7 +114,7 @@ LARGE |= {"a.tar.gz": gzip.compress(LARGE["a.tar"]), "a.csv.gz": gzip.compress(T
 @pytest.mark.parametrize("name", LARGE)
 def test_large_files_for_one_worker_are_refused(name, tmp_path, monkeypatch):
     path = write(tmp_path / name, LARGE[name])
-    monkeypatch.setattr(documents, "RANGE_BYTES", 32_768)  # else such a small packed CSV file is not opened
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 32_768)  # else such a small packed CSV file is not opened
     assert len(plan([path])) == 1
     monkeypatch.setattr(tasks, "MAX_UNCUT", 50_000)
     for policy in ("stop", "skip"):

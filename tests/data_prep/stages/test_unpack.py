@@ -13,7 +13,7 @@ from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
-from data_prep.readers import decompress, documents, tasks
+from data_prep.readers import decompress, tasks
 from data_prep.stages.unpack import PackedFile, unpack
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_reading import PACK, contents, write
@@ -38,9 +38,9 @@ def make(kind, texts):
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch):
-    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 17)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 17)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 16, 1 << 18))
-    monkeypatch.setitem(decompress.FEED, "bz2", 4_096)
+    monkeypatch.setitem(decompress.COMPRESSIONS, "bz2", decompress.COMPRESSIONS["bz2"]._replace(feed=4_096))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_small_file_that_packs_well_is_unpacked(tmp_path):
     lines = "".join(f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000))
     for name in ("gz", "zst", "bz2"):
         path = write(tmp_path / name, PACK[name](lines.encode()))
-        assert path.stat().st_size < documents.RANGE_BYTES // 4 * 3 // 2
+        assert path.stat().st_size < tasks.RANGE_BYTES // 4 * 3 // 2
         ((file,),) = tasks.list_ranges([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
         assert file.unpack_first, name
 
@@ -99,7 +99,7 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         summary, _ = run("out", path, write(tmp_path / "good", data), on_error="skip", dedup=())
         lost = summary["lost"]["damaged or truncated file"]
         assert summary["problems"]["damaged or truncated file"] == 1 and lost["files"] == [str(path)]
-        assert 0 < lost["bytes"] <= len(packed) + 10 + documents.RANGE_BYTES
+        assert 0 < lost["bytes"] <= len(packed) + 10 + tasks.RANGE_BYTES
         assert 60 <= summary["read"]["documents"] < 120
 
 
