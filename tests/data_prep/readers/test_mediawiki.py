@@ -15,12 +15,14 @@ import pytest
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import Corpus, ReadOptions
+from data_prep.executor.journal import Stages
+from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.readers import inline_templates, mediawiki, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.wikitext import prose
-from data_prep.stages.unpack import cut, packed_files, unpack
+from data_prep.stages import unpack
 from tests.helpers.prep_builds import build, report
 from tests.helpers.prep_reading import archive, plan, read_all, refuse, write
 
@@ -283,8 +285,8 @@ def test_every_range_knows_the_siteinfo(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "MOST_UNCUT", 1)
     job = BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     ranges = tasks.list_ranges([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
-    packed = packed_files(ranges)
-    (parts,) = cut(job, ranges, packed, [unpack(job, item) for item in packed])
+    with Stages(tmp_path, Pool(1), progress=False) as stages:
+        (parts,) = unpack.run(stages, job, ranges)
     assert len(parts) > 3
     found = [d.text for part in parts for d in read_documents(part, ReadOptions(), Problems("stop"), str(tmp_path))]
     assert found == want
