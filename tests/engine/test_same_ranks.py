@@ -69,7 +69,7 @@ def asked_apex(patch: pytest.MonkeyPatch, world: World, folder: Path) -> None:
 CASES = [
     (without_gpu, "the device that torch sees", "cpu", "cuda"),
     (with_apex, "kernels of ops.optimizer", "torch", "apex"),
-    (other_version, "torch", torch.__version__, "2.12.0"),
+    (other_version, "torch", ranks.environment.versions()["torch"], "2.12.0"),
     (other_value, "optimizer.lr", "0.001", "0.002"),
     (other_instructions, "environment variable ATEN_CPU_CAPABILITY", "unset", "default"),
 ]
