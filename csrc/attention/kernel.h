@@ -42,8 +42,11 @@ static void pack_columns(const T* x, int64_t ld, int64_t count, int64_t width, t
     const int64_t n = count - j < W ? count - j : W;
     for (int64_t t = 0; t < units<T>(width); ++t) {
       U line[W] = {};
-      const size_t bytes = t < whole ? sizeof(U) : sizeof(T) * (t * pack < width);
-      for (int64_t i = 0; i < n; ++i) memcpy(&line[i], x + (j + i) * ld + t * pack, bytes);
+      const T* from = x + j * ld + t * pack;
+      if (t < whole)
+        for (int64_t i = 0; i < n; ++i) memcpy(&line[i], from + i * ld, sizeof(U));
+      else if (t * pack < width)
+        for (int64_t i = 0; i < n; ++i) memcpy(&line[i], from + i * ld, sizeof(T));
       memcpy(out + t * ldb + j, line, sizeof line);
     }
   }

@@ -145,6 +145,7 @@ INLINE Normal normal(vf z) {
   return {z < 0.0f ? tail : 1.0f - tail, bell};
 }
 
+#if !defined(MEGABERT_AVX512)
 INLINE vu high_product(vu a, uint32_t b) {
 #if defined(MEGABERT_AVX2)
   const __m256i x = (__m256i)a, y = _mm256_set1_epi32(static_cast<int>(b));
@@ -156,6 +157,7 @@ INLINE vu high_product(vu a, uint32_t b) {
   return r;
 #endif
 }
+#endif
 
 // Words of Philox (common/philox.h) for the counters group, group + 1, … of a row of a dropout mask.
 struct Words {
