@@ -86,7 +86,7 @@ class LoadedModel:
         for number, text in enumerate(given):
             if not isinstance(text, str):
                 raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
-        current = self.current
+        current = self._read_weights()
         if self._extractor is None:
             self._extractor = Extractor(current)
         self._extractor.pool = pool
@@ -116,9 +116,8 @@ class LoadedModel:
         filler = Filler(self.pretrained, self.model)
         return filler.fill(text, top) if isinstance(text, str) else [filler.fill(one, top) for one in text]
 
-    @property
-    def current(self) -> Pretrained:
-        """`pretrained` with the weights that `model` has now."""
+    def _read_weights(self) -> Pretrained:
+        """Give `pretrained` the weights that `model` has now; returns it."""
         known = self.pretrained.weights
         if "model" in self.__dict__:
             now = {name: weight.cpu().float() for name, weight in self.model.state_dict().items()}
@@ -132,14 +131,14 @@ class LoadedModel:
         `overwrite` replaces an exported one."""
         from megabert.commands.export import write
 
-        write(self.current, output, overwrite)
+        write(self._read_weights(), output, overwrite)
 
     def save(self, run: str | Path) -> None:
         """Write the model, as it is now, as a new run folder, for any command, and to train from (`init_from`). Raises ValueError for a
         folder that is not empty."""
         from megabert import hf
 
-        hf.write_run(self.current, run, dataset="none, saved from Python: begin a new run with init_from")
+        hf.write_run(self._read_weights(), run, dataset="none, saved from Python: begin a new run with init_from")
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> LoadedModel:
