@@ -1,5 +1,7 @@
 """Page of several runs beside each other, with the charts of `megabert report`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

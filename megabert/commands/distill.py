@@ -6,6 +6,8 @@ Starts `megabert/train.py` with the teacher's configuration, `model.layers` and 
 `megabert/objectives/distillation.py`.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import sys

@@ -8,6 +8,8 @@ Each package is imported in a separate process, so that one that crashes or hang
 needs affect the exit code; others cost speed or a feature.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import platform

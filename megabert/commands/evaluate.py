@@ -4,6 +4,8 @@ megabert evaluate --model MODEL --data DIR           prints one JSON line
 megabert evaluate --model MODEL --data DIR DIR …     the first one's metrics, and loss and bits a byte of each
 """
 
+from __future__ import annotations
+
 import json
 import shlex
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 Devlin et al. 2019, section 5.3. The vectors do not depend on the batches, and the input may be larger than memory.
 """
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass

@@ -7,6 +7,8 @@ Vectors are in the order of the input and do not depend on the batches. A file m
 absent.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 from pathlib import Path

@@ -8,6 +8,8 @@ pseudo-log-likelihood, a causal one by its likelihood; one trained on both can d
 challenge's scorer counts them as correct.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from pathlib import Path

@@ -3,6 +3,8 @@
 Rates are measured on each rank, so that the report names the slowest.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 import shutil

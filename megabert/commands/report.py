@@ -6,6 +6,8 @@ megabert report RUN RUN … --output FILE        curves over updates, tokens and
 The file has no external references. The runs may still be training.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import time

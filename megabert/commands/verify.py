@@ -7,6 +7,8 @@ A change is named in one line, with exit code 2. A rewritten chain is detected o
 a published one. `megabert replay` shows that the data leads to these weights.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,6 +6,8 @@
 Nothing is run. With --gpus the seconds of an update and the days are predicted for each number of GPUs (docs/planner.md).
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 from collections.abc import Sequence
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         print(workload.report(config, args.world_size or 1, args.memory_gib, extra))
 
 
-def print_forecast(args: argparse.Namespace, config: "Config", phases: Sequence["Phase"]) -> None:
+def print_forecast(args: argparse.Namespace, config: Config, phases: Sequence[Phase]) -> None:
     """Print the forecast of each phase. Raises ValueError naming an option that does not fit."""
     from megabert.commands.plan import step_time
 

@@ -3,6 +3,8 @@
 The costs of this trainer's kernels are counted from the model; none of them has been timed on a GPU.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

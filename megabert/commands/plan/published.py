@@ -5,6 +5,8 @@ masked-LM accuracy of 0.72, and samples a second including evaluations; for seve
 Networks are from the system descriptions there.
 """
 
+from __future__ import annotations
+
 import csv
 import functools
 import math

@@ -3,6 +3,8 @@
 The task is phase 2 of BERT-LARGE: rows of 512 places, LAMB, from MLPerf's checkpoint after phase 1.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

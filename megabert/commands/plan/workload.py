@@ -5,6 +5,8 @@ Memory of one GPU: the states as DeepSpeed allocates them (compared with real en
 counted; the proposed micro-batch leaves a tenth of the memory for them. Not measured on GPUs.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import math

@@ -4,6 +4,8 @@
 megabert quickstart [section.key=value …] [--output DIR] [--input PATH…]
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

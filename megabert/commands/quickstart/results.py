@@ -6,6 +6,8 @@ The sentences are the first in the held-out documents that fit a line and have a
 accuracy is compared with that of always predicting the most frequent token of the training rows.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from dataclasses import replace
