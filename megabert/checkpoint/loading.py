@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
     slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
-    path = checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0})
+    path = checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0}, time.perf_counter())
     assert path is not None
     return path
 

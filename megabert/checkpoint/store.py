@@ -66,8 +66,8 @@ class SaveInFlight:
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     writing: BackgroundTask
-    # Clock at its start.
-    started: float = 0.0
+    # performance counter at its start
+    started: float
     # All ranks have written; the same on every rank.
     written: bool = False
     # On rank 0 only.
@@ -115,8 +115,8 @@ class Checkpoints:
         started = time.perf_counter()
         return self.save_snapshot(engine.snapshot(), state, started)
 
-    def save_snapshot(self, snapshot: Snapshot, state: Mapping[str, Any], started: float = 0.0) -> Path | None:
-        """`save` of a snapshot that was taken before, at `started`; no save may be in flight."""
+    def save_snapshot(self, snapshot: Snapshot, state: Mapping[str, Any], started: float) -> Path | None:
+        """`save` of a snapshot that was begun before, at `started` by the performance counter; no save may be in flight."""
         assert self.settings is not None, "opened for reading only"
         folder = self.folder / f"{SAVING}{int(state['step']):08d}-{self._token}"
         writing = BackgroundTask(f"save-{folder.name}", partial(self._write, folder, snapshot))
@@ -220,8 +220,13 @@ class Checkpoints:
     def finish_mirror(self) -> None:
         """Wait until the run's mirror, if it has one, is as the run folder. A collective. Raises Failed if that fails."""
         assert self.settings is not None
+
+        def close() -> None:
+            assert self.mirror is not None
+            self.mirror.close()
+
         if self.settings.mirror:
-            on_main(self.world, self.mirror.close if self.mirror is not None else lambda: None)
+            on_main(self.world, close)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""

@@ -215,10 +215,12 @@ def discover(environment: dict[str, str] | None = None) -> World:
     Raises ValueError naming the variable if the environment is inconsistent.
     """
     env = dict(os.environ) if environment is None else environment
-    of_torch = ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    for names in (of_torch, *LAUNCHERS):
-        launcher, rank_name, size_name, local_name = names
-        if rank_name in env and size_name in env and (names is of_torch or _number(env, size_name) > 1):
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed"
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        return _world(env, rank, _number(env, "LOCAL_RANK", rank), size, launcher)
+    for launcher, rank_name, size_name, local_name in LAUNCHERS:
+        if rank_name in env and size_name in env and _number(env, size_name) > 1:
             rank = _number(env, rank_name)
             return _world(env, rank, _number(env, local_name, rank), _number(env, size_name), launcher)
     return _world(env, 0, 0, 1, "single")

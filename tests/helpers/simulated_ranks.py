@@ -78,5 +78,7 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
         checkpoints._write(folder, Snapshot(shapes, weights, moments, counters))
     checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
     written = BackgroundTask("written", lambda: None)
-    checkpoints._commit(SaveInFlight(folder, manifest["state"] | {"step": step}, counters, shapes, written))
+    checkpoints._commit(
+        SaveInFlight(folder, manifest["state"] | {"step": step}, counters, shapes, written, started=0.0)
+    )
     return run / "checkpoints" / f"step-{step:08d}"
