@@ -60,7 +60,7 @@ def measure(world: World) -> list[tuple[Config, int, int, int]]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         with CountedBytes() as counted:
             tiny.train(engine, range(1, 2))
-        count = sum(shape.numel() for shape in engine.layout.shapes)
+        count = sum(shape.numel() for shape in engine.layout.shapes.values())
         results.append((engine.config, count, sum(storages.values()), counted.size))
     return results
 
