@@ -17,6 +17,7 @@ from data_prep.common.records import AUTO, FORMATS, TEXT_DOCUMENTS, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
 from data_prep.filters.functions import FilterFunction
+from megabert.common.environment import require_packages
 from megabert.common.files import hash_file
 
 BLOCK_ROWS = 256
@@ -134,6 +135,8 @@ class BuildOptions:
             raise BadInput(f"--casing: {self.casing} is of --lowercase, which is not given")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
+        if "near" in self.dedup:
+            require_packages("--dedup near", "near", "rensa")
         assert self.rules is not None and self.classifiers is not None and self.functions is not None
 
     @cached_property

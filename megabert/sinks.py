@@ -7,7 +7,6 @@ what it is too slow for, never stops or delays training.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import queue
 import threading
@@ -17,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+from megabert.common.environment import require_packages
 from megabert.common.errors import describe
 from megabert.common.files import write_whole
 from megabert.common.logs import log
@@ -181,11 +181,8 @@ def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
     for text in dict.fromkeys([*asked, *config.log.to]):
         name, _, project = text.partition("=")
         place, package = TRACKERS.get(name, (name, ""))
-        if package and importlib.util.find_spec(package) is None:
-            setting = f"log.wandb={project}" if text in asked else f"log.to={text}"
-            raise ValueError(
-                f"{setting}: {package} is not installed; pip install 'megabert[{package}]', or remove the setting"
-            )
+        if package:
+            require_packages(f"log.wandb={project}" if text in asked else f"log.to={text}", package, package)
         module, colon, kind = place.partition(":")
         if not colon:
             raise ValueError(

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from data_prep.common.errors import BadInput, WorkerDied
-from megabert.common.environment import cores, end_with_parent
+from megabert.common.environment import cores, end_with_parent, require_packages
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -148,6 +148,7 @@ def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | 
             raise BadInput(f"--executor {executor}: {launched} ranks were started; leave out mpirun or srun")
         if workers not in (None, 1):
             raise BadInput("--workers: under mpirun a rank is a worker; leave it out and choose mpirun -n")
+        require_packages(f"{launched} ranks were started", "mpi", "mpi4py")
         from mpi4py import MPI
         from mpi4py.futures import MPICommExecutor
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
 from data_prep.executor import output_folder
 from data_prep.executor.pool import Pool, collect_seldom
-from megabert.common.environment import ROOT, end_with_parent, host_name
+from megabert.common.environment import ROOT, end_with_parent, host_name, require_packages
 from megabert.common.errors import Failed, describe, leaving_at_ctrl_c
 
 
@@ -131,8 +131,9 @@ def _address() -> str:
 def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
     """`workers` CPUs of a running Ray cluster (default: all), whose nodes share `folder`, that of the output.
 
-    Raises BadInput without the package or a cluster. An item on a node that has other code or other files raises Unfinished.
+    Raises ValueError without the package or a cluster. An item on a node that has other code or other files raises Unfinished.
     """
+    require_packages("--executor ray", "ray", "ray")
     # read at the import: no usage statistics, and no warning of older releases about GPUs
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
@@ -150,8 +151,6 @@ def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except ModuleNotFoundError:
-        raise BadInput("--executor ray: the package ray is not installed; pip install 'megabert[ray]'") from None
     except RuntimeError as error:  # other versions of Ray or Python, no process of the cluster on this machine
         raise BadInput(f"--executor ray: {' '.join(str(error).split())}") from None
     signal.signal(signal.SIGTERM, terminate)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput
+from megabert.common.environment import require_packages
 
 # prefix of labels in a model's file
 PREFIX = "__label__"
@@ -60,12 +61,9 @@ class Classifier:
 
 @lru_cache(maxsize=4)
 def _load(path: str) -> Any:
-    try:
-        import fasttext
-    except ImportError:
-        raise BadInput(
-            f"{path}: reading it takes the package fasttext-predict; pip install 'megabert[fasttext]'"
-        ) from None
+    require_packages(path, "fasttext", "fasttext")
+    import fasttext
+
     if not Path(path).is_file():
         raise BadInput(f"{path}: no such model file")
     try:

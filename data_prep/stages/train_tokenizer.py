@@ -192,12 +192,10 @@ def _own_objection(document: CleanDocument, job: BuildJob) -> str:
     text = "\n\n".join(filter(None, paragraphs))
     if not text:
         return ""
-    for classifier in options.classifiers:
-        if not classifier.keeps(text):
-            return classifier.reason
     # tokens are unknown before there is a tokenizer
-    metadata = {"source": document.path, "document": document.offset, "tokens": len(text.split())}
-    return next(filter(None, (function.objection(text, metadata) for function in options.functions)), "")
+    return options.own_objection(
+        text, {"source": document.path, "document": document.offset, "tokens": len(text.split())}
+    )
 
 
 def train_item(job: BuildJob, count: int) -> ItemResult:

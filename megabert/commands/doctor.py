@@ -32,6 +32,8 @@ USEFUL = {
     "webdataset": "read shards with the stock reader",
     "tensorboard": "TensorBoard files of a run",
     "zstandard": "read .zst corpora",
+    "scikit-learn": "score fine-tuned models (megabert[finetune] has all for it)",
+    "rensa": "drop near duplicates (prep build --dedup near)",
     "transformers": "compare with and export to Hugging Face",
     "matplotlib": "plots of the benchmarks",
 }

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import ipaddress
 import os
 import platform
@@ -152,6 +153,13 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def require_packages(what: str, extra: str, *modules: str) -> None:
+    """Raises ValueError for `modules` that are not installed, naming `what` needs them and the extra of this project that has them."""
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{what}: {', '.join(missing)} {verb} not installed; pip install 'megabert[{extra}]'")
 
 
 def versions() -> dict[str, str]:

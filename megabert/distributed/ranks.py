@@ -382,10 +382,9 @@ def _check_devices(world: World, store: dist.Store) -> None:
 
 def _host_through_mpi() -> str:
     """The host of rank 0's store."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ValueError("mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them") from error
+    environment.require_packages("mpirun without MASTER_ADDR and MASTER_PORT", "mpi", "mpi4py")
+    from mpi4py import MPI
+
     names = MPI.COMM_WORLD.allgather(socket.gethostname())
     return "127.0.0.1" if len(set(names)) == 1 else str(names[0])
 

@@ -83,7 +83,8 @@ def parse_task(args: argparse.Namespace) -> Task:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Returns OK, or raises ValueError for mistakes in the options."""
+    """Returns OK, or raises ValueError for mistakes in the options and missing packages."""
+    options.require_metrics()
     refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
     if args.predict:
         usual = vars(parse(["--model=", "--output="]))

@@ -160,7 +160,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options."""
+    """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options and missing packages."""
+    options.require_metrics()
     refuse_missing(args, "tokenizer")
     options.list_runs(args, Task.max_length, Task.stride)
     model_folder(args.model)

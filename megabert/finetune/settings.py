@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common import errors
 from megabert.common.arguments import LAYERS, Parser, parse_layers
-from megabert.common.environment import keep_freed_memory, launched
+from megabert.common.environment import keep_freed_memory, launched, require_packages
 
 if TYPE_CHECKING:
     from megabert.distributed.session import Session
@@ -82,6 +82,11 @@ def add_options(parser: Parser, seeds: int, rates: int) -> None:
         else:
             kind = int if each.default is None else type(each.default)
             add(name, type=kind, choices=choices or None, default=each.default, help=about)
+
+
+def require_metrics() -> None:
+    """Raises ValueError if a package that computes metrics is missing."""
+    require_packages("fine-tuning", "finetune", "sklearn", "scipy", "seqeval")
 
 
 def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: int = BASE_WIDTH) -> dict[str, Settings]:

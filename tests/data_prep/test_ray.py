@@ -244,4 +244,4 @@ def test_missing_package_is_one_line(tmp_path):
     words = build_words("pydoc", tmp_path / "out", executor="ray")
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: --executor ray: the package ray is not installed; pip install 'megabert[ray]'\n"
+    assert done.stderr == "error: --executor ray: ray is not installed; pip install 'megabert[ray]'\n"
