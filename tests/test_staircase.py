@@ -55,7 +55,7 @@ OWNERS = {
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
     "ray": ("data_prep.executor.ray_cluster",),
     # what is exported loads in transformers; its ONNX is made from it
-    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "transformers"), ("megabert.finetune.onnx",)),
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "transformers"), ("megabert.hf.onnx",)),
     **dict.fromkeys(("scipy", "seqeval", "sklearn"), ("megabert.finetune.scores",)),
     **dict.fromkeys(("mlflow", "tensorboard", "torch.utils.tensorboard", "trackio", "wandb"), ("megabert.trackers",)),
 }

@@ -3,7 +3,7 @@
 megabert export --model RUN --output HF_DIR
 megabert export --model RUN --output HF_DIR --sentence-transformers mean
 megabert export --model FINETUNED/seed1/best --output HF_DIR
-megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx
+megabert export --model RUN --output HF_DIR --onnx              also onnx/model.onnx, or of a fine-tuned model
 megabert export --model RUN --push OWNER/NAME --revisions       to the hub, each kept checkpoint as a revision step-N
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,12 @@ from megabert.common.run_files import checkpoints_folder
 from megabert.common.storage import is_url
 
 if TYPE_CHECKING:
+    from megabert.config import ModelConfig
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# most tokens of a text with which a run's ONNX is checked
+PROBED = 512
 
 
 def export(run: str | Path, output: str | Path, tokenizer: str | Path = "", **options: Any) -> Pretrained:
@@ -40,14 +43,23 @@ def export(run: str | Path, output: str | Path, tokenizer: str | Path = "", **op
     return pretrained
 
 
-def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, pool: str = "", name: str = "") -> None:
+def write(
+    pretrained: Pretrained,
+    output: str | Path,
+    overwrite: bool = False,
+    pool: str = "",
+    name: str = "",
+    onnx: bool = False,
+) -> None:
     """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder). `pool`: "mean" or "cls"
-    adds the files of sentence-transformers, for pooled vectors of length 1. Raises ValueError naming what cannot be exported or a wrong
-    `output`, without writing anything."""
+    adds the files of sentence-transformers, for pooled vectors of length 1; `onnx` the masked-language model as ONNX. Raises ValueError
+    naming what cannot be exported or a wrong `output`, without writing anything."""
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
     family = mapping.find_family(model)
+    if onnx and causal:
+        raise ValueError("--onnx: the run is causal, and ONNX is written of masked-language models")
     config = mapping.to_huggingface_config(model, causal, pretrained.tokenizer.special_ids)
     card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
@@ -63,25 +75,36 @@ def write(pretrained: Pretrained, output: str | Path, overwrite: bool = False, p
         copies = (family.decoder, family.bias_copy) if model.tied else ()
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
+        if onnx:
+            write_onnx(folder, "ForMaskedLM", model, min(model.max_positions, PROBED))
+
+
+def write_onnx(
+    folder: Path, class_of: str, size: ModelConfig, max_length: int, outputs: Sequence[str] = ("logits",)
+) -> None:
+    """`megabert.hf.onnx.write`, with a message."""
+    from megabert.hf import onnx
+
+    difference = onnx.write(folder, class_of, size, max_length, outputs)
+    log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
 
 
 def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name: str) -> str:
     """Write config, weights, tokenizer and card of a fine-tuned model, and on request ONNX files; returns what it is. Raises ValueError
     naming what cannot be exported, without writing anything."""
-    from megabert.finetune import huggingface, onnx
+    from megabert.finetune import huggingface
 
     finetuned = huggingface.load(source)
     described = finetuned.described
-    if args.onnx:
-        onnx.require()
     with appearing(output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
         (folder / "README.md").write_text(huggingface.card(finetuned, name or output.resolve().name))
-        difference = onnx.write(described, folder) if args.onnx else None
+        if args.onnx:
+            outputs = ("start_logits", "end_logits") if described.task.kind == "span" else ("logits",)
+            class_of = huggingface.HUB_KINDS[described.task.kind].class_of
+            write_onnx(folder, class_of, described.config.model, described.max_length, outputs)
     what = f"{huggingface.architecture(described)} for {described.task.name}"
     log.info(f"{args.push or output}: {what}")
-    if difference is not None:
-        log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
     return what
 
 
@@ -90,7 +113,8 @@ def export_run(args: argparse.Namespace, source: Path, output: Path, name: str) 
     from megabert.hf import mapping
 
     pool = args.sentence_transformers
-    pretrained = export(source, output, args.tokenizer, overwrite=args.overwrite, pool=pool, name=name)
+    options = {"overwrite": args.overwrite, "pool": pool, "name": name, "onnx": args.onnx}
+    pretrained = export(source, output, args.tokenizer, **options)
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
     architecture = mapping.to_huggingface_config(model, causal)["architectures"][0]
     kind = f"a SentenceTransformer of {pool} vectors" if pool else architecture
@@ -129,6 +153,8 @@ def check_options(args: argparse.Namespace) -> None:
     for option in ("private", "revisions"):
         if getattr(args, option) and not args.push:
             raise ValueError(f"--{option}: is for --push OWNER/NAME")
+    if args.onnx and args.sentence_transformers:
+        raise ValueError('--onnx: sentence-transformers makes its own: SentenceTransformer(HF_DIR, backend="onnx")')
     if args.revisions and is_url(args.model):
         newest = "only the newest checkpoint of a URL is copied"
         raise ValueError(f"--revisions: {newest}; name a run folder, not {args.model}")
@@ -151,7 +177,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--overwrite", action="store_true", help="replace an exported folder")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
-    add("--onnx", action="store_true", help="for a fine-tuned model: also onnx/model.onnx, checked in onnxruntime")
+    add(
+        "--onnx",
+        action="store_true",
+        help="also onnx/model.onnx, of a run its masked-language model; checked in onnxruntime",
+    )
     args = parser.parse_args(argv)
     check_options(args)
     refuse_missing(args, "tokenizer")
@@ -164,8 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     for option in ("tokenizer", "sentence_transformers", "revisions") if finetuned else ():
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
-    if args.onnx and not finetuned:
-        raise ValueError(f"--onnx: is for fine-tuned models; {args.model} has no {tasks.DESCRIPTION}")
+    if args.onnx:
+        from megabert.hf import onnx
+
+        onnx.require()
     write_folder = export_finetuned if finetuned else export_run
     if not args.push:
         write_folder(args, Path(args.model), Path(args.output), "")

@@ -69,6 +69,35 @@ def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path
     assert segments.sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "kind"), [({}, "unigram"), ({"kind": "modern", "norm": "pre", "nsp": False}, "uncased")]
+)
+def test_onnx_of_a_run_fills_masks(fields: dict[str, Any], kind: str, tmp_path: Path, capsys) -> None:
+    import onnxruntime
+
+    run, folder = runs.make(tmp_path / "run", kind, **fields), tmp_path / "hf"
+    assert export.main(["--model", str(run), "--output", str(folder), "--onnx"]) == 0
+    assert "onnx/model.onnx: logits within" in capsys.readouterr().out
+    made = dict(transformers.AutoTokenizer.from_pretrained(folder)("the quick fox [MASK]", return_tensors="np"))
+    session = onnxruntime.InferenceSession(folder / "onnx/model.onnx")
+    (logits,) = session.run(None, {entry.name: made[entry.name] for entry in session.get_inputs()})
+    pretrained = hf.load(run)
+    ours = pretrained.model(torch.device("cpu"))
+    with torch.no_grad():
+        inputs = unpacked_inputs(
+            torch.from_numpy(made["input_ids"]), torch.zeros(made["input_ids"].shape, dtype=torch.int64)
+        )
+        want = ours.mlm_logits(ours.encode(**inputs)[0])[:, : pretrained.tokenizer.vocab_size]
+    assert abs(want.numpy() - logits[0]).max() <= 1e-4
+
+
+def test_onnx_of_a_causal_run_is_refused(tmp_path: Path, capsys) -> None:
+    run = runs.make(tmp_path / "run", nsp=False, causal=True)
+    said = refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf", "--onnx")
+    assert "--onnx: the run is causal" in said and not (tmp_path / "hf").exists()
+
+
 def test_files_of_an_export_are_replaced_when_asked(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run")
     folder = export_of(run)

@@ -13,11 +13,12 @@ from scipy import special
 import megabert
 from megabert.commands import export
 from megabert.distributed.ranks import discover
-from megabert.finetune import files, onnx, save, scores, tasks
+from megabert.finetune import files, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
+from megabert.hf import onnx
 from tests.helpers import finetuned
 from tests.helpers.refusal import refusal
 
@@ -165,7 +166,7 @@ def test_options_of_other_models_are_refused(tmp_path: Path, capsys) -> None:
     task, path = problem("tag", tmp_path)
     source, run = finetuned.make(tmp_path, task, path), tmp_path / "run"
     for words, option in (((source, "--tokenizer", path), "--tokenizer: is for runs"),
-                          ((run, "--onnx"), "--onnx: is for fine-tuned models")):  # fmt: skip
+                          ((run, "--onnx", "--sentence-transformers", "mean"), "--onnx: sentence-transformers makes")):  # fmt: skip
         assert option in refusal(capsys, export.main, "--output", tmp_path / "hf", "--model", *words)
         assert not (tmp_path / "hf").exists()
 

@@ -1,21 +1,22 @@
-"""ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime.
+"""ONNX files of exported models: written by PyTorch's exporter, checked in onnxruntime.
 
 The exported model is transformers', read from the Hugging Face folder, so that inputs and outputs are those that servers expect:
 `input_ids`, `attention_mask` and `token_type_ids` (of models with segments), int64 [batch, sequence],
-and `logits` fp32 [batch, labels] or [batch, sequence, labels], for a span `start_logits` and `end_logits` [batch, sequence].
+and `logits` fp32 [batch, labels], or [batch, sequence, labels or vocabulary], for a span `start_logits` and `end_logits` [batch,
+sequence].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megabert.common.environment import require_packages
 from megabert.config import ModelConfig
-from megabert.finetune import huggingface
-from megabert.finetune.save import Described
 
 # Name in the hub's folders.
 FOLDER, WHOLE = "onnx", "model.onnx"
@@ -25,40 +26,36 @@ TOLERANCE = 1e-4
 
 def require() -> None:
     """Raises ValueError if a library is missing."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--onnx: {error.name} is not installed; pip install 'megabert[onnx]'") from None
+    require_packages("--onnx", "onnx", "onnx", "onnxruntime", "onnxscript", "transformers")
 
 
-def write(described: Described, folder: Path) -> float:
-    """Write `folder`/onnx beside the Hugging Face files in `folder`; returns the largest difference of a logit between onnxruntime
-    and transformers. Raises ValueError if it is above TOLERANCE."""
+def write(
+    folder: Path, class_of: str, size: ModelConfig, max_length: int, outputs: Sequence[str] = ("logits",)
+) -> float:
+    """Write `folder`/onnx beside the Hugging Face files in `folder`, of the model that transformers' `AutoModel` with the ending
+    `class_of` reads; returns the largest difference of a logit between onnxruntime and transformers, of up to `max_length` tokens.
+    Raises ValueError if it is above TOLERANCE."""
     import onnxruntime
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    auto = getattr(transformers, f"AutoModel{huggingface.HUB_KINDS[described.task.kind].class_of}")
-    model = auto.from_pretrained(folder).eval()
-    place, size = folder / FOLDER, described.config.model
+    transformers.utils.logging.set_verbosity_error()  # a run's next-sentence head has no place in it
+    model = getattr(transformers, f"AutoModel{class_of}").from_pretrained(folder).eval()
+    place = folder / FOLDER
     place.mkdir()
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=size.max_positions)}
     sample = probe(size, 2, 8)
-    names = ["start_logits", "end_logits"] if described.task.kind == "span" else ["logits"]
     options: dict[str, Any] = {"dynamic_shapes": dict.fromkeys(sample, dims), "external_data": False, "verbose": False}
-    options |= {"input_names": list(sample), "output_names": names}
+    options |= {"input_names": list(sample), "output_names": list(outputs)}
     torch.onnx.export(model, (), place / WHOLE, kwargs=sample, dynamo=True, **options)
     session = onnxruntime.InferenceSession(place / WHOLE, providers=["CPUExecutionProvider"])
     largest = []
-    for inputs in (probe(size, 3, described.max_length), probe(size, 1, 6)):
-        outputs = session.run(None, {name: values.numpy() for name, values in inputs.items()})
+    for inputs in (probe(size, 3, max_length), probe(size, 1, 6)):
+        found = session.run(None, {name: values.numpy() for name, values in inputs.items()})
         with torch.no_grad():
             wanted = model(**inputs).to_tuple()
         mask = inputs["attention_mask"].bool()
-        for want, got in zip(wanted, map(torch.from_numpy, outputs), strict=True):
+        for want, got in zip(wanted, map(torch.from_numpy, found), strict=True):
             # of tokens without the padding
             differences = (want - got).abs()
             largest.append((differences[mask] if want.shape[:2] == mask.shape else differences).max())
