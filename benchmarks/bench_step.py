@@ -8,8 +8,9 @@ compute in `--precision`, by default the fastest of the device, with the same se
 so that real tokens, predictions and losses are equal (the losses are shown). Batches are made before timing. On a GPU a time is
 that of several consecutive updates, without waits of the host. Ours keeps freed memory like `megabert train`; the peer has the
 same pool, and glibc's mappings for blocks from 32 MiB on, as without this package. MFU is relative to the best matrix product
-measured in the same run, and to the datasheet's peak if the device is known; FLOPs are those of real tokens. Memory is the growth of the process by weights and optimizer plus the peak of a step. Ratio is the median of the
-ratios of adjacent times.
+measured in the same run, and to the datasheet's peak if the device is known; FLOPs are those of real tokens. The second ceiling is the
+median of products of the model's own shapes, measured between the updates. Memory is the growth of the process by weights and
+optimizer plus the peak of a step. Ratio is the median of the ratios of adjacent times.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ VOCABULARY, PUBLISHED = 8_000, 30_522
 WARM_UP = 2
 # updates in one time
 IN_A_ROW = {"cpu": 1, "cuda": 8}
+# kernels of a profile that are printed; the JSON has more
+SHOWN = 20
 # small, so that the losses of both stay comparable
 LR = 1e-5
 HF = "hf BertForPreTraining"
@@ -126,6 +129,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         static[name] = memory.now() - before
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     peak, ceiling, in_a_row = dict.fromkeys(sides, 0), 0.0, IN_A_ROW[device.type]
+    own_products: list[float] = []
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
         work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
@@ -146,7 +150,9 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
             else:
                 times[name].append(work | {"seconds": seconds, "loss": float(losses[-1])})
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
-    kernels = costliest_kernels(lambda: sides["ours"].step(next(loader)), device) if args.profile else None
+        shapes = product_shapes(cfg, args.seq_len)
+        own_products += [matmul_tflops(device, DTYPES[cfg.precision], 0.05, shape) for shape in shapes]
+    kernels = profile(cfg, sides["ours"], loader, device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
         sheet = datasheet_tflops(torch.cuda.get_device_name(device))
@@ -167,6 +173,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "updates_in_a_time": in_a_row,
         "threads": torch.get_num_threads(),
         "matmul_ceiling_tflops": ceiling,
+        "own_products_tflops": statistics.median(own_products),
         "datasheet_tflops": sheet,
         "backends": sides["ours"].backends,
         "results": {
@@ -178,6 +185,24 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "comparisons": comparisons,
         "kernels": kernels,
     }
+
+
+def product_shapes(cfg: Config, seq_len: int) -> list[tuple[int, int, int]]:
+    """(m, k, n) of the products of a layer's forward pass, of a micro-step."""
+    model, tokens = cfg.model, cfg.batch.micro_size * seq_len
+    d = model.hidden
+    return [(tokens, d, model.qkv_columns), (tokens, d, d), (tokens, d, model.ffn_inputs), (tokens, model.ffn, d)]
+
+
+def profile(cfg: Config, ours: OurStep, loader: Loader, device: torch.device) -> list[dict[str, Any]]:
+    """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, in the backward pass with the
+    recomputed scores."""
+    ours.step(next(loader))
+    update = next(loader)
+    pairs = sum(int((batch.lengths.long() ** 2).sum()) for batch in update.batches)
+    forward = 4.0 * pairs * cfg.model.hidden * cfg.model.layers
+    flops = {"megabert::attention": forward, "megabert::attention_backward": 2.5 * forward}
+    return costliest_kernels(lambda: ours.step(update), device, flops)
 
 
 def needed_flops(cfg: Config, update: Update) -> float:
@@ -218,6 +243,21 @@ def show(result: dict[str, Any]) -> None:
         )
     for c in result["comparisons"]:
         print(f"  ratio {c['ratio']:.2f}   {c['what']}")
+    if result["kernels"]:
+        show_kernels(result)
+
+
+def show_kernels(result: dict[str, Any]) -> None:
+    """The profile: GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known."""
+    own, total = result["own_products_tflops"], sum(kernel["ms"] for kernel in result["kernels"])
+    print(f"  costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
+    print(f"  {'ms':>9} {'share':>6} {'calls':>6} {'GFLOP/s':>9} {'ceiling':>8}  name")
+    for kernel in result["kernels"][:SHOWN]:
+        rate = kernel["tflops"]
+        known = f"{1e3 * rate:>9,.0f} {rate / own:>8.0%}" if rate and rate > own / 100 else " " * 18
+        print(
+            f"  {kernel['ms']:>9.1f} {kernel['ms'] / total:>6.1%} {kernel['calls']:>6} {known}  {kernel['name'][:70]}"
+        )
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> Path:

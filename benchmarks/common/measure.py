@@ -143,20 +143,23 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
     return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
 
 
-def costliest_kernels(call: Callable[[], object], device: torch.device, count: int = 40) -> list[dict[str, Any]]:
-    """Milliseconds, calls and name of the costliest kernels (on the CPU: operations) of a call."""
+def costliest_kernels(
+    call: Callable[[], object], device: torch.device, flops: Mapping[str, float] | None = None, count: int = 40
+) -> list[dict[str, Any]]:
+    """Milliseconds, calls, name and TFLOP/s of the costliest kernels (on the CPU: operations) of a call. FLOPs are the profiler's, of
+    matrix products, and `flops` of the call by the names of other operations; without any, TFLOP/s are None."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
     call()
     synchronise(device)
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as record:
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], with_flops=True) as record:
         call()
         synchronise(device)
-    kernels = [
-        (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key)
-        for event in record.key_averages()
-    ]
-    return [
-        {"ms": us / 1e3, "calls": calls, "name": name[:160]} for us, calls, name in sorted(kernels)[: -count - 1 : -1]
-    ]
+    kernels = []
+    for event in record.key_averages():
+        microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+        work = event.flops or (flops or {}).get(event.key)
+        rate = work / microseconds / 1e6 if work and microseconds else None
+        kernels.append({"ms": microseconds / 1e3, "calls": event.count, "name": event.key[:160], "tflops": rate})
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:count]

@@ -84,11 +84,13 @@ def read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Best measured rate of a large matrix product on `device`, in TFLOP/s; on CUDA over products queued together, since a
-    product alone includes its launch."""
+def matmul_tflops(
+    device: torch.device, dtype: torch.dtype, seconds: float = 0.5, shape: tuple[int, int, int] | None = None
+) -> float:
+    """Best measured rate of a large matrix product on `device`, or of one of `shape` (m, k, n), in TFLOP/s; on CUDA over products
+    queued together, since a product alone includes its launch."""
     cuda = device.type == "cuda"
-    m, k, n = (8192, 8192, 8192) if cuda else (1024, 1024, 4096)
+    m, k, n = shape or ((8192, 8192, 8192) if cuda else (1024, 1024, 4096))
     a = torch.randn(m, k, device=device).to(dtype)
     b = torch.randn(k, n, device=device).to(dtype)
     out = torch.mm(a, b)

@@ -3,7 +3,8 @@
     megabert plan --config large_phase1 --data DIR --world-size 64 [section.key=value …]
     megabert plan --config large_phase1 --gpus h100 --over 8 64 512
 
-Nothing is run. With --gpus the seconds of an update and the days are predicted for each number of GPUs (docs/planner.md).
+Nothing is run, but for half a second of matrix products with --this-cpu. With --gpus the seconds of an update and the days are
+predicted for each number of GPUs (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 # options that a plan takes only with --gpus, and only without it
 FORECAST = ("--over", "--nodes-of", "--network", "--link", "--compare", "--price")
-WITHOUT_GPUS = ("--world-size", "--memory-gib", "--deepspeed_config")
+WITHOUT_GPUS = ("--world-size", "--memory-gib", "--this-cpu", "--deepspeed_config")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -31,6 +32,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--world-size", type=int, metavar="N", help="ranks to plan for (default: 1)")
     add("--memory-gib", type=float, metavar="X", help="memory of a GPU, for the largest micro-batch")
+    own = "also estimate the time on this machine's CPU, by measuring its matrix products"
+    add("--this-cpu", action="store_true", default=None, help=own)
     add = parser.add_argument_group("forecast").add_argument
     add("--gpus", metavar="NAME", help="predict the seconds of an update on this GPU, e.g. h100")
     numbers = "numbers of GPUs to predict for (default: one node); overrides go before it"
@@ -72,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         from megabert.commands.plan import workload
 
-        print(workload.report(config, args.world_size or 1, args.memory_gib, extra))
+        print(workload.report(config, args.world_size or 1, args.memory_gib, extra, bool(args.this_cpu)))
 
 
 def print_forecast(args: argparse.Namespace, config: Config, phases: Sequence[Phase]) -> None:

@@ -14,7 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megabert.checkpoint import refuse_other_vocabulary
+from megabert.common import environment
 from megabert.config import (
     Config,
     ModelConfig,
@@ -30,6 +33,7 @@ from megabert.data.masking import largest_capacity
 from megabert.data.mixture import check_data_fits, open_mixture
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
+from megabert.engine.ceiling import matmul_tflops
 from megabert.metrics import attending_pairs, training_flops
 from megabert.model import outline
 from megabert.optim.muon import Matrix, find_matrices
@@ -43,6 +47,9 @@ BUCKET = 500_000_000
 GRADIENT_BYTES = 4
 # share of a GPU's memory for uncounted parts
 SPARE = 0.1
+# share of a CPU's large matrix products that training reaches, without AMX (measured: 0.61 to 0.81) and in its bf16 (0.2 to 0.31);
+# benchmarks/results/step_*.json
+CPU_SHARE, AMX_SHARE = 0.65, 0.25
 
 
 @dataclass(frozen=True)
@@ -176,10 +183,14 @@ def activations(config: Config, seq_len: int) -> float:
 
 
 def report(
-    config: Config, world_size: int, memory_gib: float | None = None, deepspeed_extra: Mapping[str, Any] | None = None
+    config: Config,
+    world_size: int,
+    memory_gib: float | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+    this_cpu: bool = False,
 ) -> str:
-    """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits.
-    Raises ValueError naming a value that contradicts another."""
+    """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits,
+    with `this_cpu` the time on this machine. Raises ValueError naming a value that contradicts another."""
     phases, lines, largest, named = list_phases(config), [], (0.0, config, 0), bool(config.phases)
     before = 0
     for number, phase in enumerate(phases, 1):
@@ -193,6 +204,8 @@ def report(
         lines += _work_lines(config, manifest=manifest, update=update, share=share, steps=steps, world_size=world_size)
         if assumed := assumed_rows(config, number * named):
             lines.append(f"rows     {assumed}")
+        if this_cpu:
+            lines.append(f"time     {cpu_time(config, update.flops(config), steps, share)}")
         memory = needed(config, update.seq_len, world_size)
         largest = max(largest, (memory, config, update.seq_len), key=lambda of: of[0])
     _, config, seq_len = largest
@@ -213,7 +226,7 @@ def _work_lines(
     whole = f", {steps * flops:.4g} the run"
     if schedule.unit == "minutes":  # the number of updates depends on the machine
         minutes = f"{share * schedule.budget_minutes:g} minutes of training"
-        run, whole = f"{minutes}, in as many updates as fit; --gpus NAME predicts how many", ""
+        run, whole = f"{minutes}, in as many updates as fit; --this-cpu or --gpus NAME predicts how many", ""
     return [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
@@ -221,6 +234,27 @@ def _work_lines(
         f"run      {run}",
         f"work     {flops:.4g} FLOPs an update{whole}",
     ]
+
+
+@functools.cache
+def cpu_tflops(dtype: torch.dtype) -> float:
+    """The rate of a large matrix product on this machine's CPU, measured."""
+    return matmul_tflops(torch.device("cpu"), dtype)
+
+
+def cpu_time(config: Config, flops: float, steps: int, part: float) -> str:
+    """Seconds of an update on this machine's CPU, and hours of a phase of `steps`, or how many fit into its `part` of the minutes."""
+    bf16 = config.precision == "bf16" or (config.precision == precision.AUTO and environment.multiplies_bf16())
+    rate = cpu_tflops(torch.bfloat16 if bf16 else torch.float32)
+    share = AMX_SHARE if bf16 and "amx_bf16" in environment.cpu_flags() else CPU_SHARE
+    seconds = flops / (share * rate * 1e12)
+    phase = f"{seconds * steps / 3600:.3g} hours"
+    if config.schedule.unit == "minutes":
+        phase = f"{60 * part * config.schedule.budget_minutes / seconds:,.0f} updates"
+    return (
+        f"{seconds:.3g} s an update, {phase} on this CPU ({environment.cpu_model()}, {torch.get_num_threads()} threads): its large "
+        f"products reach {1e3 * rate:,.0f} GFLOP/s in {'bf16' if bf16 else 'fp32'} (measured), training {share:.0%} of that (assumed)"
+    )
 
 
 @functools.cache

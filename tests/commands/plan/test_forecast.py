@@ -165,6 +165,7 @@ def test_a_mistake_is_one_line(capsys) -> None:
         (TINY, "--nodes-of 8", "--nodes-of belongs to a forecast"),
         (TINY, "--link 16", "--link belongs to a forecast"),
         (COMMAND, "--memory-gib 79", "--memory-gib belongs to a plan without --gpus"),
+        (COMMAND, "--this-cpu", "--this-cpu belongs to a plan without --gpus"),
         (COMMAND, "--world-size 1", "--world-size belongs to a plan without --gpus"),
         (COMMAND, "--deepspeed_config x.json", "--deepspeed_config belongs to a plan without --gpus"),
     ):

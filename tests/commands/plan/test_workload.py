@@ -261,6 +261,20 @@ def test_the_report_says_what_the_run_needs() -> None:
     assert "rows = 37 x 7 ranks x 1 micro-steps minus 3 filler rows" in workload.report(base("batch.micro_size=37"), 7)
 
 
+def test_the_time_on_this_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(workload, "cpu_tflops", lambda dtype: 0.1)
+    monkeypatch.setattr(workload.environment, "cpu_flags", lambda: {"amx_bf16"})
+    for precision, share in (("fp32", 0.65), ("bf16", 0.25)):
+        cfg = base(f"precision={precision}", "schedule.total_steps=100")
+        flops = workload.work(workload.with_vocabulary(cfg, None), None).flops(workload.with_vocabulary(cfg, None))
+        seconds = flops / (share * 1e11)
+        assert f"time     {seconds:.3g} s an update, {seconds / 36:.3g} hours on this CPU" in workload.report(
+            cfg, 1, this_cpu=True
+        )
+    timed = base("precision=fp32", "schedule.by=minutes", "schedule.budget_minutes=30")
+    assert f"{1800 / (flops / 0.65e11):,.0f} updates on this CPU" in workload.report(timed, 1, this_cpu=True)
+
+
 def test_buckets_and_moments_on_a_gpu() -> None:
     """DeepSpeed allocates the bucket whole, 500 M elements of `communication_data_type` (runtime/zero/stage_1_and_2.py); Muon
     keeps one moment of the matrices."""
