@@ -134,6 +134,8 @@ class Stages:
     ) -> list[ItemResult]:
         (self._records / name).mkdir(parents=True, exist_ok=True)
         call = partial(_run, function, job, name, self._digest)
+        # of a single item, such as the training of a tokenizer, the clock alone moves
+        shape = "{desc} {elapsed}, running" if unit != "B" and len(numbered) == 1 else None
         bar = tqdm(
             total=sum(item.size for _, item in numbered) if unit == "B" else len(numbered),
             desc=f"{name:13}",
@@ -142,6 +144,7 @@ class Stages:
             disable=not self._progress,
             file=logs.BarStream(),
             leave=False,
+            bar_format=shape,
         )
         with bar, _ticking(bar):
             return self._executor.map(call, numbered, lambda result: bar.update(result.size or 1))
