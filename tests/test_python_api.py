@@ -1,5 +1,6 @@
 """The Python face of the project: trained models and datasets, and models trained in one's own loop; misuse is one line."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -21,6 +22,35 @@ from tests.helpers import fast_tokenizers, runs
 from tests.helpers.golden_runs import DATA
 
 TEXT = "the quick [MASK] fox"
+# what programs call: a change of these takes a deprecation
+PUBLIC = {
+    "Dataset": "(folder, manifest=None, cache=DEFAULT)",
+    "batches": "(dataset, rows=32, seed=42, workers=0, start=0)",
+    "load": "(source, tokenizer='')",
+    "training": "(run, config='', *overrides, data='', stop_after=None)",
+    "LoadedModel.encode": "(self, texts, pool='mean')",
+    "LoadedModel.export": "(self, output, overwrite=False)",
+    "LoadedModel.fill": "(self, text, top=5)",
+    "LoadedModel.logits": "(self, texts)",
+    "LoadedModel.save": "(self, run)",
+}
+
+
+def signature(function) -> str:
+    """Names and defaults of parameters."""
+    found = inspect.signature(function)
+    parameters = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    return re.sub(
+        r"<.*>|Cache\(.*?\)", "DEFAULT", str(found.replace(parameters=parameters, return_annotation=found.empty))
+    )
+
+
+def test_public_names_keep_their_signatures():
+    found = {name: getattr(megabert, name) for name in megabert.__all__ if name != "LoadedModel"}
+    methods = {name: value for name, value in vars(megabert.LoadedModel).items() if not name.startswith("_")}
+    found |= {f"LoadedModel.{name}": value for name, value in methods.items() if inspect.isfunction(value)}
+    assert {name: signature(function) for name, function in found.items()} == PUBLIC
+    assert {name for name, value in methods.items() if not inspect.isfunction(value)} == {"model", "tokenizer"}
 
 
 def test_a_loaded_run_encodes_and_fills(tmp_path):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.checkpoint import refuse_non_finite
-from megabert.common.files import appearing, canonical, write_tensors
+from megabert.common.files import appearing, canonical, refuse_newer, write_tensors
 from megabert.config import Config, DataConfig, OpsConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
@@ -37,6 +37,8 @@ from megabert.hf.read import MLM_HEAD, NSP_HEAD, start_state
 from megabert.model import BertForPreTraining
 
 WEIGHTS = "model.safetensors"
+# of task.json
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def save(
     folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, replacing that of an earlier call."""
-    tree = asdict(described) | {"config": described.config.model_dump()}
+    tree = asdict(described) | {"format": FORMAT, "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         write_tensors(new / WEIGHTS, weights)
@@ -122,6 +124,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
+        refuse_newer(tree["format"], FORMAT, str(path))
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
         config = configuration.from_dict(tree["config"])
         known = {each.name: tree[each.name] for each in fields(Described) if each.name in tree}
