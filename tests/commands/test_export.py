@@ -76,7 +76,7 @@ def test_every_auto_class_computes_the_same(kind: str, norm: str, tmp_path: Path
 def test_onnx_of_a_run_fills_masks(fields: dict[str, Any], kind: str, tmp_path: Path, capsys) -> None:
     import onnxruntime
 
-    run, folder = runs.make(tmp_path / "run", kind, **fields), tmp_path / "hf"
+    run, folder = runs.make(tmp_path / "run", kind, fields=fields), tmp_path / "hf"
     assert export.main(["--model", str(run), "--output", str(folder), "--onnx"]) == 0
     assert "onnx/model.onnx: logits within" in capsys.readouterr().out
     made = dict(transformers.AutoTokenizer.from_pretrained(folder)("the quick fox [MASK]", return_tensors="np"))
