@@ -26,6 +26,7 @@ EVERY = 0.2
 WARM_UP = 0.2
 # rows of an update, as in life.TINY
 BATCH = 8
+MIB = 1 << 20
 # exit code of a stopped run
 REQUEUE = 85
 Sample = dict[str, float]
@@ -70,8 +71,10 @@ def typical(samples: list[Sample]) -> Sample:
 
 
 def growth(before: Sample, after: Sample) -> dict[str, float]:
-    """Relative growth of each figure; 0 for one that stays 0."""
-    return {name: round(after[name] / before[name] - 1, 5) if before[name] else after[name] for name in before}
+    """Relative growth of each figure, of bytes relative to a MiB at least, since single pages come and go; of a figure that was 0 its
+    value."""
+    base = {name: max(value, MIB) if name.endswith("_bytes") else value for name, value in before.items()}
+    return {name: round((after[name] - before[name]) / base[name], 5) if base[name] else after[name] for name in before}
 
 
 def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:

@@ -195,10 +195,13 @@ def _ticking(bar: tqdm[Any]) -> Iterator[None]:
         while not ended.wait(1.0):
             bar.refresh()
 
-    with ThreadPoolExecutor(1) as ticker:  # at its end nothing is drawn any more
+    # no executor: Ctrl-C while it starts its thread would leave it running, and the process would wait for it without end
+    ticker = threading.Thread(target=tick, daemon=True)
+    try:
         if not bar.disable:
-            ticker.submit(tick)
-        try:
-            yield
-        finally:
-            ended.set()
+            ticker.start()
+        yield
+    finally:
+        ended.set()
+        if ticker.ident is not None:
+            ticker.join()  # then nothing is drawn any more

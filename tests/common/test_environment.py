@@ -34,6 +34,13 @@ def printed(program: str, *args: str, **env: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=env).stdout.strip()
 
 
+def test_missing_packages_are_named_with_their_extra() -> None:
+    environment.require_packages("--dedup near", "near", "json", "numpy")
+    for missing, verb in ((["no_a"], "no_a is"), (["no_a", "json", "no_b"], "no_a, no_b are")):
+        with pytest.raises(ValueError, match=rf"^--x: {verb} not installed; pip install 'megabert\[near\]'$"):
+            environment.require_packages("--x", "near", *missing)
+
+
 def test_versions_are_read_without_importing_packages():
     program = (
         "import sys\nfrom megabert.common import environment\nprint(environment.versions()['torch'])\n"

@@ -73,7 +73,14 @@ def upload(folder: Path, url: str) -> None:
             storage.put(path, storage.join(url, path.relative_to(folder).as_posix()))
 
 
-@pytest.mark.parametrize(("what", "glob"), [("", ""), ("", "*.jsonl*"), (DROP, ""), (UNAVAILABLE, ""), (TRUNCATE, "")])
+@pytest.mark.parametrize(
+    ("what", "glob"),
+    [
+        ("", ""),
+        (UNAVAILABLE, "*.jsonl*"),
+        *(pytest.param(what, "", marks=pytest.mark.slow) for what in (DROP, UNAVAILABLE, TRUNCATE)),
+    ],
+)
 def test_a_bucket_gives_the_bytes_of_a_folder(what, glob, mixed, local, proxy, options, tmp_path) -> None:
     upload(mixed, "s3://texts/mixed")
     expected = local(glob)

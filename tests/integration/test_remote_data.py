@@ -70,8 +70,10 @@ def test_run_goes_on_with_an_empty_disk(dataset: Path, tmp_path: Path, proxy: Pr
         if method == "PUT" and "/lock/" not in path and (manifests or (len(killed) == 1 and "manifest" in path)):
             killed[-1].signal(signal.SIGKILL)
             return DROP
-        manifests += method == "PUT" and path.startswith("/trained/run/checkpoints/step-") and "manifest" in path
-        return UNAVAILABLE if zlib.crc32(b"%d" % request) % 7 == 0 else PASS
+        answer = UNAVAILABLE if zlib.crc32(b"%d" % request) % 7 == 0 else PASS
+        of_step = method == "PUT" and path.startswith("/trained/run/checkpoints/step-") and "manifest" in path
+        manifests += of_step and answer == PASS
+        return answer
 
     proxy.fault = kill
     for number in range(4):
