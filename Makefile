@@ -57,7 +57,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: venv
-	$(RUN_IN) python -m pytest -q -m "slow or soak" $(PYTEST_ARGS)
+	$(RUN_IN) python -m pytest --durations=20 -m "slow or soak" $(PYTEST_ARGS)
 
 bench: venv
 	$(RUN_IN) bash launch/bench.sh
