@@ -77,7 +77,7 @@ def find(url: str) -> list[Object]:
     try:
         if url.startswith("http") and not url.endswith("/") and not GLOB.search(path):
             return [stat(url)]
-        found = request(url, lambda: (system.glob if GLOB.search(path) else system.find)(path, detail=True))
+        found = request(url, lambda: _list(system, path, url.startswith("http")))
     except FileNotFoundError:  # no such bucket
         return []
     scheme = url[: url.index("://") + 3]
@@ -86,6 +86,20 @@ def find(url: str) -> list[Object]:
     return sorted(
         stat(each) if info["size"] is None else _object(each, info) for each, (_, info) in zip(urls, files, strict=True)
     )
+
+
+def _list(system: Any, path: str, web: bool) -> dict[str, dict[str, Any]]:
+    """fsspec's descriptions of what is below a path, or matches a glob, by names. Raises if a list fails: fsspec's own glob leaves out
+    a folder whose list failed."""
+    from fsspec.utils import glob_translate
+
+    if web:  # a server's folders are pages of links
+        return (system.glob if GLOB.search(path) else system.find)(path, detail=True, on_error="raise")
+    if not GLOB.search(path):
+        return system.find(path, detail=True)
+    root = GLOB.split(path)[0].rpartition("/")[0]
+    matches = re.compile(glob_translate(path)).match
+    return {name: info for name, info in system.find(root, detail=True).items() if matches(name)}
 
 
 def below(url: str) -> dict[str, Object]:

@@ -46,6 +46,22 @@ def test_objects_are_written_listed_read_and_removed(proxy: Proxy, tmp_path: Pat
             ask(f"s3://shelf/{name}")
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_a_glob_leaves_out_no_folder_whose_list_failed(failing: int, proxy: Proxy) -> None:
+    names = ["a/1.txt", "b/2.txt", "b/c/3.txt"]
+    for name in (*names, "a/4.md"):
+        storage.write(f"s3://shelf/globbed/{name}", b"text")
+    lists = 0
+
+    def fail_one(method: str, path: str, number: int) -> str:
+        nonlocal lists
+        lists += "list-type" in path
+        return UNAVAILABLE if "list-type" in path and lists == failing + 1 else PASS
+
+    proxy.fault = fail_one
+    assert [found.url.partition("globbed/")[2] for found in storage.find("s3://shelf/globbed/*/*.txt")] == names[:2]
+
+
 def test_a_version_changes_with_the_content_alone(proxy: Proxy) -> None:
     storage.write("s3://shelf/version", b"one")
     before = storage.stat("s3://shelf/version")
