@@ -150,8 +150,9 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
             else:
                 times[name].append(work | {"seconds": seconds, "loss": float(losses[-1])})
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
-        shapes = product_shapes(cfg, args.seq_len)
-        own_products += [matmul_tflops(device, DTYPES[cfg.precision], 0.05, shape) for shape in shapes]
+        own_products += [
+            matmul_tflops(device, DTYPES[cfg.precision], 0.05, shape) for shape in product_shapes(cfg, args.seq_len)
+        ]
     kernels = profile(cfg, sides["ours"], loader, device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
@@ -197,7 +198,6 @@ def product_shapes(cfg: Config, seq_len: int) -> list[tuple[int, int, int]]:
 def profile(cfg: Config, ours: OurStep, loader: Loader, device: torch.device) -> list[dict[str, Any]]:
     """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, in the backward pass with the
     recomputed scores."""
-    ours.step(next(loader))
     update = next(loader)
     pairs = sum(int((batch.lengths.long() ** 2).sum()) for batch in update.batches)
     forward = 4.0 * pairs * cfg.model.hidden * cfg.model.layers

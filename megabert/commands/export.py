@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
+from megabert.common.environment import require_packages
 from megabert.common.errors import OK, command, interrupted
 from megabert.common.files import appearing, files_below, refuse_existing, write_tensors
 from megabert.common.hub import model_folder
@@ -195,9 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
     if args.onnx:
-        from megabert.hf import onnx
-
-        onnx.require()
+        require_packages("--onnx", "onnx", "onnx", "onnxruntime", "onnxscript", "transformers")
     write_folder = export_finetuned if finetuned else export_run
     if not args.push:
         write_folder(args, Path(args.model), Path(args.output), "")

@@ -15,18 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.common.environment import require_packages
 from megabert.config import ModelConfig
 
 # Name in the hub's folders.
 FOLDER, WHOLE = "onnx", "model.onnx"
 # Largest difference of a logit between onnxruntime and transformers' model.
 TOLERANCE = 1e-4
-
-
-def require() -> None:
-    """Raises ValueError if a library is missing."""
-    require_packages("--onnx", "onnx", "onnx", "onnxruntime", "onnxscript", "transformers")
 
 
 def write(

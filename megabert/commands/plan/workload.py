@@ -33,7 +33,7 @@ from megabert.data.masking import largest_capacity
 from megabert.data.mixture import check_data_fits, open_mixture
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
-from megabert.engine.ceiling import matmul_tflops
+from megabert.engine.ceiling import kept_ceiling
 from megabert.metrics import attending_pairs, training_flops
 from megabert.model import outline
 from megabert.optim.muon import Matrix, find_matrices
@@ -236,24 +236,19 @@ def _work_lines(
     ]
 
 
-@functools.cache
-def cpu_tflops(dtype: torch.dtype) -> float:
-    """The rate of a large matrix product on this machine's CPU, measured."""
-    return matmul_tflops(torch.device("cpu"), dtype)
-
-
 def cpu_time(config: Config, flops: float, steps: int, part: float) -> str:
     """Seconds of an update on this machine's CPU, and hours of a phase of `steps`, or how many fit into its `part` of the minutes."""
-    bf16 = config.precision == "bf16" or (config.precision == precision.AUTO and environment.multiplies_bf16())
-    rate = cpu_tflops(torch.bfloat16 if bf16 else torch.float32)
-    share = AMX_SHARE if bf16 and "amx_bf16" in environment.cpu_flags() else CPU_SHARE
+    cpu = torch.device("cpu")
+    name = precision.usual(cpu) if config.precision == precision.AUTO else config.precision
+    rate = kept_ceiling(cpu, DTYPES[name]).tflops
+    share = AMX_SHARE if name == "bf16" and "amx_bf16" in environment.cpu_flags() else CPU_SHARE
     seconds = flops / (share * rate * 1e12)
     phase = f"{seconds * steps / 3600:.3g} hours"
     if config.schedule.unit == "minutes":
         phase = f"{60 * part * config.schedule.budget_minutes / seconds:,.0f} updates"
     return (
         f"{seconds:.3g} s an update, {phase} on this CPU ({environment.cpu_model()}, {torch.get_num_threads()} threads): its large "
-        f"products reach {1e3 * rate:,.0f} GFLOP/s in {'bf16' if bf16 else 'fp32'} (measured), training {share:.0%} of that (assumed)"
+        f"products reach {1e3 * rate:,.0f} GFLOP/s in {name} (measured), training {share:.0%} of that (assumed)"
     )
 
 

@@ -17,6 +17,7 @@ from megabert.commands.plan import workload
 from megabert.commands.plan.step_time import Fabric, MicroBatch, Software, System, pass_seconds, traffic
 from megabert.config import Config, ModelConfig, accumulation
 from megabert.distributed.ranks import World
+from megabert.engine.ceiling import Ceiling
 from megabert.model import BertForPreTraining
 from tests.commands.plan.cases import FABRIC, FREE, H100, PLAIN, TINY, base
 from tests.helpers import tiny
@@ -262,7 +263,7 @@ def test_the_report_says_what_the_run_needs() -> None:
 
 
 def test_the_time_on_this_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(workload, "cpu_tflops", lambda dtype: 0.1)
+    monkeypatch.setattr(workload, "kept_ceiling", lambda device, dtype: Ceiling(0.1, "measured"))
     monkeypatch.setattr(workload.environment, "cpu_flags", lambda: {"amx_bf16"})
     for precision, share in (("fp32", 0.65), ("bf16", 0.25)):
         cfg = base(f"precision={precision}", "schedule.total_steps=100")
