@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks.survival.in_place import KeptRanks
 from benchmarks.survival.life import last_step
-from benchmarks.survival.network import Network, address
 from megabert.common import chain
 from tests.helpers.job import SMALL
+from tests.helpers.network import Network, address
 from tests.integration.conftest import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.survival.life import processes
-from benchmarks.survival.network import Network, address
+from tests.helpers.network import Network, address
 
 NODES = ("n1", "n2")
 CONF = """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.survival.network import Network, address
+from tests.helpers.network import Network, address
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_pretrain import SLOW, SMALL, STEPS, Job, uninterrupted
