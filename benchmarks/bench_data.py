@@ -45,7 +45,7 @@ COLLATOR, READER = ("HF DataCollatorForLanguageModeling, collating only", "webda
 Step = tuple[Callable[[], object], int]
 
 
-def synthetic(folder: Path, rows: int, seq_len: int, shards_of_all: int = 4) -> tuple[Dataset, MaskingVocabulary]:
+def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVocabulary]:
     """Rows of one pair (60%) or two (40%), full except for a token, in four shards or more; 70% of the tokens start a word."""
     rng = np.random.default_rng(0)
     row = np.arange(rows)
@@ -62,7 +62,7 @@ def synthetic(folder: Path, rows: int, seq_len: int, shards_of_all: int = 4) -> 
         ids[chosen, start[chosen] + a - 1] = ids[chosen, start[chosen] + length[chosen] - 1] = SPECIAL["sep"]
         bounds[chosen, slot] = np.stack([length[chosen], a], axis=1)
         isnext[chosen, slot] = rng.integers(0, 2, len(chosen))
-    per_shard = max(BLOCK_ROWS, rows // shards_of_all // BLOCK_ROWS * BLOCK_ROWS)
+    per_shard = max(BLOCK_ROWS, rows // 4 // BLOCK_ROWS * BLOCK_ROWS)
     shards = []
     for i in range(0, rows, per_shard):
         part = slice(i, i + per_shard)

@@ -59,17 +59,13 @@ def environment(port: int) -> dict[str, str]:
 
 
 class Proxy:
-    """Before a server: `fault(method, path, number of this request)` says what becomes of a request, `delay` seconds before each and
-    `rate` bytes a second of all answers and uploads. STALE repeats the last answer to the same request that was passed on, if any.
-    `requests` counts methods, `bytes` what was sent."""
+    """Before a server: `fault(method, path, number of this request)` says what becomes of a request. STALE repeats the last answer to the
+    same request that was passed on, if any. `requests` counts methods."""
 
     def __init__(self, server: int) -> None:
         self.fault: Fault = lambda method, path, number: PASS
-        self.delay, self.rate = 0.0, 0.0
         self.requests: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        self.bytes = 0
-        self._free_at = 0.0
         self.answers: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
         self.lock = threading.Lock()
         proxy = self
@@ -94,14 +90,6 @@ class Proxy:
         self._server.shutdown()
         self._server.server_close()
 
-    def _send(self, size: int) -> None:
-        """Wait as long as `size` bytes take on a line that all requests share."""
-        if self.rate:
-            with self.lock:
-                self._free_at = max(self._free_at, time.monotonic()) + size / self.rate
-                wait = max(0.0, self._free_at - time.monotonic())
-            time.sleep(wait)
-
     def _handle(self, request: Any, server: int) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         if "chunked" in (request.headers.get("Transfer-Encoding") or ""):
@@ -112,8 +100,6 @@ class Proxy:
         with self.lock:
             self.requests[request.command] += 1
             number = sum(self.requests.values())
-        time.sleep(self.delay)
-        self._send(len(body))
         what = self.fault(request.command, request.path, number)
         if what != PASS:
             self.failed[what] += 1
@@ -152,12 +138,7 @@ class Proxy:
             request.connection.shutdown(socket.SHUT_RDWR)
             request.close_connection = True
             return
-        for start in range(0, len(data), 1 << 20):
-            piece = data[start : start + (1 << 20)]
-            self._send(len(piece))
-            request.wfile.write(piece)
-        with self.lock:
-            self.bytes += len(data)
+        request.wfile.write(data)
 
 
 def listing(path: str) -> bool:
