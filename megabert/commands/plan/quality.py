@@ -20,7 +20,7 @@ REFERENCE = {
     256: 2_553_000, 448: 2_625_000, 1_536: 2_778_000, 3_072: 2_768_000, 4_096: 2_843_000, 4_608: 2_795_000,
     6_144: 3_321_000, 6_912: 3_596_000, 8_704: 4_278_000, 12_288: 4_470_000, 13_056: 4_633_000, 14_336: 4_777_000,
 }  # fmt: skip
-# year: samples of submissions relative to the reference, the median of the calibrating rows (benchmarks/common/mlperf.py)
+# year: samples of submissions relative to the reference, the median of the calibrating rows (tests/commands/plan/mlperf.py)
 SUBMISSIONS = {2020: 1.324, 2021: 1.206, 2022: 1.064, 2023: 0.991, 2024: 0.903}
 
 # 90th percentile of the absolute errors in minutes of the second blind test (docs/planner.md)

@@ -37,7 +37,7 @@ class Device:
     generation: str
     peak: float
     # share of the peak that matrix products in whole waves of tiles reach, fitted to MLPerf's published runs by
-    # benchmarks/bench_planner.py; for FP8 runs the remainder after `Constants.fp8`
+    # benchmarks/bench_planner.py --fit at revision ec453082; for FP8 runs the remainder after `Constants.fp8`
     achieved: float
     memory: float
     link: float

@@ -1,18 +1,22 @@
-"""MLPerf's published BERT-LARGE runs for the planner's blind test: the split into calibrating and blind rows, and models of their
-software."""
+"""The planner's blind test: MLPerf's published BERT-LARGE runs, split into calibrating and blind rows, models of their software, and
+errors of the committed constants."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+from benchmarks.common.hardware import markdown
 from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
 from megabert.commands.plan.published import LARGE, PREDICTED, SQUARES, PublishedRun, published_runs
-from megabert.commands.plan.quality import SAMPLE_TOKENS, target_samples
+from megabert.commands.plan.quality import SAMPLE_TOKENS, SUBMISSIONS, target_samples
 from megabert.commands.plan.step_time import (
     DEVICES,
     Constants,
@@ -74,6 +78,8 @@ PARTLY = (TORCH[0] + NATIVE[0]) / 2
 START = 1.0
 # 4.0 and 4.1 name the containers of 3.1 (23.09); one calibrating row of 5.0 is of a generation with rows in other rounds
 SAME_SOFTWARE = {"4.0": "3.1", "4.1": "3.1", "5.0": "3.1"}
+# errors up to this size count as none in the fit
+ENOUGH = 0.03
 # calibrating rows with other code than NVIDIA's (FusedAdam, lengths balanced over 8 GPUs), not used in the fit
 OWN_SOFTWARE = "Samsung"
 
@@ -139,9 +145,80 @@ def error(run: PublishedRun, fit: Fit) -> float:
     return run_seconds(run, samples, fit) * run.rate / samples - 1
 
 
-# result of `python benchmarks/bench_planner.py --fit`
+# result of `python benchmarks/bench_planner.py --fit` at revision ec453082
 FROZEN = Fit(
     {name: device.achieved for name, device in DEVICES.items()},
     Constants(),
     rounds={"0.7": 0.5066, "1.0": 0.9015, "1.1": 1.0515, "2.1": 1.023, "3.0": 1.0342, "3.1": 1.0028},
 )
+
+
+def loss(fit: Fit) -> float:
+    """Mean absolute error of the calibrating rows, which weighs outliers less than squares."""
+    return statistics.fmean(
+        math.hypot(ENOUGH, math.log1p(error(run, fit))) for run in calibration() if run.submitter != OWN_SOFTWARE
+    )
+
+
+def moves(fit: Fit) -> list[Callable[[Fit, float], Fit]]:
+    """A function for each constant that multiplies it by a factor."""
+
+    def achieved(name: str, fit: Fit, factor: float) -> Fit:
+        return replace(fit, achieved={**fit.achieved, name: min(1.0, fit.achieved[name] * factor)})
+
+    def network(fit: Fit, factor: float) -> Fit:
+        return replace(fit, constants=replace(fit.constants, network=min(1.0, fit.constants.network * factor)))
+
+    def software(name: str, fit: Fit, factor: float) -> Fit:
+        return replace(fit, rounds={**fit.rounds, name: fit.rounds[name] * factor})
+
+    cards = dict.fromkeys(run.gpu for run in calibration())
+    return [*(partial(achieved, name) for name in cards), network, *(partial(software, name) for name in fit.rounds)]
+
+
+def summary(sizes: Iterable[float]) -> dict[str, float]:
+    """Statistics of absolute errors; the 90th percentile is the smallest value that nine tenths of them do not exceed."""
+    sizes = sorted(map(abs, sizes))
+    nine_tenths = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    figures = {"rows": len(sizes), "median": statistics.median(sizes), "p90": nine_tenths, "worst": sizes[-1]}
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def row(run: PublishedRun, side: str) -> dict[str, Any]:
+    """Measured and predicted figures of a run; `samples_error` and `minutes_error` if the log has the number of samples."""
+    samples, wrong = target_samples(run.batch, run.year), error(run, FROZEN)
+    figures = {"run": run.name, "side": side, "gpu": run.gpu, "nodes": run.nodes, "rate": run.rate}
+    figures |= {"predicted": round(run.rate / (1 + wrong), 1), "error": round(wrong, 4)}
+    if run.samples:
+        minutes = run_seconds(run, samples, FROZEN) * run.rate / run.samples - 1
+        figures |= {"samples_error": round(samples / run.samples - 1, 4), "minutes_error": round(minutes, 4)}
+    return figures
+
+
+def score() -> dict[str, Any]:
+    """The committed constants, errors by group, and every row."""
+    sides = {"calibration": calibration(), "known": known(), "blind": blind()}
+    rows = [row(run, side) for side, runs in sides.items() for run in runs]
+    judged = [one for one in rows if one["side"] == "blind"]
+    kinds = dict.fromkeys(one["gpu"] for one in judged)
+    groups = {kind: [one for one in judged if one["gpu"] == kind] for kind in kinds}
+    groups |= {"one node": [one for one in judged if one["nodes"] == 1]}
+    groups |= {"several nodes": [one for one in judged if one["nodes"] > 1], "all": judged}
+    fit = {"achieved": FROZEN.achieved, "constants": vars(FROZEN.constants), "rounds": FROZEN.rounds}
+    return {
+        "constants": fit | {"submissions": SUBMISSIONS},
+        "blind": {name: summary(one["error"] for one in group) for name, group in groups.items()},
+        **{side: summary(one["error"] for one in rows if one["side"] == side) for side in ("calibration", "known")},
+        "samples": summary(one["samples_error"] for one in judged if "samples_error" in one),
+        "minutes": summary(one["minutes_error"] for one in judged if "minutes_error" in one),
+        "rows": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Errors of the blind rows by kind of GPU, as Markdown."""
+    names = ("median", "p90", "worst")
+    rows = [
+        (kind, str(group["rows"]), *(f"{group[name]:.1%}" for name in names)) for kind, group in result["blind"].items()
+    ]
+    return markdown(("blind rows", "rows", "median error", "90th percentile", "worst"), rows)

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks import bench_planner
-from benchmarks.common.mlperf import FROZEN, MANY, OWN_SOFTWARE, blind, calibration, error, terms
 from megabert.commands.plan.published import published_runs
 from megabert.commands.plan.step_time import DEVICES, Fabric
+from tests.commands.plan import mlperf
+from tests.commands.plan.mlperf import FROZEN, MANY, OWN_SOFTWARE, blind, calibration, error, terms
 from tests.conftest import ROOT
 
 
@@ -34,7 +34,7 @@ def test_every_gpu_calibrates_with_whole_groups() -> None:
 
 def test_the_committed_score_is_what_the_code_gives() -> None:
     report = json.loads((ROOT / "benchmarks/results/plan_blind_2026-11-28.json").read_text())
-    found = bench_planner.score()
+    found = mlperf.score()
     for row, now in zip(report["rows"], found["rows"], strict=True):
         assert (row["run"], row["side"], row["rate"]) == (now["run"], now["side"], now["rate"])
         assert row["predicted"] == pytest.approx(now["predicted"], rel=1e-3), row["run"]
@@ -42,11 +42,11 @@ def test_the_committed_score_is_what_the_code_gives() -> None:
         assert report[part] == found[part], part
     assert report["constants"] == json.loads(json.dumps(found["constants"]))
     page = (ROOT / "docs/planner.md").read_text()
-    assert bench_planner.table(found) in page and report["about"]["revision"] in page
+    assert mlperf.table(found) in page and report["about"]["revision"] in page
 
 
 def test_the_blind_rows_meet_their_aims() -> None:
-    found = bench_planner.score()
+    found = mlperf.score()
     judged = found["blind"]["all"]
     assert judged["rows"] == 76 and judged["median"] <= 0.08 and judged["p90"] <= 0.20
     assert found["samples"]["median"] <= 0.10
@@ -55,10 +55,10 @@ def test_the_blind_rows_meet_their_aims() -> None:
 
 def test_no_single_change_improves_the_fit() -> None:
     """The committed constants are a minimum on the calibrating rows, to their rounding."""
-    least = bench_planner.loss(FROZEN)
-    for move in bench_planner.moves(FROZEN):
+    least = mlperf.loss(FROZEN)
+    for move in mlperf.moves(FROZEN):
         for factor in (0.97, 1.03):
-            assert bench_planner.loss(move(FROZEN, factor)) > least - 2e-4
+            assert mlperf.loss(move(FROZEN, factor)) > least - 2e-4
     fitted_to = [abs(error(run, FROZEN)) for run in calibration() if run.submitter != OWN_SOFTWARE]
     assert sorted(fitted_to)[len(fitted_to) // 2] < 0.03
 
