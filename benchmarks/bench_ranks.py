@@ -4,9 +4,9 @@
 
 Each rank is a process of `megabert train` over gloo with the real loader, agreement of ranks, watchdog, run lock and checkpoints;
 only the engine does no arithmetic (`RehearsedEngine`). A number of ranks N starts, restarts, and restarts as N / 2; in another run
-the last rank stops, as after SIGSTOP, and must be named. N keepers (`train --in-place`) meet after a rank was killed. Of
-`--per-node` ranks, which are taken for a node's, the first reads the dataset's manifest. The rows that all ranks were given must be
-those of the dataset's order, each once, and the weights must remain what update 0 made of them.
+the last rank stops, as after SIGSTOP, and must be named. Of `--per-node` ranks, which are taken for a node's, the first reads the
+dataset's manifest. The rows that all ranks were given must be those of the dataset's order, each once, and the weights must remain
+what update 0 made of them.
 
 Counts are of the program and the same on any machine. Seconds are of N processes that share its cores: for ranks with cores of
 their own, CPU seconds (of all threads of a rank) say more than those of the clock. A quantity is called constant where no value
@@ -43,7 +43,6 @@ import numpy as np
 import torch._dynamo  # noqa: F401  by the first optimizer of a process: here once for all ranks
 
 from benchmarks.common import hardware
-from benchmarks.rehearsal import meeting
 from benchmarks.rehearsal.counts import Counts, descriptors, held
 from benchmarks.rehearsal.engine import RehearsedEngine
 from megabert import open_run, train
@@ -208,7 +207,7 @@ def rehearse(
         "run: bytes of a manifest": (newest / "manifest.json").stat().st_size,
         "run: bytes of a log line": len((folder / "metrics.jsonl").read_bytes().splitlines()[0]),
     }
-    failure, found = "", found | meeting.restart(ranks, args.per_node, scratch / "meeting")
+    failure = ""
     if ranks > 1 and args.timeout:
         own = [f"--run={scratch / 'stopped'}", f"watchdog.timeout_seconds={args.timeout}"]
         ended, failure = stop_one(Command(ranks, args.per_node, argv + own, scratch / "4", places, ranks - 1))
