@@ -62,13 +62,14 @@ def cut(text: Path, words: int) -> Iterator[str]:
 
 def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
     """The shards of the words with a vocabulary of this size, or that of a tokenizer file, and of the held-out documents."""
-    work = args.run / f"words-{args.words}"
+    own = dataset.folder_of(args.run, args.text)
+    work = own / f"words-{args.words}"
     if not (work / "words.jsonl").is_file():
         with appearing(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
             file.writelines(json.dumps({"text": document}) + "\n" for document in cut(args.text, args.words))
-    dataset.split(args.text, args.run / "race-text")
+    dataset.split(args.text, own / "race-text")
     shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
-    folder, held_out = args.run / f"words-{args.words}-vocab-{shown}", args.run / "race-text/held_out"
+    folder, held_out = own / f"words-{args.words}-vocab-{shown}", own / "race-text/held_out"
     digest = hashlib.sha256((work / "words.jsonl").read_bytes()).hexdigest()
     return dataset.build_both(work / "words.jsonl", held_out, folder, digest, vocabulary, 0.01)
 
@@ -90,8 +91,9 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
     """Train one run of a recipe, and score it."""
     data = prepare(args, recipe.vocabulary)
     tokens = int(args.epochs * data.manifest.statistics["tokens"])
-    track = track_of(f"{tokens / 1000:g}k-tokens", args.threads)
-    run = args.run / "runs" / f"{recipe.name}-{recipe.digest}-{args.epochs:g}-{seed}"
+    # in millions, since a million thousands would be written with an exponent
+    track = track_of(f"{tokens / 1e6:g}m-tokens", args.threads)
+    run = args.run / "runs" / f"{recipe.name}-{recipe.digest}-{data.documents[:8]}-{args.epochs:g}-{seed}"
     trained = training.train_ours(recipe, track, data, run, seed)
     *_, last = trained.points
     held_out = Scorer(data.held_out, dataset.HELD_OUT_ROWS, args.threads)
@@ -140,4 +142,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

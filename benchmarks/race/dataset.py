@@ -123,18 +123,23 @@ def split(text: Path, target: Path) -> None:
         (folder / MARK).write_text(json.dumps({"counts": counts, "documents": digest.hexdigest()}) + "\n")
 
 
+def folder_of(work: Path, text: Path) -> Path:
+    """The folder in `work` of what is made from a text, or from the documentation where `text` has no files."""
+    if not files_of(text):
+        return work / "built-in"
+    return work / f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
+
+
 def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
     """The shards of `text` with a vocabulary of this size, or that of a tokenizer file; built if missing.
 
     Raises ValueError if a build fails.
     """
-    name = "built-in"
-    if files_of(text):
-        name = f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
-    texts = work / name / "text"
+    own = folder_of(work, text)
+    texts = own / "text"
     split(text, texts)
     shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
-    folder, documents = work / name / f"vocab-{shown}", json.loads((texts / MARK).read_text())["documents"]
+    folder, documents = own / f"vocab-{shown}", json.loads((texts / MARK).read_text())["documents"]
     return build_both(texts / "train", texts / "held_out", folder, documents, vocabulary, 1 / ONE_IN)
 
 

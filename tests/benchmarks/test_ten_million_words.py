@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from argparse import Namespace
+
 import pytest
 
 from benchmarks import ten_million_words
@@ -44,3 +47,18 @@ def test_held_out_documents_are_left_out(text) -> None:
     assert held_out
     taken = "".join(ten_million_words.documents(text))
     assert all(part.split()[-1].decode() not in taken.split() for part in held_out)
+
+
+def test_another_text_is_cut_and_split_again(text, monkeypatch) -> None:
+    """In the same --run, where the first one stays."""
+    monkeypatch.setattr(
+        ten_million_words.dataset, "build_both", lambda words, held_out, folder, digest, *_: (folder, digest)
+    )
+    other = text / "other"
+    for name in ("enwiki", "novels"):
+        shutil.copytree(text / name, other / name)
+    (other / "novels/a.txt").write_text("another novel " * 15)
+    first, second, again = (
+        ten_million_words.prepare(Namespace(run=text / "run", text=one, words=65), 600) for one in (text, other, text)
+    )
+    assert first == again and first[0] != second[0] and first[1] != second[1]
