@@ -78,7 +78,7 @@ def growth(before: Sample, after: Sample) -> dict[str, float]:
 
 
 def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:
-    """Run the soak test; returns growth and figures. Raises Failure if the run fails.
+    """Run the soak test; returns growth and figures. Raises Failure if the run fails, or is too short.
 
     Two fifths of the updates are in the first life, the others are divided among the later ones. `data` is so small that all of it is
     read in the warm-up, since a shard, or its short last block, is mapped on first use.
@@ -86,10 +86,11 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     folder.mkdir(parents=True)
     overrides = ("zero.stage=1", "data.workers=1", "log.tensorboard=true", "log.interval=5", "checkpoint.keep=3")
     case = Case("soak", 2, updates, 50, overrides)
-    server, started, rng = Server(), time.monotonic(), random.Random(seed)
     run, alone = folder / "run", updates * 2 // 5
     rows = json.loads((data / "manifest.json").read_text())["rows"]
-    assert rows <= BATCH * alone * WARM_UP, f"{data}: its {rows} rows take longer than the warm-up"
+    if rows > BATCH * alone * WARM_UP:
+        raise Failure(f"soak: the warm-up of {updates} updates is too short to read all {rows} rows of {data}")
+    server, started, rng = Server(), time.monotonic(), random.Random(seed)
     lives: list[Sample] = []
     ends: dict[str, int] = defaultdict(int)
     sessions: set[int] = set()
