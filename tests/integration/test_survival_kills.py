@@ -231,6 +231,12 @@ def test_thousands_of_updates_and_restarts_grow_nothing(dataset, tmp_path):
     assert result["shared_memory_files_left"] == 0 and result["checkpoints_left"] == 3
 
 
+def test_a_soak_too_short_for_its_rows_fails(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"rows": 1000}')
+    with pytest.raises(kills.Failure, match="100 updates is too short to read all 1000 rows"):
+        soak(tmp_path, tmp_path / "soak", updates=100, restarts=2, seed=1)
+
+
 def test_growth_of_files_and_memory_is_seen(tmp_path):
     """10 open files and 64 MiB of memory in use, of which 32 MiB are shared."""
     before = look_at([os.getpid()])
