@@ -164,18 +164,18 @@ def in_child(case: Case) -> dict[str, Any]:
 
 
 def check_equal(kind: str, by_side: dict[str, dict[str, Any]]) -> None:
-    """Assert that loss and gradient norm of the peers equal ours."""
+    """Assert that loss and gradient norm of the peers equal ours, where both fit."""
     for name, tolerance in zip(("loss", "gradient_norm"), EQUAL[kind], strict=True):
         for peer in PEERS:
-            if by_side[peer]["seconds"]:
+            if by_side[peer]["seconds"] and by_side[OURS]["seconds"]:
                 ours, theirs = by_side[OURS][name], by_side[peer][name]
                 assert math.isclose(ours, theirs, rel_tol=tolerance), f"{kind} {name}: ours {ours}, {peer} {theirs}"
 
 
 def compare(what: str, by_side: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios of seconds and of memory against the faster peer."""
+    """Ratios of seconds and of memory against the faster peer; none where a side does not fit."""
     best = min((p for p in PEERS if by_side[p]["seconds"]), key=lambda p: by_side[p]["seconds"]["p50"], default=None)
-    if best is None:
+    if best is None or not by_side[OURS]["seconds"]:
         return []
     pairs = {
         "seconds": (by_side[best]["seconds"]["p50"], by_side[OURS]["seconds"]["p50"]),
@@ -239,4 +239,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hardware.run(main)

@@ -313,6 +313,8 @@ def main() -> int:
     add("--timeout", type=float, default=10, help="the watchdog's, where a rank stops; 0: none stops")
     add("--data", type=Path, help="dataset with pairs and without held-out rows; default: built now")
     args = parser.parse()
+    if args.updates < 4:
+        parser.error(f"--updates {args.updates}: four at least, in which a rank stops")
     rehearsed: dict[int, tuple[list[list[Rank]], dict[str, float]]] = {}
     failures: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench_ranks_") as scratch:
