@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import hardware
+from benchmarks.common.measure import order_of
 from benchmarks.peers import hf_predict
 from megabert import hf as pretrained
 from megabert.commands.extraction import Extractor
@@ -153,7 +154,7 @@ def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     results: dict[str, Any] = {}
     for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # the order changes
+        for name in order_of(sides, number):
             start = time.perf_counter()
             results[name] = sides[name].run(texts, batches[name])
             seconds[name].append(time.perf_counter() - start)
@@ -198,16 +199,16 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
 
 def table(shapes: Mapping[str, Any]) -> str:
     """A Markdown table with a line for each model, kind of texts and precision."""
-    lines = ["| model | texts | precision | encode/s | ours | pipeline/s | ours |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for shape, kinds in shapes.items():
         for kind, result in kinds.items():
             for precision in PRECISIONS:
-                cells = []
+                cells = [shape, kind, precision]
                 for figures in (result[precision]["vectors"], result[precision]["labels"]):
                     cells.append(f"{figures['peer']['texts_per_second']:,.1f}")
                     cells.append(f"{figures['ours']['texts_per_second']:,.1f} ({figures['ratio']:.2f}x)")
-                lines.append(f"| {shape} | {kind} | {precision} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                rows.append(cells)
+    return hardware.markdown(("model", "texts", "precision", "encode/s", "ours", "pipeline/s", "ours"), rows)
 
 
 def main() -> None:
@@ -231,7 +232,7 @@ def main() -> None:
                 try:
                     shapes[shape][kind] = measure(folders, texts, folder, args.rounds)
                 except ValueError as error:
-                    sys.exit(f"error: {shape}, {kind}: {error}")
+                    raise ValueError(f"{shape}, {kind}: {error}") from None
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
                 report = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
                 hardware.write_json(args.json, report)
@@ -239,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    hardware.run(main)

@@ -133,12 +133,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown; minimal pairs are scored masked / causally."""
-    lines = ["| recipe | seed | words | epochs | hours | BLiMP | Zorro | bits a byte |", "|---|" + "---|" * 7]
+    lines = []
     for row in rows:
-        judges = " | ".join(" / ".join(f"{100 * row[name][s]['accuracy']:.1f}" for s in SCORES) for name in JUDGES)
-        cells = f"{row['seed']} | {row['words']:,} | {row['epochs']:g} | {row['seconds'] / 3600:.1f} | {judges}"
-        lines.append(f"| `{row['recipe']}` | {cells} | {row['held_out']['bits']:.3f} |")
-    return "\n".join(lines)
+        judges = [" / ".join(f"{100 * row[name][s]['accuracy']:.1f}" for s in SCORES) for name in JUDGES]
+        budget = [f"{row['words']:,}", f"{row['epochs']:g}", f"{row['seconds'] / 3600:.1f}"]
+        lines.append([f"`{row['recipe']}`", str(row["seed"]), *budget, *judges, f"{row['held_out']['bits']:.3f}"])
+    return hardware.markdown(("recipe", "seed", "words", "epochs", "hours", "BLiMP", "Zorro", "bits a byte"), lines)
 
 
 if __name__ == "__main__":
