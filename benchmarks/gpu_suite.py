@@ -219,7 +219,8 @@ def wait(child: subprocess.Popen[bytes], target: Path, line: int, seconds: float
     end = time.monotonic() + seconds
     while True:
         code = child.poll()
-        lines = target.read_text().splitlines() if line >= 0 and target.is_file() else []
+        # without the last one, which is empty or being written
+        lines = target.read_text().split("\n")[:-1] if line >= 0 and target.is_file() else []
         if len(lines) > line >= 0:
             value: dict[str, Any] = json.loads(lines[line])["value"]
             return "", value

@@ -70,6 +70,20 @@ def test_steps_share_a_process_until_one_fails(monkeypatch: pytest.MonkeyPatch) 
     assert {result["state"] for result in late.values()} == {"skipped"}
 
 
+HALVES = """
+import sys, time
+with open(sys.argv[1], 'w') as file:
+    for half in ('{"key": "one", "val', 'ue": {"ms": 2}}\\n'):
+        print(half, end='', file=file, flush=True)
+        time.sleep(1.5)
+"""
+
+
+def test_a_result_that_is_being_written_is_waited_for() -> None:
+    ((_, found),) = run(HALVES, keys=["steps/one 128x2"])
+    assert found["state"] == "done" and found["value"] == {"ms": 2}
+
+
 def test_items_end_with_the_suite(tmp_path: Path) -> None:
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
     code = f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
