@@ -94,6 +94,8 @@ def main() -> int:
     args = parser.parse()
     if not any(args.only in case.name for case, _ in CASES):
         parser.error(f"--only {args.only}: in no case's name; there are: {'; '.join(c.name for c, _ in CASES)}")
+    if not (args.kills or args.soak or args.in_place or args.recovery):
+        parser.error("nothing to do: name --kills, --soak, --in-place or --recovery")
     if args.soak and args.restarts < 2:
         parser.error(f"--restarts {args.restarts}: growth is from early restarts to late ones; at least 2")
     asked = {name: getattr(args, name) for name in ("kills", "soak", "in_place", "recovery", "only")}
