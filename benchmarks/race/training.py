@@ -16,10 +16,8 @@ from benchmarks.race import recipes
 from benchmarks.race.dataset import RaceData
 from benchmarks.race.recipes import RaceRecipe, Track
 
-# approximate and largest number of points of a curve (the last ones are kept)
+# points of a curve, about, and the newest ones that are kept in any case
 POINTS, KEPT = 10, 24
-# an estimate for tracks of minutes, which affects only the number of points
-ROWS_A_SECOND = 150
 # the peer's files in the folder of a point
 WEIGHTS = "weights.safetensors"
 
@@ -47,9 +45,12 @@ class Trained:
 def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
     """Train an entry for the track's budget in the folder `run`, or resume there. Raises ValueError if it fails."""
     overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
-    seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
-    interval = max(1, round(seen / recipes.rows_an_update(config) / POINTS))
-    overrides += [f"checkpoint.interval={interval}", f"checkpoint.keep={KEPT}", "eval.interval=0"]
+    if track.minutes:
+        spaced = ["checkpoint.interval=0", f"checkpoint.minutes={track.minutes / POINTS:g}"]
+    else:  # the preset may save by minutes, too
+        interval = max(1, round(config.schedule.total_steps / POINTS))
+        spaced = [f"checkpoint.interval={interval}", f"checkpoint.keep_every={interval}"]
+    overrides += [*spaced, f"checkpoint.keep={KEPT}", "eval.interval=0"]
     command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--config", recipe.preset]
     command += ["--data", str(data.train), "--run", str(run), *overrides]
     hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import reproduce
-from benchmarks.race import dataset, recipes, records
+from benchmarks.race import dataset, recipes, records, training
 from benchmarks.race.dataset import Scorer
 from benchmarks.race.recipes import TRACKS, RaceRecipe, Track, track_of
 from benchmarks.race.records import Records
@@ -88,6 +88,20 @@ def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
         else:
             seen = config.schedule.total_steps * recipes.rows_an_update(config) * 115.0
             assert seen == pytest.approx(track.tokens, rel=0.001)
+
+
+def test_points_of_a_curve_are_spread_over_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the speed of the machine, and also where the preset saves every two minutes."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(training.hardware, "call", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(training, "rate", lambda run: None)
+    data, recipe = dataset.RaceData(GOLDEN, GOLDEN, "d"), recipes.load("modern-128")
+    for track in ("120min-2cores", "5m-tokens"):
+        training.train_ours(recipe, track_of(track), data, tmp_path, seed=1)
+    minutes, tokens = map(set, commands)
+    assert minutes >= {"checkpoint.interval=0", "checkpoint.minutes=12"}
+    tenth = round(our_config(recipe, "5m-tokens", data.tokens_a_row).schedule.total_steps / 10)
+    assert tokens >= {f"checkpoint.interval={tenth}", f"checkpoint.keep_every={tenth}"}
 
 
 def test_presets_are_the_recipes_of_the_records() -> None:
