@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from benchmarks import bench_data, bench_finetune, bench_prep
+from benchmarks import bench_data, bench_finetune, bench_long, bench_prep
 from benchmarks.peers import hf_finetune as trainer
 from benchmarks.peers import hf_plain_loop as loop
 from benchmarks.peers.hf_step import padded
@@ -127,6 +127,15 @@ def test_equal_sizes_and_the_least_ratio(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["ratio"] == min(c["ratio"] for c in against)
     with pytest.raises(ValueError, match="fewer than a batch of 2048"):
         bench_data.hugging_face(dataset, 512, 2048)
+
+
+def test_rows_that_fit_on_one_side_only_have_no_ratio() -> None:
+    fits: dict[str, Any] = {"seconds": {"p50": 2.0}, "memory_peak_gib": 1.0, "loss": 1.0, "gradient_norm": 1.0}
+    nothing: dict[str, Any] = {"seconds": None}
+    peer_alone = dict.fromkeys(bench_long.SIDES, nothing) | {"hf sdpa": fits}
+    for by_side, ratios in ((peer_alone, []), (peer_alone | {bench_long.OURS: fits}, [1.0, 1.0])):
+        bench_long.check_equal("fp32", by_side)
+        assert [one["ratio"] for one in bench_long.compare("", by_side)] == ratios
 
 
 @pytest.mark.parametrize("peer", bench_prep.PEERS)
