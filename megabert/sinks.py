@@ -11,7 +11,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -61,9 +61,15 @@ class JsonLines(Sink):
     def __init__(self, path: Path, resume_step: int) -> None:
         self._path = path
         self._file: TextIO | None = None
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if read_step(line) <= resume_step]
-            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+        self.resume(resume_step)
+
+    def resume(self, step: int) -> None:
+        """Continue from `step`, also after lines were written."""
+        self.close()
+        self._file = None
+        if self._path.exists():
+            kept = [line for line in self._path.read_text().splitlines() if read_step(line) <= step]
+            write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
         self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run
@@ -89,8 +95,9 @@ class SampleLines(JsonLines):
 class Guarded(Sink):
     """A tracker with a thread of its own. Its first error is logged and ends it."""
 
-    def __init__(self, name: str, tracker: Sink) -> None:
-        self._name, self._tracker = name, tracker
+    def __init__(self, name: str, make: Callable[[int], Sink], resume_step: int) -> None:
+        """`make` returns the tracker from the step from which it resumes; here its errors are raised."""
+        self._name, self._make, self._tracker = name, make, make(resume_step)
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(MOST_WAITING)
         self._dropped, self._failed = 0, False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -105,7 +112,11 @@ class Guarded(Sink):
         if self._failed and method != "close":
             return
         try:
-            getattr(self._tracker, method)(*arguments)
+            if method == "resume":
+                self._tracker.close()
+                self._tracker = self._make(*arguments)
+            else:
+                getattr(self._tracker, method)(*arguments)
         except Exception as error:  # of a library or a network: it must not end training
             if not self._failed:
                 log.warning(
@@ -130,6 +141,10 @@ class Guarded(Sink):
     def conclude(self, results: Mapping[str, float]) -> None:
         self._put("conclude", dict(results))
 
+    def resume(self, step: int) -> None:
+        """Close the tracker, and continue from `step` with another one."""
+        self._put("resume", step)
+
     def close(self) -> None:
         ends = time.monotonic() + CLOSING
         try:
@@ -146,13 +161,20 @@ class Sinks:
 
     def __init__(self, folder: Path | None, config: Config, saved_step: int) -> None:
         """Continue from `saved_step`, -1 without a checkpoint. Raises ValueError if a requested sink is unavailable."""
-        self._sinks: list[Sink] = []
+        self._sinks: list[JsonLines | Guarded] = []
         if folder is None:
             return
-        made = [
-            Guarded(name, tracker(folder, config, saved_step, project)) for name, tracker, project in trackers(config)
-        ]
+
+        def opener(tracker: Any, project: str) -> Callable[[int], Sink]:
+            return lambda step: tracker(folder, config, step, project)
+
+        made = [Guarded(name, opener(tracker, project), saved_step) for name, tracker, project in trackers(config)]
         self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step), *made]
+
+    def resume(self, step: int) -> None:
+        """Continue from `step`, after a rollback."""
+        for sink in self._sinks:
+            sink.resume(step)
 
     def write(self, values: dict[str, Any]) -> None:
         for sink in self._sinks:

@@ -82,7 +82,9 @@ class Trainer:
             self.resume(saved)
         if config.schedule.unit == "minutes":
             self.schedule.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
-        self.sinks = self.open_sinks()
+        resumed = self.state.step > 0 or checkpoints.saved_step >= 0
+        # on rank 0 only; log lines after the current step are removed
+        self.sinks = Sinks(run_dir if world.is_main else None, config, self.state.step if resumed else -1)
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
 
@@ -298,11 +300,10 @@ class Trainer:
         self.watchdog.progress()
         self.judge.forget()
         self.updates.close()
-        self.sinks.close()
         spiked = self.state.spiked
         self.resume(self.checkpoints.load(self.engine, path))
         self.state.cursor, self.state.spiked = spike.cursor + 1, spiked
-        self.sinks = self.open_sinks()
+        self.sinks.resume(self.state.step)
         self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is skipped")
 
@@ -337,12 +338,6 @@ class Trainer:
         self.checkpoints.save(self.engine, self.checkpoint_state())
         if self.copies is not None:
             self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
-
-    def open_sinks(self) -> Sinks:
-        """The run's sinks, which write on rank 0 only. Log lines after the current step are removed."""
-        resumed = self.state.step > 0 or self.checkpoints.saved_step >= 0
-        folder = self.run_dir if self.world.is_main else None
-        return Sinks(folder, self.config, self.state.step if resumed else -1)
 
     def close(self) -> None:
         """End the loader's workers, close the sinks and write the profile, each even if another fails."""

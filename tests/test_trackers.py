@@ -140,7 +140,7 @@ def test_a_missing_package_is_named_with_its_setting(monkeypatch):
 def test_a_tracker_that_fails_is_one_warning(caplog):
     """Here at its second line."""
     tracker = Mock(write=Mock(side_effect=[None, ConnectionError("the server is gone")]))
-    guarded = Guarded("mine", tracker)
+    guarded = Guarded("mine", lambda step: tracker, 0)
     for step in range(5):
         guarded.write({"step": step})
     guarded.close()
@@ -148,11 +148,30 @@ def test_a_tracker_that_fails_is_one_warning(caplog):
     assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
 
 
+def test_a_tracker_gone_at_rollback_is_one_warning(tmp_path, caplog):
+    """It is closed and opened again from there, in its thread, and metrics.jsonl goes on."""
+    tracker = Mock()
+    make = Mock(side_effect=[tracker, ConnectionError("the server is gone")])
+    run = Sinks(tmp_path, config("log.wandb="), -1)
+    run._sinks.append(Guarded("mine", make, -1))
+    for step in (1, 2):
+        run.write({"step": step})
+    run.resume(1)
+    run.write({"step": 2, "train/loss": 1.0})
+    run.close()
+    assert [call.args for call in make.call_args_list] == [(-1,), (1,)]
+    assert [call.args[0]["step"] for call in tracker.write.mock_calls] == [1, 2] and tracker.close.called
+    assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2, "train/loss": 1.0}]
+
+
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     monkeypatch.setattr(sinks, "MOST_WAITING", 3)
     monkeypatch.setattr(sinks, "CLOSING", 0.4)
     go = threading.Event()
-    guarded, started = Guarded("mine", Mock(write=lambda values: go.wait())), time.monotonic()
+    hanging, started = Mock(write=lambda values: go.wait()), time.monotonic()
+    guarded = Guarded("mine", lambda step: hanging, 0)
     for step in range(10):
         guarded.write({"step": step})
     assert time.monotonic() - started < 0.3
