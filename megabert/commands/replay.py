@@ -81,7 +81,7 @@ def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
             break
     else:
         raise ValueError(f"{run}: the configuration of these updates is in no checkpoint that is kept")
-    tree["log"] |= {"tensorboard": False, "wandb": ""}
+    tree["log"] |= {"tensorboard": False, "wandb": "", "to": []}
     tree["data"]["path"] = data or tree["data"]["path"]
     config = from_dict(tree)
     if config.schedule.unit == "minutes" and not resumed:

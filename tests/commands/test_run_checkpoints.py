@@ -82,15 +82,30 @@ def test_other_models_cannot_be_averaged(world: World, run: Path, tmp_path: Path
     assert "its hidden is 64, the newest one's 32" in said and not (tmp_path / "mean").exists()
 
 
-def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None) -> None:
+TRACKER = """
+from pathlib import Path
+from megabert.sinks import Sink
+class Folders(Sink):
+    def __init__(self, folder, config, resume_step, project):
+        with open(Path(__file__).with_name("folders.txt"), "a") as file:
+            print(folder, file=file)
+"""
+
+
+def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None, monkeypatch) -> None:
+    """Its tracker does not learn of it."""
+    (tmp_path / "folders_tracker.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(tmp_path)
     data, run = str(random_rows(tmp_path / "data", 40, seed=1)), str(tmp_path / "run")
     words = ["--config", "tiny", "--data", data, "--run", run, *SMALL, "checkpoint.interval=1", "checkpoint.keep=5"]
+    words.append('log.to=["folders_tracker:Folders"]')
     assert train.main(words) == 0
     assert train.main([*words, "--extend", "schedule.total_steps=3"]) == 0
     assert replay.main([run, "--from", "2", "--to", "3"]) == 0
     assert "digests of weights of steps 3 to 3 are equal bit for bit" in capsys.readouterr().out
     assert replay.main([run, "--from", "1", "--to", "3"]) == 2
     assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capsys.readouterr().err
+    assert (tmp_path / "folders.txt").read_text().split() == [run, run]
 
 
 def push(model: Path, *options: object) -> int:
