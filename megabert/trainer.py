@@ -101,6 +101,16 @@ class Trainer:
             pass
         return self.finished
 
+    def start(self) -> None:
+        """Evaluate and save before the first update, where this is due."""
+        if self.stopping:
+            return
+        new = self.checkpoints.saved_step < 0
+        if self.state.evaluation_owed or (new and not self.state.step and self.workload.evaluation_due(0)):
+            self.evaluate_in_time()
+        if self.save_due or (new and self.config.spikes.policy == "rollback"):
+            self.save()  # a checkpoint to roll back to, or the best one so far
+
     def __iter__(self) -> Iterator[PendingUpdate]:
         """The loop of `train`: gives each update, after its log line, evaluation and save. Whoever leaves it before its end leaves the run
         at the newest checkpoint."""
@@ -139,16 +149,6 @@ class Trainer:
             raise RankRefused(f"Broken pipe: nobody reads the output; {saved}", REQUEUE if self.copies else FAILED)
         if not self.finished:
             log.info(f"stopped: {saved}")
-
-    def start(self) -> None:
-        """Evaluate and save before the first update, where this is due."""
-        if self.stopping:
-            return
-        new = self.checkpoints.saved_step < 0
-        if self.state.evaluation_owed or (new and not self.state.step and self.workload.evaluation_due(0)):
-            self.evaluate_in_time()
-        if self.save_due or (new and self.config.spikes.policy == "rollback"):
-            self.save()  # a checkpoint to roll back to, or the best one so far
 
     def train_update(self) -> tuple[Any, float, UpdateResult]:
         """Train on the next update of the data; returns it, its learning rate and its result. A collective."""
