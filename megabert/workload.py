@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -117,7 +117,7 @@ class Pretraining:
     ) -> None:
         world = engine.world
         self.config, self.world, self.engine, self.extras = fit_micro_size(config, world.size), world, engine, extras
-        self.dataset, self.datasets, self.tokenizer = datasets[0], datasets, tokenizer
+        self.datasets, self.tokenizer = datasets, tokenizer
         self.phases = [fit_micro_size(phase.config, world.size) for phase in list_phases(config)]
         ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
         self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
@@ -163,13 +163,10 @@ class Pretraining:
                     break
                 continue
             dataset = Dataset(part.held_out_path)
-            size = self.bytes_a_token(dataset) if len(parts) > 1 else 0.0
+            measure = partial(evaluation.bytes_a_token, dataset, self.tokenizer)
+            size = on_main(self.world, measure) if len(parts) > 1 else 0.0
             splits.append(HeldOut(name, dataset, replace(self.config, "batch", batch), size))
         return splits
-
-    def bytes_a_token(self, dataset: Dataset) -> float:
-        """`evaluation.bytes_a_token`, computed on rank 0. A collective. Raises ValueError if rows cannot be read."""
-        return on_main(self.world, lambda: evaluation.bytes_a_token(dataset, self.tokenizer))
 
     @cached_property
     def evaluate_pairs(self) -> Callable[[Callable[[], None]], dict[str, float]] | None:

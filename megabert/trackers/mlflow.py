@@ -54,7 +54,7 @@ class MLflow(Sink):
             self._client.log_text(self._run, json.dumps(samples, ensure_ascii=False), f"samples/{step:08d}.json")
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        self._log(final(results), int(results.get("step", 0)))
+        self._log(final(results), 0)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
