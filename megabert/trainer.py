@@ -258,12 +258,14 @@ class Trainer:
     def evaluate_in_time(self) -> None:
         """Evaluate, unless a stop was requested or less time is left than the longest evaluation took: then the next start does. Before an
         evaluation of unknown length the run is saved, if there is a time limit. A collective."""
-        state, left = self.state, self.stop.seconds_left
-        self.stopping = self.stopping or REQUESTED * self.world.agree_any(left < state.evaluation_seconds)
+        state, left, longest = self.state, self.stop.seconds_left, self.state.evaluation_seconds
         state.evaluation_owed = True
+        if not self.stopping and self.world.agree_any(left < longest):
+            self.stopping = REQUESTED
+            log.info(f"step {state.step:,}: the next start evaluates: {left:.0f} s are left, it took {longest:.0f} s")
         if self.stopping:
             return
-        if state.step and self.world.agree_any(not state.evaluation_seconds and left < math.inf):
+        if state.step and self.world.agree_any(not longest and left < math.inf):
             self.checkpoints.complete(self.engine, state.step, self.checkpoint_state)
         self.evaluate()
 

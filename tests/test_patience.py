@@ -90,6 +90,7 @@ def test_an_evaluation_without_time_is_made_later(world, tmp_path, caplog):
     assert not trainer.train()
     trainer.close()
     assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text
+    assert "step 6: the next start evaluates: 0 s are left, it took " in caplog.text
     assert 6 not in evaluated(tmp_path / "run")
     assert trained(world, tmp_path / "run", LOSSES) == 8
     same_state(tmp_path / "straight", tmp_path / "run")
