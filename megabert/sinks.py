@@ -198,10 +198,16 @@ class Sinks:
 
 
 def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
-    """Name, class and project of each tracker of a run. Raises ValueError naming one that does not exist or lacks its package."""
+    """Name, class and project of each tracker of a run. Raises ValueError naming one that does not exist, lacks its package, or is
+    asked for with two projects, since a run has one id there."""
+    names: set[str] = set()
     asked = ["tensorboard"] * config.log.tensorboard + [f"wandb={config.log.wandb}"] * bool(config.log.wandb)
     for text in dict.fromkeys([*asked, *config.log.to]):
         name, _, project = text.partition("=")
+        if name in names:
+            raise ValueError(f"log.to={text}: {name} is asked for twice, and a run has one run there; remove one")
+        if name in TRACKERS:
+            names.add(name)
         place, package = TRACKERS.get(name, (name, ""))
         if package:
             require_packages(f"log.wandb={project}" if text in asked else f"log.to={text}", package, package)

@@ -126,6 +126,13 @@ def test_an_unknown_tracker_is_refused():
             sinks.check_packages(config(f'log.to=["{tracker}"]'))
 
 
+def test_two_projects_of_a_tracker_are_refused():
+    """Both would continue the run whose id is kept."""
+    with pytest.raises(ValueError, match=r"log\.to=tensorboard=b: tensorboard is asked for twice"):
+        sinks.check_packages(config('log.to=["tensorboard=a", "tensorboard=b"]'))
+    sinks.check_packages(config('log.to=["tensorboard", "tensorboard"]'))
+
+
 def test_a_missing_package_is_named_with_its_setting(monkeypatch):
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
     for setting, key, package in (
