@@ -71,7 +71,8 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
 
 
 def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
-    """The configuration with this digest, with `metrics.jsonl` as the only sink. Raises ValueError where it is not kept."""
+    """The configuration with this digest, with `metrics.jsonl` as the only sink and without a mirror, which is the
+    run's. Raises ValueError where it is not kept."""
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
@@ -82,6 +83,7 @@ def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
     else:
         raise ValueError(f"{run}: the configuration of these updates is in no checkpoint that is kept")
     tree["log"] |= {"tensorboard": False, "wandb": "", "to": []}
+    tree["checkpoint"]["mirror"] = ""
     tree["data"]["path"] = data or tree["data"]["path"]
     config = from_dict(tree)
     if config.schedule.unit == "minutes" and not resumed:

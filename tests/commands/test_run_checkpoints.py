@@ -14,6 +14,8 @@ from megabert import hf, train
 from megabert.checkpoint import load_weights
 from megabert.commands import average, export, fill, replay
 from megabert.commands.evaluate import evaluate_run
+from megabert.common.files import canonical
+from megabert.config import Config, replace
 from megabert.distributed.ranks import World
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
@@ -106,6 +108,16 @@ def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None, 
     assert replay.main([run, "--from", "1", "--to", "3"]) == 2
     assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capsys.readouterr().err
     assert (tmp_path / "folders.txt").read_text().split() == [run, run]
+
+
+def test_a_repetition_has_no_tracker_and_no_mirror(tmp_path: Path) -> None:
+    """They are the run's, which a repetition leaves as it is."""
+    config = Config()
+    for name, value in (("log.to", ["mlflow"]), ("log.wandb", "mine"), ("checkpoint.mirror", "s3://runs/one")):
+        config = replace(config, name, value)
+    (tmp_path / "config.json").write_bytes(canonical({"config": config.model_dump()}))
+    found = replay.read_config(tmp_path, config.digest(), "", resumed=True)
+    assert (found.log.to, found.log.wandb, found.log.tensorboard, found.checkpoint.mirror) == ([], "", False, "")
 
 
 def push(model: Path, *options: object) -> int:
