@@ -99,7 +99,7 @@ def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name:
     described = finetuned.described
     with appearing(output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
-        (folder / "README.md").write_text(huggingface.card(finetuned, name or output.resolve().name))
+        (folder / "README.md").write_bytes(huggingface.card(finetuned, name or output.resolve().name).encode())
         if args.onnx:
             outputs = ("start_logits", "end_logits") if described.task.kind == "span" else ("logits",)
             class_of = huggingface.HUB_KINDS[described.task.kind].class_of

@@ -119,5 +119,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"checkpoints  of steps {', '.join(map(str, sorted(steps)))}: every file as it was saved")
     print(f"data         {check_data(state, args.data)}: every byte as it was written")
     print(f"code         revision {last['revision']}, source {last['source'][:12]}; here {environment.source()[:12]}")
-    print(*[f"head         as published, at step {step:,}" for step in published], sep="\n")
+    for step in published:
+        print(f"head         as published, at step {step:,}")
     print(f"head         {last['sha256']}")

@@ -68,6 +68,7 @@ def test_run_is_verified_up_to_its_published_head(copy: Path, capsys: pytest.Cap
     assert [entry["step"] for entry in entries] == [4, 7, 8, 12, 14]
     assert verified(copy) == 0
     shown = capsys.readouterr().out
+    assert all(shown.splitlines())
     assert "checkpoints  of steps 8, 12, 14" in shown and shown.splitlines()[-1].endswith(entries[-1]["sha256"])
     assert verified(copy, "--head", entries[1]["sha256"]) == 0
     assert "as published, at step 7" in capsys.readouterr().out
