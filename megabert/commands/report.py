@@ -316,7 +316,7 @@ def fill_template(file: str, **values: Any) -> bytes:
     blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
     templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
     size = (WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
-    page = templates.from_string(Path(__file__).with_name(file).read_text()).render(values, size=size)
+    page = templates.from_string(Path(__file__).with_name(file).read_text("utf-8")).render(values, size=size)
     return MARKER + page.encode() + b"\n"
 
 

@@ -122,7 +122,7 @@ def _rows(task: Task, path: Path, columns: list[str]) -> Iterator[tuple[str, lis
 
 def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
     columns = task.columns(labelled)
-    may_be_empty = task.label if task.kind == "multilabel" else None
+    may_be_empty = task.label if labelled and task.kind == "multilabel" else None
     cut = count = 0
     for number, (where, row) in enumerate(_rows(task, path, columns)):
         if task.cut_rows and not (row and all(cell is not None and str(cell).strip() for cell in row)):

@@ -289,6 +289,9 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
+    # the label is any column where it is not read, as in a prediction
+    with pytest.raises(ValueError, match=r"line 3: column 't' is empty"):
+        read(custom("multilabel", ["t"], "t"), write(tmp_path, "empty.tsv", "t\nx\n \n"), labelled=False)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
