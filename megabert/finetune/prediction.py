@@ -107,6 +107,8 @@ def predict_file(
     model = ready(source, world.device, precision)
     task = model.described.task
     columns = tuple(text) or task.text
+    if task.text and len(columns) != len(task.text):
+        raise ValueError(f"--text: names {len(columns)} columns, and {task.name} reads {len(task.text)}; name as many")
     # The label column is not read, so it may be any existing one.
     task = replace(task, text=columns, label=columns[0] if columns else "", id=identity or task.id)
     if not identity and (lines or not files.has_ids(task, Path(path))):
