@@ -35,13 +35,13 @@ from megabert import hf
 from megabert.checkpoint import Checkpoints, run_lock
 from megabert.common import tables
 from megabert.common.arguments import parse_layers
-from megabert.common.errors import OK
+from megabert.common.errors import OK, USER_ERROR
 from megabert.common.files import hash_file, write_whole
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.batch import Update
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
-from megabert.distributed.ranks import World, check_same, on_main
+from megabert.distributed.ranks import RankRefused, World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
@@ -191,6 +191,7 @@ class FineTuning:
         checkpoints = Checkpoints(self.folder, self.world, self.config.checkpoint)
         path, saved = checkpoints.latest(), None
         if path is not None:
+            refuse_other_rate(self.folder, checkpoints.state["config"]["optimizer"]["lr"], self.settings.lr)
             saved = checkpoints.load(self.engine, path)
             log.info(f"{self.name}  resuming at step {saved['step']}")
         trainer = Trainer(
@@ -429,16 +430,26 @@ def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
     on_main(world, write)
 
 
+def refuse_other_rate(folder: Path, trained: float, given: float) -> None:
+    """Raises RankRefused, on every rank, if the run in `folder`, whose name may lack the rate, was trained at another one than `given`."""
+    if trained != given:
+        raise RankRefused(
+            f"{folder}: was trained at --lr {trained}, this command says {given}; name another --output", USER_ERROR
+        )
+
+
 def train_missing(
     output: Path, common: Mapping[str, Any], data: Data, runs: Mapping[str, Settings], world: World, train: Train
 ) -> dict[str, Any] | None:
     """`train` those of `runs` (settings by name) of a claimed folder that have no result, and return the summary; None if stopped and
-    saved. A collective."""
+    saved. A collective. Raises as `refuse_other_rate`."""
     results: list[dict[str, Any]] = []
     for number, (name, settings) in enumerate(runs.items(), 1):
         path = output / name / RESULT
         result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
-        if result is None:
+        if result is not None:
+            refuse_other_rate(path.parent, result["settings"]["lr"], settings.lr)
+        else:
             log.info(
                 f"{data.run_name(output / name)}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}"
             )

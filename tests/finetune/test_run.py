@@ -211,6 +211,19 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, start)
     assert save.load(model, world.device).described.task.name == "sst2"
 
 
+def test_run_at_another_rate_is_refused(base, tmp_path, world, start) -> None:
+    """The name of a run at a command's only rate lacks it: neither its result nor its checkpoint is another rate's."""
+    data = data_of(base, "classify", start)
+    assert train(tmp_path / "seed1", data, start, SETTINGS, world, StopAt(4)) is None
+    with pytest.raises(ValueError, match=r"seed1: was trained at --lr 0\.003, this command says 1e-05; name another"):
+        train(tmp_path / "seed1", data, start, change(lr=1e-5), world)
+    result, given = train(tmp_path / "seed1", data, start, SETTINGS, world), {"seed1": change(lr=1e-5)}
+    with pytest.raises(ValueError, match=r"seed1: was trained at --lr 0\.003, this command says 1e-05"):
+        run.train_missing(tmp_path, {}, data, given, world, lambda *given: pytest.fail("trained again"))
+    summary = run.train_missing(tmp_path, {}, data, {"seed1": SETTINGS}, world, lambda *given: None)
+    assert summary is not None and summary["runs"] == [result]
+
+
 @pytest.mark.parametrize("frozen", [{}, {"freeze": True, "layers": "3,4"}])
 def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tmp_path, world) -> None:
     settings, folders = change(epochs=4, dropout=0.1, **frozen), (tmp_path / "whole", tmp_path / "parts")
