@@ -26,7 +26,13 @@ from megabert.hf import Pretrained, fingerprint
 from megabert.model import BertForPreTraining
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
-SAME = ("kind", "hidden", "heads", "ffn", "norm", "tied", "max_positions", "vocab_size")  # of teacher and student
+# of teacher and student, whose weights have the same shapes
+SAME = (
+    *("kind", "hidden", "heads", "key_heads", "ffn", "norm", "rms_norm", "bias", "decoder_bias", "transform", "tied"),
+    *("segments", "max_positions", "first_position", "vocab_size"),
+)
+# names of settings, where they may be 0
+SETTINGS = {"ffn": "intermediate", "key_heads": "kv_heads"}
 
 
 class Student(BertForPreTraining):
@@ -124,9 +130,8 @@ def check(config: Config, teacher: Pretrained) -> None:
     ours, theirs = config.model, teacher.config.model
     for field in SAME:
         if getattr(ours, field) != getattr(theirs, field):
-            shown = "intermediate" if field == "ffn" else field
             raise ValueError(
-                f"model.{shown}={getattr(ours, field)} but the teacher's is {getattr(theirs, field)}; "
+                f"model.{SETTINGS.get(field, field)}={getattr(ours, field)} but the teacher's is {getattr(theirs, field)}; "
                 "a student differs from its teacher in layers only"
             )
     if ours.layers > theirs.layers:

@@ -124,6 +124,7 @@ def test_layers_are_the_published_choice() -> None:
     ({"hidden": 64}, {}, "model.hidden=32 but the teacher's is 64"),
     ({"intermediate": 64}, {}, "model.intermediate=128 but the teacher's is 64"),
     ({"max_positions": 40}, {}, "model.max_positions=16 but the teacher's is 40"),
+    ({"segments": 1}, {}, "model.segments=2 but the teacher's is 1"),
     ({}, {"model__layers": 5}, "model.layers=5 but distill.teacher has 4"),
     ({"nsp": False}, {}, "distill.teacher has no next-sentence head; set model.nsp=false"),
     ({"causal": True}, {"model__nsp": False}, "strategy=token but distill.teacher was trained with causal"),
