@@ -299,9 +299,7 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
         rows, tokens = [], sample["tokens"]
         for i, mask in enumerate(sample["masks"]):
             hidden, of_runs = tokens[mask["at"]], [line["samples"][number]["masks"][i] for line in run.samples]
-            # "said": as runs before 0.1.0 name them
-            predicted = [one.get("predicted") or one["said"] for one in of_runs]
-            predictions = [[(displayed(word), p, word == hidden) for word, p in words] for words in predicted]
+            predictions = [[(displayed(word), p, word == hidden) for word, p in one["predicted"]] for one in of_runs]
             rows.append((displayed(hidden), predictions))
         heads = [f"update {line['step']:,}" for line in run.samples]
         masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}

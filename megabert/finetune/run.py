@@ -494,8 +494,7 @@ def best_run(
     best = max(of_rate, key=lambda result: goodness(metric, result["scores"]["dev"][metric]))
     epochs = best["settings"]["epochs"]
     choice = {"epoch": best["best_step"] * epochs // best["steps"], "epochs": epochs, "metric": metric}
-    # a result of an earlier version has the task's name before that of the folder
-    return {"model": str(output / Path(best["name"]).name / "best"), "dev": best["scores"]["dev"][metric]} | choice
+    return {"model": str(output / best["name"] / "best"), "dev": best["scores"]["dev"][metric]} | choice
 
 
 def closing(best: Mapping[str, Any]) -> str:

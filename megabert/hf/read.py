@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from megabert import checkpoint, config
 from megabert.common.files import appearing, canonical
@@ -31,7 +31,7 @@ from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
 from megabert.hf import mapping, relatives
-from megabert.model import BertForPreTraining, outline
+from megabert.model import BertForPreTraining, outline, truncated_normal
 
 # tokenizer files in a Hugging Face folder
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
@@ -374,7 +374,7 @@ def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
+    return truncated_normal(shape, std)
 
 
 def named_tokenizer(path: str | Path) -> Tokenizer:
