@@ -172,6 +172,7 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
     tree["model"]["layers"] = layers
     tree["data"]["path"] = tree["init_from"] = ""
     tree["data"]["mix"] = {}  # of the teacher's data
+    tree["checkpoint"]["mirror"] = ""  # of the teacher's run
     # A student is trained on masked predictions throughout.
     tree["objective"]["causal_share"], tree["data"]["masking"]["causal_every"], tree["phases"] = 0.0, 0, []
     tree["distill"] = Config().distill.model_dump() | {"teacher": source}

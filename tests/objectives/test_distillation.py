@@ -146,10 +146,12 @@ def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
 def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
     dropped = {"objective__causal_share": 0.3, "data__masking__causal_every": 4, "data__path": "old"}
     shape = {"model__layers": 4, "model__nsp": False}
-    teacher = tiny.config(**shape, **dropped, optimizer__lr=0.002, init_from="older")
+    of_its_run = {"init_from": "older", "checkpoint__mirror": "s3://runs/teacher"}
+    teacher = tiny.config(**shape, **dropped, **of_its_run, optimizer__lr=0.002)
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
     assert found.model == configuration.replace(teacher.model, "layers", 2)
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
+    assert not found.checkpoint.mirror
     # which a teacher cannot be combined with
     assert not found.objective.causal_share and not found.data.masking.causal_every
     assert found.optimizer == teacher.optimizer and found.batch == teacher.batch and found.ops == teacher.ops
