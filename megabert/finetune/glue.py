@@ -137,12 +137,18 @@ def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([f"# GLUE: {model}", "\n".join(lines), *notes]) + "\n"
 
 
-def publish(output: Path, model: str) -> str:
-    """Write the table of the finished tasks; returns the page and its path."""
+def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:
+    """Write the table of the finished tasks of the model of `summary`, which is one of them; returns the page and its path. Tasks of other
+    models are left out with a warning."""
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
-    page = render_page(model, [json.loads(path.read_text()) for path in paths if path.is_file()])
+    finished = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    weights = summary["settings"]["model_sha256"]
+    same = [task for task in finished if task["settings"]["model_sha256"] == weights]
+    if others := [task["settings"]["task"] for task in finished if task not in same]:
+        log.warning(f"{output}: {PAGE} leaves out {', '.join(others)}, which are of another model")
+    page = render_page(model, same)
     write_whole(output / PAGE, page.encode())
     return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"
 
@@ -175,7 +181,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 
     output = Path(args.output)
     tasks = [(task, files, output / task.name) for task, files in find_tasks(Path(args.data), args.tasks)]
-    return run.train_tasks(args, ranks, tasks, read_splits, lambda _: publish(output, args.model))
+    return run.train_tasks(args, ranks, tasks, read_splits, lambda summary: publish(output, args.model, summary))
 
 
 def main(argv: list[str] | None = None) -> int:

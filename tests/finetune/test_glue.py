@@ -99,6 +99,22 @@ def test_page_has_a_row_a_metric() -> None:
     assert "`--limit`" in glue.render_page("m", [summary | {"settings": {"task": "rte", "limit": 100}}])
 
 
+def test_page_is_of_one_model(tmp_path, caplog) -> None:
+    """A folder may have tasks of another one."""
+    scores = {"dev": {}, "reported": {"accuracy": {"mean": 0.61, "std": 0.0}}}
+    points = [{"point": {"lr": 2e-5}, "runs": 1, "scores": scores}]
+    models = {"sst2": "a", "mrpc": "b", "rte": "b"}
+    settings = {task: {"task": task, "limit": 0, "model_sha256": weights} for task, weights in models.items()}
+    summaries = {task: {"settings": settings[task], "points": points} for task in models}
+    for task, summary in summaries.items():
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "summary.json").write_text(json.dumps(summary))
+    shown = glue.publish(tmp_path, "runs/b", summaries["rte"])
+    page = (tmp_path / "results.md").read_text()
+    assert shown.startswith(page) and [name for name in ("SST-2", "MRPC", "RTE") if name in page] == ["MRPC", "RTE"]
+    assert "results.md leaves out sst2, which are of another model" in caplog.text
+
+
 def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:
     shutil.copytree(base / "glue", tmp_path / "glue")
     (tmp_path / "glue/WNLI/dev.tsv").write_text("")
