@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.hf.mapping import BERT, NOMIC, read_value, refuse_others
-
-Tree = Mapping[str, Any]
+from megabert.hf.mapping import BERT, NOMIC, Tree, read_value, refuse_others
 
 
 @dataclass(frozen=True)
