@@ -281,6 +281,7 @@ MISTAKES = {
     PAIRS + "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     PAIRS + "--each -1": "--each -1: must be 0 or more",
     PAIRS + "--json nowhere/x": "nowhere: no such folder",
+    PAIRS + "--json empty": "--json empty: is a folder; name a file",
     "report nowhere": "nowhere: is not a run folder ",
     "report empty": "empty: is not a run folder ",
     "fill --model run [MASK] --top 0": "--top 0: must be 1 or more",

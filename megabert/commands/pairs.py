@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--each {args.each}: must be 0 or more")
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
+    if args.json and Path(args.json).is_dir():
+        raise ValueError(f"--json {args.json}: is a folder; name a file")
     refuse_missing(args, "tokenizer")
     folder, pairs = model_folder(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf

@@ -101,6 +101,8 @@ def predict_file(
     """
     if Path(output).resolve() == Path(path).resolve():
         raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
+    if Path(output).is_dir():
+        raise ValueError(f"--output {output}: is a folder; name a file")
     world = discover()
     if world.size > 1:
         raise ValueError(f"--predict: one process predicts, {world.size} were started; split the file for more")

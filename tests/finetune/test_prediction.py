@@ -175,6 +175,8 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         with pytest.raises(ValueError, match=f"--output .*{output}: is the file to predict for"):
             prediction.predict_file(folder, path, tmp_path / output)
     assert path.read_text() == content
+    with pytest.raises(ValueError, match=f"--output {tmp_path}: is a folder; name a file"):
+        prediction.predict_file(folder, path, tmp_path)
     with pytest.raises(ValueError, match="--text: names 2 columns, and custom reads 1"):
         prediction.predict_file(folder, path, tmp_path / "out", ["text", "text"])
     tags = finetune_problem.write_tags(tmp_path / "tags.conll", 10, 1)
