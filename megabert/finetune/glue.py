@@ -138,8 +138,8 @@ def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:
-    """Write the table of the finished tasks of the model of `summary`, which is one of them; returns the page and its path. Tasks of other
-    models are left out with a warning."""
+    """Write the table of the finished tasks of the model of `summary`, which is one of them; returns the page and its
+    path. Tasks of other models are left out with a warning."""
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)

@@ -431,7 +431,8 @@ def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
 
 
 def refuse_other_rate(folder: Path, trained: float, given: float) -> None:
-    """Raises RankRefused, on every rank, if the run in `folder`, whose name may lack the rate, was trained at another one than `given`."""
+    """Raises RankRefused, on every rank, if the run in `folder`, whose name may lack the rate, was trained at another one
+    than `given`."""
     if trained != given:
         raise RankRefused(
             f"{folder}: was trained at --lr {trained}, this command says {given}; name another --output", USER_ERROR

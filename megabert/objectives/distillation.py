@@ -130,8 +130,9 @@ def check(config: Config, teacher: Pretrained) -> None:
     ours, theirs = config.model, teacher.config.model
     for field in SAME:
         if getattr(ours, field) != getattr(theirs, field):
+            name = SETTINGS.get(field, field)
             raise ValueError(
-                f"model.{SETTINGS.get(field, field)}={getattr(ours, field)} but the teacher's is {getattr(theirs, field)}; "
+                f"model.{name}={getattr(ours, field)} but the teacher's is {getattr(theirs, field)}; "
                 "a student differs from its teacher in layers only"
             )
     if ours.layers > theirs.layers:
