@@ -332,19 +332,24 @@ def train_tasks(
     model = start.config.model
     runs = list_runs(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
     settings, limit = next(iter(runs.values())), args.limit
-    for task, files, _ in tasks:
-        configure(start.config, settings, len(read(task, files)["train"][: limit or None]), world.size)
+
+    def check(task: Task, files: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+        """The common settings of a task's runs. Raises ValueError for mistakes."""
+        examples = read(task, files)["train"]
+        configure(start.config, settings, len(examples[: limit or None]), world.size)
+        common = common_settings(task, encoding.collect_labels(task, examples), start, files, settings, limit)
+        on_main(world, lambda: refuse(folder, common))
+        return common
 
     def train(folder: Path, data: Data, settings: Settings) -> dict[str, Any] | None:
         assert ranks.watchdog is not None
         return FineTuning(folder, data, start, settings, world, args.log_interval).train(stop, ranks.watchdog)
 
-    page = ""
-    for task, files, folder in tasks:
+    page, commons = "", [check(*given) for given in tasks]
+    for (task, files, folder), common in zip(tasks, commons, strict=True):
         data = encode_splits(task, read(task, files), start.tokenizer, settings, limit)
         for name, part in data.examples.items():
             log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
-        common = common_settings(data, start, files, settings, limit)
         check_same(world, common)
         claim(folder, common, world)
         watchdog = ranks.watchdog or ranks.watch(output, WatchdogConfig().timeout_seconds)
@@ -377,10 +382,9 @@ def load_start(source: str, tokenizer: str) -> Pretrained:
 
 
 def common_settings(
-    data: Data, start: Pretrained, files: Mapping[str, Path], settings: Settings, limit: int
+    task: Task, labels: Sequence[str], start: Pretrained, files: Mapping[str, Path], settings: Settings, limit: int
 ) -> dict[str, Any]:
     """Values common to all runs of a folder that affect their results: model, task, files, and settings."""
-    task = data.task
     digests = {name: [hash_file(part) for part in tables.files(path)] for name, path in files.items()}
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
     return {
@@ -389,7 +393,7 @@ def common_settings(
         "kind": task.kind,
         "text": list(task.text),
         "label": task.label,
-        "labels": list(data.labels),
+        "labels": list(labels),
         "metrics": list(task.metrics),
         "files_sha256": digests,
         "limit": limit,

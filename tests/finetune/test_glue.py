@@ -120,6 +120,11 @@ def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:
     (tmp_path / "glue/WNLI/dev.tsv").write_text("")
     said = refusal(capsys, glue.main, *arguments(base, tmp_path / "out"), "--data", tmp_path / "glue")
     assert "WNLI/dev.tsv: holds no example" in said and not (tmp_path / "out").exists()
+    (tmp_path / "out/wnli").mkdir(parents=True)
+    (tmp_path / "out/wnli/settings.json").write_text('{"epochs": 9}')
+    said = refusal(capsys, glue.main, *arguments(base, tmp_path / "out"))
+    assert "out/wnli: was made with" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["wnli"]
 
 
 @pytest.mark.slow
