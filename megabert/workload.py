@@ -20,7 +20,7 @@ from megabert.data.masking import held_out_masking
 from megabert.data.mixture import AnyDataset, distinct_names, members, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World, on_main, refuse_together
+from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
 from megabert.engine import Engine
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
@@ -162,7 +162,7 @@ class Pretraining:
                 if not splits:
                     break
                 continue
-            dataset = Dataset(part.held_out_path)
+            dataset = on_every_rank(self.world, partial(Dataset, part.held_out_path))
             measure = partial(evaluation.bytes_a_token, dataset, self.tokenizer)
             size = on_main(self.world, measure) if len(parts) > 1 else 0.0
             splits.append(HeldOut(name, dataset, replace(self.config, "batch", batch), size))

@@ -212,6 +212,8 @@ def distance_of_weights(of: Interval, folder: Path, step: int) -> float | None:
         return None
     now, was, before = (load_weights(place)[0] for place in places)
     differ, moved = (sum(float((w - other[name]).square().sum()) for name, w in was.items()) for other in (now, before))
+    if not moved:
+        return math.inf if differ else 0.0
     return math.sqrt(differ / moved)
 
 

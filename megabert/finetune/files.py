@@ -131,6 +131,8 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
         cells = dict(zip(columns, row, strict=True))
         a, b = (*(cells[name] for name in task.text), None)[:2]
         if task.kind == "score" and isinstance(b, list):
+            if task.id:
+                raise ValueError(f"{where}: --id {task.id}: a list of texts has no ids; give one text a line")
             for text, value in _ranked(where, a, b, cells.get(task.label), labelled):
                 yield TextExample(str(count), where, a, text, value)
                 count += 1
@@ -152,7 +154,9 @@ def _ranked(
     """Each text of a query with its score: `values` are the scores, or negatives with score 0 while `texts` have 1. Negatives that
     equal the query or a positive are dropped."""
     values = values if labelled else []
-    if not (isinstance(values, list) and all(isinstance(one, str) and one.strip() for one in [query, *texts])):
+    if not (
+        texts and isinstance(values, list) and all(isinstance(one, str) and one.strip() for one in [query, *texts])
+    ):
         raise ValueError(f"{where}: is not a query, a list of its texts, and a list of their scores or of negatives")
     if not labelled:
         yield from ((text, None) for text in texts)
@@ -174,7 +178,10 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
             value = [part.strip() for part in value.split(",") if part.strip()]
         elif not isinstance(value, list):
             value = [] if value is None else [value]
-        return tuple(_known(task, where, _plain(where, task.label, part)) for part in value)
+        labels = [_plain(where, task.label, part) for part in value]
+        if joined := next((label for label in labels if "," in label), None):
+            raise ValueError(f"{where}: label {joined!r:.60} holds a comma, which separates labels; replace it")
+        return tuple(_known(task, where, label) for label in labels)
     if task.kind == "score":
         try:
             number = math.nan if isinstance(value, bool) else float(value)
@@ -196,6 +203,8 @@ def _known(task: Task, where: str, label: str) -> str:
 def _plain(where: str, column: str, value: Any) -> str:
     """A label or an id as a string; in JSONL it may be a number, true or false."""
     if isinstance(value, str):
+        if any(end in value for end in "\t\n\r"):
+            raise ValueError(f"{where}: column {column!r} holds {value!r:.40}, with a tab or a line end; remove it")
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)

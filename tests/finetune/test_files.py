@@ -269,11 +269,16 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
     assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
     for bad in (
         {"texts": ["a"], "scores": [1, 2]}, {"texts": ["a"], "scores": [None]}, {"texts": [""], "scores": [1]},
-        {"positives": ["a"], "negatives": []},
+        {"positives": ["a"], "negatives": []}, {"texts": [], "scores": []},
     ):  # fmt: skip
         path.write_text(json.dumps({"query": "q"} | bad))
         with pytest.raises(ValueError, match=r"r\.jsonl, line 1: (has \d scores of 1 texts|is not a query)"):
             read(PRESETS["ranking"], path)
+    with pytest.raises(ValueError, match=r"line 1: --id key: a list of texts has no ids"):
+        read(
+            replace(PRESETS["ranking"], id="key"),
+            write(tmp_path, "k.jsonl", json.dumps({"query": "q", "key": 1} | scored)),
+        )
 
 
 def test_labels_of_json_and_label_sets(tmp_path) -> None:
@@ -287,6 +292,13 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
     parquet.write_table(pa.table({"t": ["x", "y", "z"], "y": [["b", "a"], [], ["c"]]}), tmp_path / "a.parquet")
     for path in (table, lines, tmp_path / "a.parquet"):
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
+    for label, message in (
+        (["a, b"], "label 'a, b' holds a comma"),
+        (["a\tb"], "column 'y' holds 'a\\\\tb', with a tab"),
+    ):
+        path = write(tmp_path, "odd.jsonl", json.dumps({"t": "x", "y": label}))
+        with pytest.raises(ValueError, match=message):
+            read(task, path)
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
     # the label is any column where it is not read, as in a prediction
