@@ -1,8 +1,6 @@
 """CUDA sources without a GPU: they compile, no kernel spills registers, launches are checked, and what they call of torch is
 called by the CPU sources too, so that tests of the CPU run it."""
 
-from __future__ import annotations
-
 import math
 import re
 import runpy

@@ -3,8 +3,6 @@
 The harness finds a barrier that not all threads reach and an access past the end of an argument.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

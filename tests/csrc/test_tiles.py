@@ -1,7 +1,5 @@
 """The kernels for AMX with its instructions emulated, against fp64 by the rule of the other instruction sets."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from pathlib import Path

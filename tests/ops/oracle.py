@@ -1,8 +1,6 @@
 """The tolerance rule of the operations' tests: our error against fp64 is at most a small multiple of plain torch's in the same
 type."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -4,8 +4,6 @@ The dropout mask is an argument here, and `keep_mask` draws it as the native cod
 on (column / 8, row, stream) under the seed, 16 bits an element, as written down in csrc/common/philox.h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

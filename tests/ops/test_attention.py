@@ -1,7 +1,5 @@
 """Attention inside packed sequences: every backend against fp64, the mask's edges, dropout replayed, pads silent."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

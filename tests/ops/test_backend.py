@@ -1,7 +1,5 @@
 """A backend is chosen once, with its reason; an explicit choice that cannot run is an error and never something else."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What CUDA operations do beyond the tests of their numerics, which run on a GPU by their `cuda` cases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

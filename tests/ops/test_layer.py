@@ -1,8 +1,6 @@
 """The element-wise operations of a layer against fp64, in awkward sizes: GELU with and without a gate, rotation, LayerNorm; and
 dropout masks: the published Philox, the same mask from oracle and native code, the right share, no visible pattern."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

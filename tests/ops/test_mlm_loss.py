@@ -1,7 +1,5 @@
 """Masked-LM loss: value, count and gradients against fp64; ignored slots and padded entries add nothing; chunks do not show."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What holds for every native operation: torch's own checks, the same bits with any threads and strides, wrong arguments named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Scale, mask, softmax and dropout in one operation: every kind of mask against fp64, empty rows, dropout replayed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

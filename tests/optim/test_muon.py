@@ -1,7 +1,5 @@
 """Muon against an update rule written out plainly here, on whole parameters and under ZeRO (two ranks: test_optimizers.py)."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

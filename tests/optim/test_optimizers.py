@@ -1,7 +1,5 @@
 """Optimizers against update rules written out plainly here, on whole parameters and on ZeRO's flat partitions."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from itertools import product

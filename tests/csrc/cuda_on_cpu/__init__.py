@@ -3,8 +3,6 @@
 Arguments are copied to memory that ends before a page which cannot be touched, so an access past an argument's end is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
