@@ -6,11 +6,11 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from data_prep.text import clean
-from data_prep.tokens.encoder import WordEncoder
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
-from tests.helpers import fast_tokenizers
+from tests.helpers import fast_tokenizers, tokenizers
+from tests.helpers.prep_reading import write_all
+from tests.helpers.prep_texts import ids_of_build
 from tests.helpers.runs import TEXT
 
 TEXTS = [*TEXT[:3], '"Hello," it’s <s> a naïve sea [MASK] 你好!', "shells", "I &amp; you", "shells" * 100]
@@ -38,29 +38,16 @@ def test_ids_are_the_librarys_own(tokenizer):
 
 
 def test_a_build_encodes_as_in_use(tokenizer):
-    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
-    for text in TEXTS:
-        encoder.add(clean.paragraphs(text, False))
-    encoded = encoder.finish().encoded
-    cut = np.split(encoded.tokens, np.cumsum(encoded.document_tokens())[:-1])
-    for text, ids in zip(TEXTS, cut, strict=True):
-        assert [ids.tolist()] == tokenizer.encode_texts([" ".join(text.split())])
+    assert ids_of_build(TEXTS, tokenizer) == tokenizer.encode_texts([" ".join(text.split()) for text in TEXTS])
 
 
 def test_transformers_loads_the_same_ids(tokenizer, tmp_path):
-    from transformers import AutoTokenizer
-
-    for name, data in tokenizer_files.files(tokenizer, 64).items():
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    peer = AutoTokenizer.from_pretrained(tmp_path)
+    peer = tokenizers.peer(tokenizer, tmp_path, 64)
     texts = [*TEXT[:3], "the <mask> shells, <mask> sea", "<mask> sea", "a naïve 你好"]
     assert peer(texts)["input_ids"] == [tokenizer.encode_masked(text) for text in texts]
     assert tokenizer.encode_masked("the [MASK] sea") == peer("the <mask> sea")["input_ids"]
-    assert peer("the sea", "the shells")["input_ids"].count(2) == 2 and (peer.pad_token_id, peer.mask_token_id) == (
-        1,
-        4,
-    )
+    assert peer("the sea", "the shells")["input_ids"].count(2) == 2
+    assert (peer.pad_token_id, peer.mask_token_id) == (1, 4)
     assert Tokenizer.load(tmp_path / "tokenizer.json").encode_masked(texts[3]) == tokenizer.encode_masked(texts[3])
 
 
@@ -91,11 +78,7 @@ def test_special_tokens_are_named_beside_or_refused(tmp_path):
     fast_tokenizers.name_special(path, cls_token="<a>", eos_token="<b>")
     tokenizer = Tokenizer.load(path)
     assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id) == (1, 2, 0)
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name, data in tokenizer.files().items():
-        (moved / name).write_bytes(data)
-    again = Tokenizer.load(moved / "tokenizer.json")
+    again = Tokenizer.load(write_all(tmp_path / "moved", tokenizer.files()) / "tokenizer.json")
     assert again.sha256 == tokenizer.sha256 and again.special_ids == tokenizer.special_ids
     for sep, pad, message in (
         ("<a>", "<pad>", "two of its special tokens are one"),

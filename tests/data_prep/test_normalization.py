@@ -7,20 +7,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
-from data_prep.text import clean
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all
-from tests.helpers.prep_texts import encoded
+from tests.helpers.prep_texts import ids_of_build
 
 SAMPLES = Path(__file__).parent / "scripts"
 # what of a script is easily changed: joiners, marks, compatibility characters, digits, characters that a library reserves
@@ -65,8 +63,7 @@ def trained(folder: Path, kind: str, *lines: str, **options: Any) -> Tokenizer:
 
 def same_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each text, which are those of a build, with offsets, and of the exported tokenizer.json."""
-    batch = encoded([clean.paragraphs(clean.decode(text.encode())[0], False) for text in texts], tokenizer).encoded
-    built = [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.document_tokens())[:-1])]
+    built = ids_of_build(texts, tokenizer)
     exported = tokenizer_files.build(tokenizer)
     ids = tokenizer.encode_texts(texts)
     assert ids == built == [found for found, _ in tokenizer_files.encode_with_offsets(tokenizer, texts)]

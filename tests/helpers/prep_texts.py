@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from data_prep.text import clean
 from data_prep.tokens import encoder
 
 
@@ -16,3 +17,10 @@ def encoded(documents, tokenizer, words=None):
     for document in documents:
         words.add(document)
     return words.finish()
+
+
+def ids_of_build(texts, tokenizer):
+    """The ids of each text as a build encodes it."""
+    documents = [clean.paragraphs(clean.decode(text.encode())[0], False) for text in texts]
+    batch = encoded(documents, tokenizer).encoded
+    return [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.document_tokens())[:-1])]

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from data_prep.text import clean
 from data_prep.tokens.encoder import WordEncoder
 from megabert import hf
 from megabert.commands import convert, export
@@ -17,6 +16,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import read_tokenizer
 from tests.commands.test_convert import make
 from tests.helpers import fast_tokenizers, runs, wordpiece
+from tests.helpers.prep_texts import ids_of_build
 from tests.helpers.refusal import refusal
 
 TEXTS = ["the covid [E1] sea", "Covid xcovid's covids", "[E1] the fox, covid [unused1]", "covid covid"]
@@ -91,12 +91,7 @@ def test_added_tokens_survive_convert_and_export(layout: str, tmp_path: Path, ca
     run, original = hf.load(tmp_path / "run"), hf.load(folder)
     assert run.tokenizer.encode_batch(TEXTS) == want and run.tokenizer.vocab_size == len(peer)
     assert run.weights["embeddings.word.weight"].equal(original.weights["embeddings.word.weight"])
-    encoder = WordEncoder(run.tokenizer, np.dtype(np.uint16))
-    for text in TEXTS:
-        encoder.add(clean.paragraphs(text, False))
-    encoded = encoder.finish().encoded
-    parts = np.split(encoded.tokens, np.cumsum(encoded.document_tokens())[:-1])
-    assert [part.tolist() for part in parts] == want
+    assert ids_of_build(TEXTS, run.tokenizer) == want
     export.export(tmp_path / "run", tmp_path / "back")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert ids(again) == want and len(again) == len(peer)
