@@ -103,7 +103,7 @@ def test_softmax_mask(kernels, shape, kind, p, dtype) -> None:
     if mask is not None:
         arguments.mask, arguments.mask_stride[:] = held[2].address, strides
     scores, grad = (normal(*shape, seed=s, scale=c).to(dtype) for s, c in ((7, 4), (8, 1)))
-    keep = reference.keep_mask(SEED, STREAM, rows, keys, p).view(shape)
+    keep = reference.keep_mask(SEED, STREAM, shape, p)
     made, drop = result(dtype, *shape), (rows, STREAM, p, SEEDS)
     out, probs = kernels.run("softmax_mask", dtype, arguments, scores, made, made, *drop)
     (dscores,) = kernels.run("softmax_mask_backward", dtype, grad, probs if p else out, made, keys, SCALE, *drop)
@@ -164,7 +164,7 @@ def test_dropout_draws_the_oracles_mask(kernels, rows, width, lines, place, dtyp
     x, seed = normal(rows, width, seed=1).to(dtype), torch.tensor([SEED, place])
     with kernels.lines_of_a_row(lines):
         (y,) = kernels.run("dropout", dtype, x, result(dtype, rows, width), rows, width, STREAM, 0.3, seed)
-    keep = reference.keep_mask(SEED, STREAM, lines * place + rows, width, 0.3)[lines * place :]
+    keep = reference.keep_mask(SEED, STREAM, (lines * place + rows, width), 0.3)[lines * place :]
     torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[dtype], atol=0)
 
 
@@ -179,7 +179,7 @@ WIDE = [(4, 4100, 0.1, "of y"), (4, 4104, 0.0, "of z"), (5, 8192, 0.1, "of y")] 
 def test_layer_norm(kernels: Kernels, rows: int, width: int, p: float, second: str, dtype: torch.dtype) -> None:
     x, residual, grad, more = (normal(rows, width, seed=s).to(dtype) for s in (1, 2, 7, 8))
     bias, weight, shift = (normal(width, seed=s).to(dtype) for s in (3, 4, 5))
-    keep = reference.keep_mask(SEED, STREAM, rows, width, p)
+    keep = reference.keep_mask(SEED, STREAM, (rows, width), p)
     made, statistic, drop = result(dtype, rows, width), result(FP32, rows), (STREAM, p, SEEDS)
     y, z, mean, rstd = kernels.run(
         "layer_norm", dtype, x, bias, residual, weight, shift, made, made, statistic, statistic, rows, width, 1e-5,
@@ -274,7 +274,7 @@ def test_attention(kernels, rows, width, heads, size, p, kind) -> None:
         start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)
     qkv = normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5).to(BF16)
     grad = normal(len(rows), width, heads * size, seed=2).to(BF16)
-    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(-1, heads, width, width)
+    keep = reference.keep_mask(SEED, STREAM, (len(rows), heads, width, width), p)
     context, _, dqkv, dbias = attend(kernels, qkv, grad, start, end, heads, p)
     agree(
         [context, dqkv, dbias],

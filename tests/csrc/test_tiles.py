@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from megabert.common.environment import cpu_flags
-from megabert.ops.attention import local_keys
 from tests.csrc.cuda_on_cpu import compile_once, compiler
-from tests.ops import reference
-from tests.ops.oracle import check, normal
-from tests.ops.test_attention import SEED, STREAM, added, arbitrary, bounds, causal, factor, plain_attention
+from tests.ops.test_attention import CASES as SHAPES
+from tests.ops.test_attention import KINDS, SEED, STREAM, check_attention
 
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 pytestmark = [
@@ -37,10 +35,8 @@ class Attention(torch.autograd.Function):
         ctx: Any, library: ctypes.CDLL, qkv: Tensor, bias: Tensor, heads: int, p: float, *keys: Tensor
     ) -> Tensor:
         batch, tokens, width = qkv.shape
-        context, lse = (
-            qkv.new_full((batch, tokens, width // 3), torch.nan),
-            torch.full((batch, heads, tokens), torch.nan),
-        )
+        context = qkv.new_full((batch, tokens, width // 3), torch.nan)
+        lse = torch.full((batch, heads, tokens), torch.nan)
         ctx.tensors = [qkv, *keys, context, lse]
         sizes = [ctypes.c_int64(n) for n in (batch, tokens, heads, width // 3 // heads, SEED, STREAM)]
         ctx.call = lambda *more: library.attention(
@@ -58,32 +54,17 @@ class Attention(torch.autograd.Function):
         return None, dqkv, sums.sum(0).to(qkv.dtype), *[None] * 4
 
 
-CASES = {
-    "one token": ([[1]], 1, 1, 8),
-    "odd head size": ([[5, 4], [9]], 11, 3, 7),
-    "packed and padded": ([[20, 1, 19], [45], [0]], 45, 3, 16),
-    "wide heads": ([[90, 70], [161]], 161, 1, 128),
-}
-KINDS = ("both ways", "causal", "any range", "window", "causal window")
+SHORT = ("one token", "odd head size", "packed and padded", "wide heads")
 LONG = "two blocks of keys"
+CASES = SHAPES | {"wide heads": ([[90, 70], [161]], 161, 1, 128), LONG: ([[1100]], 1100, 1, 16)}
 
 
 @pytest.mark.parametrize(
     ("case", "kind", "p"),
-    [*itertools.product(CASES, KINDS, (0.0, 0.1)), (LONG, "both ways", 0.1), (LONG, "causal", 0.0)],
+    [*itertools.product(SHORT, KINDS, (0.0, 0.1)), (LONG, "both ways", 0.1), (LONG, "causal", 0.0)],
 )
 def test_attention_in_tiles_against_fp64(library, case, kind, p) -> None:
-    rows, width, heads, size = CASES.get(case, ([[1100]], 1100, 1, 16))
-    start, end, _ = bounds(*rows, width=width)
-    if kind == "any range":
-        start, end = arbitrary(len(rows), width)
-    end = causal(start, end) if "causal" in kind else end
-    start, end = local_keys(start, end, 32) if "window" in kind else (start, end)
-    keep = factor(p, len(rows), heads, width)
-    check(
-        lambda qkv, bias: [Attention.apply(library, qkv, bias, heads, p, start, end)],
-        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
-        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
-        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
-        [normal(len(rows), width, heads * size, seed=2)], torch.bfloat16, multiple=4,
-    )  # fmt: skip
+    def attend(qkv: Tensor, bias: Tensor, heads: int, *keys: Tensor) -> Tensor:
+        return Attention.apply(library, qkv, bias, heads, p, *keys)
+
+    check_attention(attend, CASES[case], kind, p, torch.bfloat16)

@@ -4,6 +4,7 @@ The dropout mask is an argument here, and `keep_mask` draws it as the native cod
 on (column / 8, row, stream) under the seed, 16 bits an element, as written down in csrc/common/philox.h.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -30,15 +31,15 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> Tensor:
-    """Dropout as a factor, fp64 [rows, columns]: 0 where dropped, with probability round(p * 65536) / 65536, else 1 / (share kept)."""
-    threshold = int(p * 65536 + 0.5)
+def keep_mask(seed: int, stream: int, shape: tuple[int, ...], p: float) -> Tensor:
+    """Dropout as a factor, fp64 of `shape`: 0 where dropped, with probability round(p * 65536) / 65536, else 1 / (share kept)."""
+    rows, columns, threshold = math.prod(shape[:-1]), shape[-1], int(p * 65536 + 0.5)
     row = torch.arange(rows)[:, None]
     group = torch.arange(-(-columns // 8))[None]
     words = philox((group.expand(rows, -1), row & _LOW, row >> 32, torch.tensor(stream)), (seed & _LOW, seed >> 32))
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     values = torch.stack(halves, -1).flatten(1)[:, :columns]  # (rows, columns)
-    return (values >= threshold).double() * (65536 / (65536 - threshold))
+    return ((values >= threshold).double() * (65536 / (65536 - threshold))).view(shape)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -48,10 +48,6 @@ CASES = {
 }
 
 
-def factor(p: float, batch: int, heads: int, width: int) -> Tensor:
-    return reference.keep_mask(SEED, STREAM, batch * heads * width, width, p).view(batch, heads, width, width)
-
-
 def plain_attention(qkv: Tensor, heads: int, start: Tensor, end: Tensor, keep: Tensor) -> Tensor:
     return reference.attention(qkv, heads, start, end, keep, reference.users_softmax)
 
@@ -73,30 +69,46 @@ def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
     return start, torch.randint(0, width + 1, (batch, width), generator=generator, dtype=torch.int32)
 
 
-@needs_library
-@ON
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("kind", ["both ways", "causal", "any range", "window", "causal window"])
-@pytest.mark.parametrize("case", CASES)
-def test_native_against_fp64(case: str, kind: str, p: float, dtype: torch.dtype, device: str) -> None:
-    rows, width, heads, size = CASES[case]
-    if device == "cuda" and (dtype == torch.float32 or size % 8):
-        pytest.skip("native attention on CUDA takes 16-bit types and heads of a multiple of 8 columns")
+KINDS = ("both ways", "causal", "any range", "window", "causal window")
+
+
+def check_attention(
+    attend: Callable[..., Tensor], case: tuple[list[list[int]], int, int, int], kind: str, p: float,
+    dtype: torch.dtype, device: str = "cpu",
+) -> None:  # fmt: skip
+    """`attend(qkv, bias, heads, start, end)` of the rows of `case`, whose key ranges are of `kind`, against fp64."""
+    rows, width, heads, size = case
     start, end, _ = bounds(*rows, width=width)
     if kind == "any range":
         start, end = arbitrary(len(rows), width)
     end = causal(start, end) if "causal" in kind else end
     start, end = local_keys(start, end, WINDOW) if "window" in kind else (start, end)
-    keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED], device=device)
-    there = [start.to(device), end.to(device)]
+    keep = reference.keep_mask(SEED, STREAM, (len(rows), heads, width, width), p)
+    there = start.to(device), end.to(device)
     check(
-        lambda qkv, bias: [ops.attend(qkv, heads, there, p, seed, STREAM, "native", bias)],
+        lambda qkv, bias: [attend(qkv, bias, heads, *there)],
         added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
         added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
         [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
         [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
         device=device,
     )  # fmt: skip
+
+
+@needs_library
+@ON
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_native_against_fp64(case: str, kind: str, p: float, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and (dtype == torch.float32 or CASES[case][3] % 8):
+        pytest.skip("native attention on CUDA takes 16-bit types and heads of a multiple of 8 columns")
+    seed = torch.tensor([SEED], device=device)
+
+    def attend(qkv: Tensor, bias: Tensor, heads: int, *keys: Tensor) -> Tensor:
+        return ops.attend(qkv, heads, [*keys], p, seed, STREAM, "native", bias)
+
+    check_attention(attend, CASES[case], kind, p, dtype, device)
 
 
 def test_window_ends_at_its_sequence() -> None:

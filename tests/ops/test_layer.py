@@ -79,16 +79,12 @@ def norm_inputs(shape: tuple[int, ...]) -> list[Tensor]:
     return [normal(*size, seed=s) for size, s in zip(sizes, (1, 3, 2, 4, 5), strict=True)]
 
 
-def keep_factor(shape: tuple[int, ...], p: float) -> Tensor:
-    return reference.keep_mask(SEED, STREAM, math.prod(shape[:-1]), shape[-1], p).view(shape)
-
-
 @ON
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1023), (200, 96), (5, 3, 16), (40, 5000)], ids=str)
 def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dtype: torch.dtype, device: str) -> None:
-    seed, keep = torch.tensor([SEED], device=device), keep_factor(shape, p)
+    seed, keep = torch.tensor([SEED], device=device), reference.keep_mask(SEED, STREAM, shape, p)
 
     def plain(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         z = r + (x + b) * keep.to(x.dtype)
@@ -111,7 +107,7 @@ def test_only_the_norm_is_used(post: bool, used: int) -> None:
     leaves = [t.float().requires_grad_() for t in norm_inputs((4, 24))]
     outputs = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native", post=post)
     exact = [t.requires_grad_() for t in norm_inputs((4, 24))]
-    wanted = reference.dropout_add_layer_norm(*exact, EPS, keep_factor((4, 24), 0.1))[0]
+    wanted = reference.dropout_add_layer_norm(*exact, EPS, reference.keep_mask(SEED, STREAM, (4, 24), 0.1))[0]
     grads = [torch.autograd.grad(y.sum(), x) for y, x in ((outputs[used].double(), leaves), (wanted, exact))]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5, check_dtype=False)
 
@@ -162,7 +158,7 @@ def native_mask(seed: int, stream: int, rows: int, columns: int, p: float, dtype
 def test_native_mask_is_the_oracles(dtype: torch.dtype) -> None:
     shapes = [(1, 1, 0.5, 0), (3, 1023, 0.1, 7), (257, 64, 0.9, 2**31), (5, 100, 1e-9, 1), (4, 9, 0.0, 1)]
     for rows, columns, p, stream in shapes:
-        expected = reference.keep_mask(SEED, stream, rows, columns, p)
+        expected = reference.keep_mask(SEED, stream, (rows, columns), p)
         assert native_mask(SEED, stream, rows, columns, p, dtype).equal(expected.to(dtype))
 
 

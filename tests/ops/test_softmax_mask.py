@@ -49,13 +49,15 @@ def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[dict[st
     }  # fmt: skip
 
 
-def factor(shape: tuple[int, ...], p: float) -> Tensor:
-    return reference.keep_mask(SEED, STREAM, shape[0] * shape[1] * shape[2], shape[3], p).view(shape)
+CASES = [(SHAPE, kind, p) for kind in masks(SHAPE, torch.float32) for p in (0.0, 0.1)]
+CASES += [(shape, "bounds", 0.2) for shape in ((1, 1, 1, 1), (1, 2, 3, 3), (2, 1, 2, 1023), (1, 1, 2, 8192))]
 
 
-def check_mask(shape: tuple[int, ...], kind: str, p: float, dtype: torch.dtype, device: str) -> None:
+@ON
+@pytest.mark.parametrize(("shape", "kind", "p"), CASES, ids=str)
+def test_masks_against_fp64(shape: tuple[int, ...], kind: str, p: float, dtype: torch.dtype, device: str) -> None:
     arguments, allowed, added = masks(shape, dtype)[kind]
-    keep, seed = factor(shape, p), torch.tensor([SEED], device=device)
+    keep, seed = reference.keep_mask(SEED, STREAM, shape, p), torch.tensor([SEED], device=device)
     there: Any = {name: t.to(device) for name, t in arguments.items()}
     check(
         lambda x: [ops.fused_softmax_mask(x, **there, scale=SCALE, p=p, seed=seed, stream=STREAM)],
@@ -63,19 +65,6 @@ def check_mask(shape: tuple[int, ...], kind: str, p: float, dtype: torch.dtype, 
         lambda x: [reference.softmax_mask(x, allowed, added, SCALE, keep)],
         [normal(*shape, seed=7, scale=4)], [normal(*shape, seed=8)], dtype, device=device,
     )  # fmt: skip
-
-
-@ON
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("kind", masks(SHAPE, torch.float32))
-def test_masks_against_fp64(kind: str, p: float, dtype: torch.dtype, device: str) -> None:
-    check_mask(SHAPE, kind, p, dtype, device)
-
-
-@ON
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 3, 3), (2, 1, 2, 1023), (1, 1, 2, 8192)], ids=str)
-def test_sizes_against_fp64(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    check_mask(shape, "bounds", 0.2, dtype, device)
 
 
 def test_empty_rows_are_zeros_and_nan_stays_in_its_row() -> None:

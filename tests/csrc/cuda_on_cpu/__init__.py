@@ -105,8 +105,10 @@ class Kernels:
     def lines_of_a_row(self, lines: int) -> Iterator[None]:
         """Inside, seeds have a second element, the place of the batch's first row, and a row so many lines of the mask."""
         self.library.set_lines_of_a_row(ctypes.c_int64(lines))
-        yield
-        self.library.set_lines_of_a_row(ctypes.c_int64(0))
+        try:
+            yield
+        finally:
+            self.library.set_lines_of_a_row(ctypes.c_int64(0))
 
     def call(self, name: str, *arguments: Any) -> str:
         function = getattr(self.library, name)
