@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from megabert.distributed.ranks import World
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
 from tests.helpers.hub import PRIVATE, READ_TOKEN, TOKEN, Hub
+from tests.helpers.prep_reading import contents
 from tests.helpers.refusal import refusal
 from tests.test_held_out_by_dataset import DATA, SMALL, random_rows, trained
 
@@ -124,15 +124,11 @@ def push(model: Path, *options: object) -> int:
     return export.main(["--model", str(model), "--push", "some/bert", *map(str, options)])
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def assert_checkpoints_are_branches(run: Path, hub: Hub, folder: Path) -> None:
     """Each one's own export, `folder`/step-N."""
     for step in (1, 2, 3):
         export.export(run / f"checkpoints/step-{step:08d}", folder / f"step-{step}", name="some/bert")
-        assert hub.files(MODEL, f"step-{step}") == files_of(folder / f"step-{step}")
+        assert hub.files(MODEL, f"step-{step}") == contents(folder / f"step-{step}")
 
 
 def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tmp_path: Path, capsys) -> None:
@@ -159,19 +155,8 @@ def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hu
     command = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
     command += ["--output", tmp_path / "hf"]
     process = subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    seen = 0
-
-    def kill(method: str, path: str) -> int | None:
-        nonlocal seen
-        seen += method != "GET" and f"/{at}/" in path
-        if seen == 2:  # of the second checkpoint, or of the first one's second file
-            process.send_signal(signal.SIGKILL)
-            return 500
-        return None
-
-    model_hub.fault = kill
-    assert process.wait(timeout=120) == -signal.SIGKILL
-    model_hub.fault = lambda method, path: None
+    # of the second checkpoint, or of the first one's second file
+    model_hub.kill(process, 2, lambda method, path: method != "GET" and f"/{at}/" in path)
     before = list(model_hub.uploads)
     # a branch has its whole commit or no model
     for branch in model_hub.branches[MODEL]:
@@ -181,7 +166,7 @@ def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hu
     assert push(run, "--revisions", "--output", tmp_path / "hf") == 0
     assert len(set(model_hub.uploads)) == len(model_hub.uploads) and model_hub.uploads[: len(before)] == before
     assert_checkpoints_are_branches(run, model_hub, tmp_path / "local")
-    assert files_of(tmp_path / "hf") == model_hub.files(MODEL)
+    assert contents(tmp_path / "hf") == model_hub.files(MODEL)
 
 
 def test_fine_tuned_models_are_pushed_in_one_commit(model_hub: Hub, tmp_path: Path) -> None:
@@ -191,7 +176,7 @@ def test_fine_tuned_models_are_pushed_in_one_commit(model_hub: Hub, tmp_path: Pa
     assert model_hub.repositories == {MODEL: PRIVATE}
     assert model_hub.commits == [("main", "BertForSequenceClassification for custom")]
     files = model_hub.files(MODEL)
-    assert files == files_of(tmp_path / "hf")
+    assert files == contents(tmp_path / "hf")
     assert b"\n# some/bert\n" in files["README.md"] and "model.safetensors" in files
     assert push(best, "--revisions") == 2
 

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,19 +64,7 @@ def test_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hu
     folder = random_rows(tmp_path / "data", 400, seed=3)
     code = "from data_prep import push; push.COMMIT = 2\nfrom data_prep.__main__ import main; main()"
     process = subprocess.Popen([sys.executable, "-c", code, "push", folder, "some/rows"], cwd=ROOT)
-    seen = 0
-
-    def kill(method: str, path: str) -> int | None:
-        nonlocal seen
-        seen += "/commit/" in path
-        if seen == requests:
-            os.kill(process.pid, signal.SIGKILL)
-            return 500
-        return None
-
-    model_hub.fault = kill
-    assert process.wait(timeout=120) == -signal.SIGKILL
-    model_hub.fault = lambda method, path: None
+    model_hub.kill(process, requests, lambda method, path: "/commit/" in path)
     assert len(model_hub.commits) == requests - 1 and "manifest.json" not in model_hub.files(NAME)
     before = len(model_hub.uploads)
     assert push(folder) == 0

@@ -7,6 +7,8 @@ import base64
 import hashlib
 import json
 import re
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +57,25 @@ class Hub:
         if revision in branches:
             return branches[revision][-1]
         return next(commit for commits in branches.values() for commit in commits if commit[0] == revision)
+
+    def kill(self, process: subprocess.Popen[Any], number: int, counts: Callable[[str, str], bool]) -> None:
+        """Kill a process at the `number`-th request that `counts(method, path)`, which fails, and wait for its end."""
+        seen = 0
+
+        def fault(method: str, path: str) -> int | None:
+            nonlocal seen
+            seen += counts(method, path)
+            if seen < number:
+                return None
+            process.kill()
+            return 500
+
+        self.fault = fault
+        try:
+            assert process.wait(timeout=120) == -signal.SIGKILL
+        finally:
+            process.kill()
+            self.fault = lambda method, path: None
 
     def environment(self, home: Path) -> dict[str, str]:
         """Variables with which the hub's library finds it, and writes; `home` is for its cache."""
