@@ -3,7 +3,6 @@
 import gzip
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -12,6 +11,7 @@ import pytest
 from megabert.finetune.encoding import collect_labels
 from megabert.finetune.files import QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.tasks import HUB_CLASSES, PRESETS, Task, custom
+from tests.helpers.prep_reading import write
 
 PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y", id="key")
@@ -21,12 +21,6 @@ TAG = custom("tag")
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
 ZIPPED = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
 HUB_COLUMNS = {"mnli": ("premise", "hypothesis"), "qnli": ("question", "sentence"), "qqp": ("question1", "question2")}
-
-
-def write(folder: Path, name: str, content: str | bytes) -> Path:
-    path = folder / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
 
 
 def squad(*qas: dict, context: str = "Ada met Bob in Rome.") -> dict:
@@ -64,7 +58,7 @@ GLUE = {
 @pytest.mark.parametrize("name", GLUE)
 def test_glue_files_are_read_as_published(tmp_path, name, caplog) -> None:
     content, label, second = GLUE[name]
-    examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
+    examples = read(PRESETS[name], write(tmp_path / "dev.tsv", content))
     assert [e.id for e in examples] == ["0", "3" if name == "qqp" else "1"]  # as the rows of the file
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
@@ -81,15 +75,15 @@ def test_hub_columns_and_classes_are_read(tmp_path, name) -> None:
     features = {"label": {"_type": "ClassLabel", "names": classes}} if classes else {}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     parquet.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), tmp_path / "h.parquet")
-    lines = write(tmp_path, "h.jsonl", "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    lines = write(tmp_path / "h.jsonl", "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
     cells = [",".join(map(str, row.values())) for row in rows]
-    table = write(tmp_path, "h.csv", "\n".join([",".join([*columns, "label", "idx"]), *cells]))
+    table = write(tmp_path / "h.csv", "\n".join([",".join([*columns, "label", "idx"]), *cells]))
     numbered = {"mnli": ["entailment", "neutral", "contradiction"], "stsb": labels}
     want = numbered.get(name, list(PRESETS[name].labels))
     for path in (tmp_path / "h.parquet", lines, table):
         examples = read(PRESETS[name], path)
         assert [e.label for e in examples] == want and examples[0].a == "A text." == (examples[0].b or "A text.")
-    bad = write(tmp_path, "bad.jsonl", json.dumps(rows[0] | {"label": -1 if classes else None}))
+    bad = write(tmp_path / "bad.jsonl", json.dumps(rows[0] | {"label": -1 if classes else None}))
     with pytest.raises(ValueError, match=r"label '-1' is none of|score 'None'|is empty"):
         read(PRESETS[name], bad)
 
@@ -99,11 +93,11 @@ def test_sts_benchmark_has_no_header(tmp_path) -> None:
     start = "main-captions\tMSRvid\t2012test\t0001\t"
     rows = [f'{start}5.000\tA plane, "big.\tAn air plane.\n', f"{start}3.8\tA man.\tA woman.\tsource\tlicence\n"]
     for content in ("".join(rows), "".join(rows[::-1])):
-        examples = read(PRESETS["stsb"], write(tmp_path, "sts-train.csv", content))
+        examples = read(PRESETS["stsb"], write(tmp_path / "sts-train.csv", content))
         found = sorted((e.label, e.a, e.b) for e in examples)
         assert found == [(3.8, "A man.", "A woman."), (5.0, 'A plane, "big.', "An air plane.")]
     with pytest.raises(ValueError, match=r"line 2: no column 'sentence2\|6'; its columns are 0, 1, 2, 3, 4, 5"):
-        read(PRESETS["stsb"], write(tmp_path, "cut.csv", f"{rows[0]}{start}3.8\tA man.\n"))
+        read(PRESETS["stsb"], write(tmp_path / "cut.csv", f"{rows[0]}{start}3.8\tA man.\n"))
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -113,7 +107,7 @@ def test_sts_benchmark_has_no_header(tmp_path) -> None:
     ("v.data", '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n'),
 ])  # fmt: skip
 def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
-    for path in (write(tmp_path, name, content), write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))):
+    for path in (write(tmp_path / name, content), write(tmp_path / f"{name}.gz", gzip.compress(content.encode()))):
         examples = read(PLAIN, path)
         assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
         assert examples[0].where.startswith(f"{path}, line ")
@@ -122,20 +116,20 @@ def test_same_rows_in_any_layout(tmp_path, name, content) -> None:
 def test_unicode_line_ends_are_text(tmp_path) -> None:
     odd = "one\u2028two\x85three\x0bfour"
     for name, content in {"t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n", "t.csv": f"text,label\n{odd},x\nb,y\n"}.items():
-        assert read(PLAIN, write(tmp_path, name, content))[0].a == odd
-    lines = read(PLAIN, write(tmp_path, "l.csv", 'text,label\n"one\ntwo",x\nb,y\n'))
+        assert read(PLAIN, write(tmp_path / name, content))[0].a == odd
+    lines = read(PLAIN, write(tmp_path / "l.csv", 'text,label\n"one\ntwo",x\nb,y\n'))
     assert [(e.a, e.where.rsplit(" ", 1)[1]) for e in lines] == [("one\ntwo", "2"), ("b", "4")]
 
 
 def test_unlabelled_files_need_no_labels(tmp_path) -> None:
-    only = write(tmp_path, "test.tsv", "index\tsentence1\tsentence2\n0\tA.\tB.\n")
+    only = write(tmp_path / "test.tsv", "index\tsentence1\tsentence2\n0\tA.\tB.\n")
     assert read(PRESETS["rte"], only, labelled=False) == [TextExample("0", f"{only}, line 2", "A.", "B.", None)]
-    assert read(PLAIN, write(tmp_path, "dev.tsv", "text\tlabel\na\t\n"), labelled=False)[0].label is None
-    words = write(tmp_path, "t.conll", "one\ntwo\n\nthree\n")
+    assert read(PLAIN, write(tmp_path / "dev.tsv", "text\tlabel\na\t\n"), labelled=False)[0].label is None
+    words = write(tmp_path / "t.conll", "one\ntwo\n\nthree\n")
     want = [(f"{words}, line 1", ("one", "two")), (f"{words}, line 4", ("three",))]
     sentences = [SentenceExample(str(i), *given, None) for i, given in enumerate(want)]
     assert read(TAG, words, labelled=False) == sentences
-    asked = write(tmp_path, "t.json", json.dumps(squad({"id": "q", "question": "Who?"})))
+    asked = write(tmp_path / "t.json", json.dumps(squad({"id": "q", "question": "Who?"})))
     assert read(SQUAD2, asked, labelled=False)[0].answers is None
 
 
@@ -144,12 +138,12 @@ def test_conll_2003_file(tmp_path) -> None:
         "-DOCSTART- -X- -X- O\n\nEU NNP I-NP I-ORG\nrejects VBZ I-VP O\nGerman JJ I-NP I-MISC\n\n"
         "-DOCSTART- -X- O O\n\n\nPeter NNP I-NP I-PER\n"
     )
-    path = write(tmp_path, "eng.train", content)
+    path = write(tmp_path / "eng.train", content)
     assert read(PRESETS["conll2003"], path) == [
         SentenceExample("0", f"{path}, line 3", ("EU", "rejects", "German"), ("I-ORG", "O", "I-MISC")),
         SentenceExample("1", f"{path}, line 10", ("Peter",), ("I-PER",)),
     ]
-    two = write(tmp_path, "train.txt", "-DOCSTART- O\n\nEU I-ORG\nrejects O\n")
+    two = write(tmp_path / "train.txt", "-DOCSTART- O\n\nEU I-ORG\nrejects O\n")
     assert [(e.words, e.tags) for e in read(PRESETS["conll2003"], two)] == [(("EU", "rejects"), ("I-ORG", "O"))]
 
 
@@ -161,7 +155,7 @@ def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
         {"text": "Londoners", "spans": [{"start": 0, "end": 6, "label": "LOC"}]},
         {"text": "नई दिल्ली", "spans": []},
     ]  # fmt: skip
-    path = write(tmp_path, "t.jsonl", "\n".join(map(json.dumps, lines)))
+    path = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, lines)))
     examples = read(TAG, path)
     assert [(e.words, e.tags) for e in examples] == [
         (("Ada", "Lovelace", "(", "London", ")", "!"), ("B-PER", "I-PER", "O", "B-LOC", "O", "O")),
@@ -187,19 +181,19 @@ def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
 
 def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:
     """What parts the sentences may hold a tab or a blank; a word may hold a blank or be but a control character."""
-    path = write(tmp_path, "w.conll", "New York\tS-place\r\n\x1f\tO\r\n\r\n\xa0\tB-x\nc\tE-x\n \t\n\t\nd\tO")
+    path = write(tmp_path / "w.conll", "New York\tS-place\r\n\x1f\tO\r\n\r\n\xa0\tB-x\nc\tE-x\n \t\n\t\nd\tO")
     assert [(e.words, e.tags) for e in read(TAG, path)] == [
         (("New York", "\x1f"), ("S-place", "O")),
         (("\xa0", "c"), ("B-x", "E-x")),
         (("d",), ("O",)),
     ]
-    spaces = write(tmp_path, "p.conll", "dogs  NOUN\nbark  VERB\n")
+    spaces = write(tmp_path / "p.conll", "dogs  NOUN\nbark  VERB\n")
     assert read(custom("tag", metrics=["accuracy"]), spaces)[0].tags == ("NOUN", "VERB")
 
 
 def test_squad_file(tmp_path) -> None:
     no_answer = qa("q2", is_impossible=True, plausible_answers=[{"text": "Rome", "answer_start": 15}])
-    path = write(tmp_path, "dev.json", json.dumps(squad(qa("q1", ("Ada", 0), ("Ada met", 0)), no_answer)))
+    path = write(tmp_path / "dev.json", json.dumps(squad(qa("q1", ("Ada", 0), ("Ada met", 0)), no_answer)))
     first, second = read(SQUAD2, path)
     where = f"{path}, data[0].paragraphs[0], question q1"
     assert first == QuestionExample("q1", where, "Who?", "Ada met Bob in Rome.", (("Ada", 0), ("Ada met", 0)))
@@ -253,7 +247,7 @@ BAD = {
 def test_mistake_in_a_file_is_one_line(tmp_path, case) -> None:
     content, task, message = BAD[case]
     ending = case[case.index(".") :] if "." in case else ""
-    path = write(tmp_path, f"bad{ending}", json.dumps(content) if task is SQUAD2 else content)
+    path = write(tmp_path / f"bad{ending}", json.dumps(content) if task is SQUAD2 else content)
     with pytest.raises(ValueError) as caught:
         read(task, path)
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -263,7 +257,7 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
     """A text that is the query, or one of the positives, is not a negative."""
     chosen, scored = {"positives": ["p"], "negatives": ["n", "q", "p"]}, {"texts": ["a", "b"], "scores": [2, 0.5]}
     lines = (json.dumps({"query": query} | texts) for query, texts in (("q", chosen), ("r", scored)))
-    path = write(tmp_path, "r.jsonl", "\n".join(lines))
+    path = write(tmp_path / "r.jsonl", "\n".join(lines))
     want = [("0", "q", "p", 1.0), ("1", "q", "n", 0.0), ("2", "r", "a", 2.0), ("3", "r", "b", 0.5)]
     assert [(e.id, e.a, e.b, e.label) for e in read(PRESETS["ranking"], path)] == want
     assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
@@ -282,13 +276,13 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
 
 
 def test_labels_of_json_and_label_sets(tmp_path) -> None:
-    path = write(tmp_path, "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
+    path = write(tmp_path / "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
     assert [e.label for e in read(PLAIN, path)] == ["1", "true"]
-    path = write(tmp_path, "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
+    path = write(tmp_path / "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
     assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
     task = custom("multilabel", ["t"], "y")
-    table = write(tmp_path, "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
-    lines = write(tmp_path, "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
+    table = write(tmp_path / "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
+    lines = write(tmp_path / "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
     parquet.write_table(pa.table({"t": ["x", "y", "z"], "y": [["b", "a"], [], ["c"]]}), tmp_path / "a.parquet")
     for path in (table, lines, tmp_path / "a.parquet"):
         assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]

@@ -1,6 +1,5 @@
 """Verification names what is damaged; inspection shows rows as the trainer sees them."""
 
-import hashlib
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from megabert.data.masking import MaskingConfig, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
+from tests.helpers.golden_runs import held_out_of
 from tests.helpers.rows import make_dataset
 
 
@@ -22,9 +22,7 @@ from tests.helpers.rows import make_dataset
 def shards_folder(tmp_path) -> Path:
     """Three shards of 64, 64 and 20 rows and a held-out dataset of one."""
     inner = make_dataset(tmp_path / "data" / "held_out", 8, seed=3)
-    sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
-    held_out = {"path": "held_out", "rows": 8, "manifest_sha256": sha256}
-    shards_folder = make_dataset(tmp_path / "data", 148, held_out=held_out)
+    shards_folder = make_dataset(tmp_path / "data", 148, held_out=held_out_of(inner, 8))
     assert list(inspect_dataset.verify(shards_folder)) == []
     return shards_folder
 
