@@ -3,8 +3,6 @@
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,14 @@ from megabert.commands.doctor import Finding
 from megabert.commands.preflight import RankSurvey, check_shared_files, report, survey
 from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
+from tests.integration.conftest import ROOT, command
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"torch": "2.13.0", "numpy": "2.4.6", "megabert": "abc", "kernel": "6.1", "device": "H100, 80 GiB"}
 WORLD = World(0, 0, 8, torch.device("cpu"), "nccl", "srun")
 
 
 def test_this_machine_is_reported_as_it_is() -> None:
-    command = [sys.executable, "-m", "megabert.commands.doctor", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = command("-m", "megabert.commands.doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {(line["section"], line["name"]): line for line in json.loads(done.stdout)}
     for name in doctor.NEEDED:

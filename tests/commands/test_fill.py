@@ -1,8 +1,6 @@
 """Words and probabilities are those of transformers' pipeline on the exported model, and newer checkpoints are followed."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from megabert.checkpoint import run_lock
 from megabert.commands import export, fill
 from tests.helpers import runs
 from tests.helpers.refusal import refusal
+from tests.integration.conftest import command
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
@@ -73,8 +72,7 @@ def test_it_reads_beside_a_locked_run(world, tmp_path: Path, monkeypatch) -> Non
     half.mkdir()
     (half / "weights.safetensors").write_bytes(b"not yet")
     before = sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*"))
-    command = [sys.executable, "-m", "megabert", "fill", "--model", str(run), "the [MASK]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = command("-m", "megabert", "fill", "--model", run, "the [MASK]")
     assert done.returncode == 0 and done.stdout.count("%") == 5 and not done.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*")) == before
 

@@ -3,8 +3,6 @@
 import gzip
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import pyarrow as pa
@@ -16,8 +14,8 @@ from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import files, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.tasks import group, list_ranges
-from tests.helpers.prep_builds import ROOT
 from tests.helpers.prep_reading import plan, read_all, write_all
+from tests.integration.conftest import command
 
 
 def make(folder, *names):
@@ -66,7 +64,7 @@ for count in (10_000, 100_000):
 
 def test_a_listed_file_costs_few_bytes():
     """Of 100,000 files and their tasks, above 10,000: bytes a file at the peak, beside those of its name."""
-    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, cwd=ROOT)
+    done = command("-c", MANY_FILES)
     assert done.returncode == 0, done.stderr[-2000:]
     few, many = map(int, done.stdout.split())
     assert (many - few) / 90_000 < 90 + len("/text/00000/article-000000000.txt")

@@ -3,15 +3,13 @@
 import gzip
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers import pydoc_corpus, tasks
-from tests.helpers.prep_builds import ROOT
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, records, write, write_all
+from tests.integration.conftest import command
 
 WIKI = b'<doc id="1" title="One">\nOne\n\nFirst text.\nSecond line.\n</doc>\n<doc id="2" title="a > b">\nTwo\n\nOther.\n</doc>\n'
 JSONL = b'{"text": "Alpha one."}\n\n{"n": 2, "text": "Beta \\u00e9."}\n'
@@ -84,8 +82,7 @@ def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
             file.write(b"a line of a block\n" * 12_000_000)
         else:
             file.truncate(1 << 30 if kind == "text" else 1 << 28)  # a hole
-    command = [sys.executable, "-c", LIMITED, path, "text" if kind == "blank" else kind]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = command("-c", LIMITED, path, "text" if kind == "blank" else kind)
     assert done.returncode == 0, done.stderr[-2000:]
     counts, peak = done.stdout.splitlines()
     assert int(counts.split()[0]) < 100 and counts.endswith(f"{{{reason!r}: 1}}")
