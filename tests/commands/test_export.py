@@ -85,17 +85,9 @@ def test_onnx_of_a_run_fills_masks(fields: dict[str, Any], kind: str, tmp_path: 
     pretrained = hf.load(run)
     ours = pretrained.model(torch.device("cpu"))
     with torch.no_grad():
-        inputs = unpacked_inputs(
-            torch.from_numpy(made["input_ids"]), torch.zeros(made["input_ids"].shape, dtype=torch.int64)
-        )
-        want = ours.mlm_logits(ours.encode(**inputs)[0])[:, : pretrained.tokenizer.vocab_size]
+        hidden = ours.encode(**unpacked_inputs(torch.from_numpy(made["input_ids"])))[0]
+        want = ours.mlm_logits(hidden)[:, : pretrained.tokenizer.vocab_size]
     assert abs(want.numpy() - logits[0]).max() <= 1e-4
-
-
-def test_onnx_of_a_causal_run_is_refused(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run", nsp=False, causal=True)
-    said = refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf", "--onnx")
-    assert "--onnx: the run is causal" in said and not (tmp_path / "hf").exists()
 
 
 def test_files_of_an_export_are_replaced_when_asked(tmp_path: Path, capsys) -> None:
@@ -199,18 +191,19 @@ def test_the_card_gives_the_runs_settings_and_figures(tmp_path: Path) -> None:
 
 def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
     run, large = runs.make(tmp_path / "run"), runs.make(tmp_path / "large", vocab_size=300)
-    other = runs.tokenizer(tmp_path / "other", "cased").path
+    causal, other = runs.make(tmp_path / "causal", causal=True), runs.tokenizer(tmp_path / "other", "cased").path
     for model, more, message in (
         (run, ("--tokenizer", other), "is not the tokenizer that"),
         (run, ("--tokenizer", tmp_path / "none"), ": no such file"),
         (large, (), "but the model has 300"),
+        (causal, ("--onnx",), "--onnx: the run is causal"),
     ):
         assert message in refusal(capsys, export.main, "--model", model, "--output", tmp_path / "hf", *more)
     with (run / "checkpoints/step-00000000/weights-00000-of-00001.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
     assert "no checkpoint is whole" in refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["large", "other", "run"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["causal", "large", "other", "run"]
 
 
 @pytest.mark.slow

@@ -54,7 +54,6 @@ def test_pairs_and_finetuning_warn_of_unknown_texts(run: Path, capsys) -> None:
     words = [SentenceExample("0", "", tuple(UNKNOWN.split()), ("O", "X"))]
     encode_splits(TAG, {"train": words}, found.tokenizer, SETTINGS)
     assert warned(capsys.readouterr().err, "the train file")
-    encode_splits(
-        PRESETS["squad1.1"], {"train": [QuestionExample("q", "", "the fox", UNKNOWN, ())]}, found.tokenizer, SETTINGS
-    )
+    asked = {"train": [QuestionExample("q", "", "the fox", UNKNOWN, ())]}
+    encode_splits(PRESETS["squad1.1"], asked, found.tokenizer, SETTINGS)
     assert warned(capsys.readouterr().err, "the train file")

@@ -221,10 +221,8 @@ def hand_made(folder, strategy="token"):
     ids = np.array([[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]], np.uint16)
     bounds = np.array([[[6, 4], [4, 4], [0, 0]], [[12, 12], [0, 0], [0, 0]]], np.uint16)
     isnext = np.array([[1, -1, -1], [-1, -1, -1]], np.int8)
-    dataset, masking = (
-        Dataset(make_dataset(folder, 2, seq_len=12, arrays=(ids, bounds, isnext))),
-        MaskingConfig(strategy=strategy),
-    )
+    dataset = Dataset(make_dataset(folder, 2, seq_len=12, arrays=(ids, bounds, isnext)))
+    masking = MaskingConfig(strategy=strategy)
     (batch,) = eval_batches(dataset, vocabulary(), micro_batch=2, seed=1, masking=masking)
     assert (batch.tokens, batch.sequences) == (22, 3)
     assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]

@@ -19,10 +19,9 @@ def independent_order(shards, block_rows, seed, epoch):
 
     first, blocks = 0, []
     for rows in shards:
-        blocks.append(
-            [list(range(i, min(i + block_rows, first + rows))) for i in range(first, first + rows, block_rows)]
-        )
-        first += rows
+        end = first + rows
+        blocks.append([list(range(i, min(i + block_rows, end))) for i in range(first, end, block_rows)])
+        first = end
     together = min(len(shards), -(-64 // max(map(len, blocks))))
     blocks = shuffled(blocks, b"shard")
     groups = [flat(blocks[i : i + together]) for i in range(0, len(blocks), together)]

@@ -112,9 +112,8 @@ def test_a_text_has_the_ids_of_its_build(built, tmp_path):
         ((_, read),) = KeptDocuments(0, 0, mask="", held_tokens=0).load(job)
         built_ids = np.split(read.tokens, np.cumsum(read.document_tokens())[:-1])
         used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
-        items = TaskEncoding(used, tokenizer, ("0", "1"), 1 << 20).encode(
-            [TextExample("", "", text, None, None) for text in texts]
-        )
+        examples = [TextExample("", "", text, None, None) for text in texts]
+        items = TaskEncoding(used, tokenizer, ("0", "1"), 1 << 20).encode(examples)
         exported = tokenizer_files.build(tokenizer)
         for i, (text, ids, item) in enumerate(zip(texts, built_ids, items, strict=True)):
             assert item.ids[1:-1].tolist() == ids.tolist()

@@ -39,9 +39,8 @@ def student(cfg: Config) -> distillation.Student:
 
 
 def labelled(positions: Tensor, labels: Tensor) -> list[tuple[int, int]]:
-    return [
-        (at, label) for at, label in torch.stack([positions.long(), labels], -1).flatten(0, -2).tolist() if label >= 0
-    ]
+    places = zip(positions.flatten().tolist(), labels.flatten().tolist(), strict=True)
+    return [(at, label) for at, label in places if label >= 0]
 
 
 def oracle(cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch) -> list[Tensor]:

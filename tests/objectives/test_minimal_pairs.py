@@ -150,11 +150,8 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     engine = tiny.engine(config, world)
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
     pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
-    called, whole = (
-        mock.Mock(),
-        mock.patch.object(tokenizer_files, "exported", lambda _: None),
-    )  # of numbers there is none
-    with whole, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
+    called, none = mock.Mock(), mock.patch.object(tokenizer_files, "exported", lambda _: None)
+    with none, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
         return PairsWhileTraining(pairs, scorer, world).evaluate(called), called.call_count
 
 

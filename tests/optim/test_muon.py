@@ -170,9 +170,8 @@ def test_queries_keys_and_values_are_separate_matrices():
     names = [n for n, _ in model.named_parameters()]
     of_layer = ([(32, 32)] * 3, [(32, 32)], [(128, 32)], [(32, 128)])
     shapes = {names[index]: [(m.rows, m.columns) for m in matrices] for index, matrices in found.items()}
-    assert shapes == {
-        f"layers.{n}.{m}": shape for n in (0, 1) for m, shape in zip(LAYERS_MATRICES, of_layer, strict=True)
-    }
+    of_name = dict(zip(LAYERS_MATRICES, of_layer, strict=True))
+    assert shapes == {f"layers.{n}.{m}": shape for n in (0, 1) for m, shape in of_name.items()}
     assert all(m.begin == 1024 * n for matrices in found.values() for n, m in enumerate(matrices))
     groups = build_optimizer(OptimizerConfig(name="muon", weight_decay=DECAY), model).param_groups
     listed = [id(p) for group in groups for p in group["params"]]

@@ -162,9 +162,8 @@ def test_optimizer_shares_and_muons_traffic() -> None:
     # bytes of the matrices in 16 bits that one of 8 ranks holds
     share = 2 * 48 * 1_024 * 4_096 / 8
     for stage, sent in ((1, 2 * 7 / 8 * share), (3, 2 * 7 / 8 * share), (0, 7 * share)):
-        with_muon, without = (
-            times.traffic(MODEL, 1, 8, system(replace(software, zero=stage), FREE)) for software in (muon, PLAIN)
-        )
+        both = [system(replace(software, zero=stage), FREE) for software in (muon, PLAIN)]
+        with_muon, without = (times.traffic(MODEL, 1, 8, one) for one in both)
         assert with_muon.during == without.during
         assert with_muon.after[0] - without.after[0] == pytest.approx(sent / H100.link)
 

@@ -267,11 +267,11 @@ def test_the_time_on_this_cpu(monkeypatch) -> None:
     monkeypatch.setattr(workload.environment, "cpu_flags", lambda: {"amx_bf16"})
     for precision, share in (("fp32", 0.65), ("bf16", 0.25)):
         cfg = base(f"precision={precision}", "schedule.total_steps=100")
-        flops = workload.work(workload.with_vocabulary(cfg, None), None).flops(workload.with_vocabulary(cfg, None))
+        sized = workload.with_vocabulary(cfg, None)
+        flops = workload.work(sized, None).flops(sized)
         seconds = flops / (share * 1e11)
-        assert f"time     {seconds:.3g} s an update, {seconds / 36:.3g} hours on this CPU" in workload.report(
-            cfg, 1, this_cpu=True
-        )
+        shown = workload.report(cfg, 1, this_cpu=True)
+        assert f"time     {seconds:.3g} s an update, {seconds / 36:.3g} hours on this CPU" in shown
     timed = base("precision=fp32", "schedule.by=minutes", "schedule.budget_minutes=30")
     assert f"{1800 / (flops / 0.65e11):,.0f} updates on this CPU" in workload.report(timed, 1, this_cpu=True)
 

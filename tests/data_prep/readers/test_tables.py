@@ -32,11 +32,10 @@ def test_text_column_is_read(name, type_, tmp_path):
 @either
 def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
     column = pa.array([b"good"] * 555 + [b"bad \xff"] + [b"good"] * 44, pa.binary()).view(pa.string())
-    found, problems = refuse(
-        write_table(tmp_path / name, pa.table({"text": column})), rf"{name}: row 555: invalid UTF-8"
-    )
+    path = write_table(tmp_path / name, pa.table({"text": column}))
+    found, problems = refuse(path, rf"{name}: row 555: invalid UTF-8")
     assert len(found) == 599 and problems.counts == {"invalid UTF-8": 1}
-    assert problems.lost == {"invalid UTF-8": {"bytes": 5, "files": [f"{tmp_path}/{name}"]}}
+    assert problems.lost == {"invalid UTF-8": {"bytes": 5, "files": [str(path)]}}
 
 
 @either
