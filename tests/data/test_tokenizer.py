@@ -265,12 +265,15 @@ def test_casing_comes_from_config_or_caller(tmp_path, tokens, text):
 
 
 def test_a_malformed_casing_config_is_named(tmp_path):
-    path = vocabulary(tmp_path / "v", KOREAN, do_lower_case="no")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"):
-        Tokenizer.load(path)
-    path.with_name("tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a JSON object"):
-        Tokenizer.load(path)
+    path = vocabulary(tmp_path / "v", KOREAN)
+    for config, message in (
+        ('{"do_lower_case": "no"}', r"tokenizer_config.json: do_lower_case is 'no', must be true or false"),
+        ('{"unicode_form": "NFD"}', "unicode_form is 'NFD', must be one of NFC, NFKC, none"),
+        ("[]", "is not a JSON object"),
+    ):
+        path.with_name("tokenizer_config.json").write_text(config)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(path)
 
 
 def test_texts_are_encoded_as_in_a_dataset(tokenizer):

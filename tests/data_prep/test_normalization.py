@@ -154,21 +154,13 @@ def test_a_tokenizer_is_trained_to_the_same_bytes(kind: str) -> None:
     assert train_files(lines, options) == train_files(lines, options)
 
 
-VOCABULARY = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n"
-
-
 def test_model_of_an_earlier_version_reads_as_before(tmp_path: Path) -> None:
     """Its character map is SentencePiece's nmt_nfkc, and a vocabulary beside a config keeps its digest."""
     old = Tokenizer.load(write(tmp_path / "tokenizer.model", runs.sentencepiece_model()))
     assert old.form == "NFC" and old.encode_texts(["x² ▁ the"]) == old.encode_texts(["x2 the"])
-    write_all(tmp_path, {"vocab.txt": VOCABULARY, "tokenizer_config.json": '{"do_lower_case": false}'})
+    vocabulary = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n"
+    write_all(tmp_path, {"vocab.txt": vocabulary, "tokenizer_config.json": '{"do_lower_case": false}'})
     fields = b'{\n "ideographs": true,\n "lowercase": false,\n "strip_accents": false\n}\n'
     again = Tokenizer.load(tmp_path / "vocab.txt")
-    assert again.sha256 == hashlib.sha256(VOCABULARY + b"\0" + fields).hexdigest()
+    assert again.sha256 == hashlib.sha256(vocabulary + b"\0" + fields).hexdigest()
     assert again.encode_texts(["th\u200ce"]) == [[5]]  # BERT drops a format character
-
-
-def test_an_unknown_form_is_named(tmp_path: Path) -> None:
-    write_all(tmp_path, {"vocab.txt": VOCABULARY, "tokenizer_config.json": '{"unicode_form": "NFD"}'})
-    with pytest.raises(ValueError, match="unicode_form is 'NFD', must be one of NFC, NFKC, none"):
-        Tokenizer.load(tmp_path / "vocab.txt")
