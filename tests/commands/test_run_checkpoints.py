@@ -21,6 +21,7 @@ from tests.helpers import finetuned, runs
 from tests.helpers.hub import PRIVATE, READ_TOKEN, TOKEN, Hub
 from tests.helpers.prep_reading import contents
 from tests.helpers.refusal import refusal
+from tests.integration.conftest import command
 from tests.test_held_out_by_dataset import DATA, SMALL, random_rows, trained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,8 +135,7 @@ def assert_checkpoints_are_branches(run: Path, hub: Hub, folder: Path) -> None:
 def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tmp_path: Path, capsys) -> None:
     assert push(run, "--revisions") == 0
     assert_checkpoints_are_branches(run, model_hub, tmp_path / "local")
-    read = [sys.executable, "-c", READ, tmp_path / "local"]
-    done = subprocess.run(read, cwd=tmp_path, capture_output=True, text=True)
+    done = command("-c", READ, tmp_path / "local")
     assert done.stdout == "equal\n", done.stderr
     summary = f"MegaBERT {load_weights(run)[1]['revision']}"
     steps = [(f"step-{step}", f"Step {step}, {summary}") for step in (1, 2, 3)]
@@ -152,9 +152,9 @@ def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tm
 
 @pytest.mark.parametrize("at", ["branch", "large", "commit"])
 def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
-    command += ["--output", tmp_path / "hf"]
-    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    words = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
+    words += ["--output", tmp_path / "hf"]
+    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     # of the second checkpoint, or of the first one's second file
     model_hub.kill(process, 2, lambda method, path: method != "GET" and f"/{at}/" in path)
     before = list(model_hub.uploads)

@@ -1,9 +1,6 @@
 """A Hugging Face folder loads as a run does, with transformers' own numbers; nothing of it is run, nothing is written."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from megabert.model import unpacked_inputs
 from tests.commands.test_convert import make, rewrite
 from tests.helpers import fast_tokenizers, hub, runs
 from tests.helpers.refusal import refusal
+from tests.integration.conftest import command
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 7, "eos_token_id": 8, "cls_token_id": 7, "sep_token_id": 8}
@@ -197,12 +195,6 @@ print(codes)
 """
 
 
-def call(address: str, folder: Path, out: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(folder / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-c", CALLS, str(folder / out)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True])
 def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
@@ -212,12 +204,13 @@ def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
         torch.save(load_file(tmp_path / "hf/model.safetensors"), tmp_path / "hf/pytorch_model.bin")
         (tmp_path / "hf/model.safetensors").unlink()
     with hub.serving("some/bert", tmp_path / "hf") as address:
-        done = call(address, tmp_path, "start")
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        done = command("-c", CALLS, tmp_path / "start", **env)
     assert "[0, 2, 0]" in done.stdout and done.stdout.startswith("[MASK]  "), done.stdout + done.stderr
     assert done.stderr.count("\n") == 1
     assert "error: some/bret: no such folder, and the hub has no model of that name, or none that is" in done.stderr
     assert (tmp_path / "start/config.toml").is_file()
-    away = call(address, tmp_path, "start2")
+    away = command("-c", CALLS, tmp_path / "start2", **env)
     assert "[0, 4, 0]" in away.stdout and away.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     assert "some/bret: no such folder, and the hub cannot be reached" in away.stderr
 
