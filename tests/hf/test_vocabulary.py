@@ -34,10 +34,6 @@ def vectors(model: Pretrained, i: int) -> list[Tensor]:
     return [model.weights[name][i] for name in TABLES]
 
 
-def states(model: Pretrained, ids: Tensor) -> Tensor:
-    return model.model(CPU).encode(**unpacked_inputs(ids)).detach()
-
-
 def transplanted(tmp_path: Path, kind: str = "uncased", **fields: object) -> tuple[Pretrained, Pretrained]:
     """A run with a vocabulary of `kind`, and what becomes of it with a byte-level one."""
     old = runs.make(tmp_path / "old", kind, fields={"nsp": False, **fields})
@@ -162,7 +158,8 @@ def test_roberta_positions_follow_the_new_padding(tmp_path):
     again = convert.convert(tmp_path / "new", tmp_path / "again", vocab=tmp_path / "old")
     assert again.config.model.first_position == 1
     text = "the sea over the river"
-    torch.testing.assert_close(*(states(model, model.tokenizer(text)) for model in (old, again)))
+    inputs = ((model.model(CPU), unpacked_inputs(model.tokenizer(text))) for model in (old, again))
+    torch.testing.assert_close(*(encoder.encode(**given).detach() for encoder, given in inputs))
 
 
 def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):

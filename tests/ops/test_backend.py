@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
 from megabert import ops
+from megabert.common.environment import cpu_flags
 from megabert.config import OpsConfig
 from megabert.ops import backend
 from tests.conftest import ROOT
@@ -131,15 +131,13 @@ def test_a_gpu_that_native_kernels_cannot_use_is_named(hip, kernels, releases, r
 
 def instruction_sets() -> list[str]:
     """That this machine has, its best last."""
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().split()) if info.is_file() else set()
     needs = {
         "avx2": {"avx2", "fma"},
         "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
         "avx512bf16": {"avx512f", "avx512_bf16"},
         "amx": {"avx512_bf16", "amx_tile", "amx_bf16"},
     }
-    return ["generic", *(name for name, wanted in needs.items() if wanted <= flags)]
+    return ["generic", *(name for name, wanted in needs.items() if wanted <= cpu_flags())]
 
 
 def run(command: list[str], isa: str) -> subprocess.CompletedProcess[str]:

@@ -23,16 +23,12 @@ from tests.helpers.prep_texts import encoded
 WORDS, CHARACTERS = 3, 5
 
 
-def units_of(texts: list[str], tokenizer_file: Path) -> Units:
-    """Units of documents as the build makes them, a paragraph each."""
-    documents = [[text] for text in texts]
-    return minhash.units(encoded(documents, Tokenizer.load(tokenizer_file)), documents)
-
-
 def test_shingles_stay_inside_documents(tokenizer_file: Path) -> None:
     texts = ["a b c d", "b c d", "a b", "b a", "a", "", "d c b", "b c d a b c"]
     texts += ["東京に行く", "私は東京に行く", "go 東京 \u200b b c d"]
-    found, edges = minhash.shingles(units_of(texts, tokenizer_file), WORDS, CHARACTERS)
+    documents = [[text] for text in texts]
+    units = minhash.units(encoded(documents, Tokenizer.load(tokenizer_file)), documents)
+    found, edges = minhash.shingles(units, WORDS, CHARACTERS)
     places = [(words, range(max(len(words) - WORDS + 1, bool(words)))) for words in map(str.split, texts)]
     expected = [[tuple(words[i : i + WORDS]) for i in starts] for words, starts in places]
     expected[-3:] = [[tuple("東京に行く")], [tuple("私は東京に"), tuple("は東京に行"), tuple("東京に行く")]]
