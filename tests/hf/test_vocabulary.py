@@ -158,8 +158,8 @@ def test_roberta_positions_follow_the_new_padding(tmp_path):
     again = convert.convert(tmp_path / "new", tmp_path / "again", vocab=tmp_path / "old")
     assert again.config.model.first_position == 1
     text = "the sea over the river"
-    inputs = ((model.model(CPU), unpacked_inputs(model.tokenizer(text))) for model in (old, again))
-    torch.testing.assert_close(*(encoder.encode(**given).detach() for encoder, given in inputs))
+    hidden = [model.model(CPU).encode(**unpacked_inputs(model.tokenizer(text))).detach() for model in (old, again)]
+    torch.testing.assert_close(*hidden)
 
 
 def test_an_unfit_vocabulary_is_refused_by_name(tmp_path, capsys):
