@@ -73,7 +73,7 @@ def test_held_out_documents_are_in_no_training_row(built):
 def test_lowercase_tokenizer_and_one_held_out_passage(topics, tmp_path):
     write_all(tmp_path, {f"{i:02}.txt": text for i, text in enumerate(topics[:30])})
     output, options = tmp_path / "out", {"model_type": "bpe", "lowercase": True, "held_out": 0.0001}
-    build(tmp_path / "*.txt", output, vocab_size=600, seed=1, workers=2, **options)
+    build_here(tmp_path / "*.txt", output, vocab_size=600, seed=1, workers=2, **options)
     held = json.loads((output / "held_out" / "manifest.json").read_text())
     assert held["statistics"]["documents"] == 0 and held["tokenizer"]["file"] == "../tokenizer.model"
     assert Dataset(output).manifest.held_out["passages"] == 1 and 100 < held["statistics"]["corpus_tokens"] < 300
@@ -93,12 +93,14 @@ def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
     assert made[1] == made[2] != made[0]
 
 
-def test_a_document_that_may_be_many_is_said(tokenizer_file, tmp_path):
+def test_a_document_that_may_be_many_is_said(tokenizer_file, tmp_path, capsys):
     paragraphs = [f"Paragraph {i} of a book or document {i} of many?" for i in range(400)]
     folder = write(tmp_path / "in" / "merged.txt", "\n\n".join(paragraphs)).parent
-    guessed = build(folder, tmp_path / "guessed", tokenizer=tokenizer_file, workers=1)
-    assert f"{folder}: a document of plain text is a file" in guessed.stdout
-    assert re.search(r"documents  input: 1, 1\.0 a file, the largest of 0\.02 MB in \S+merged\.txt", guessed.stdout)
-    assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; --text-documents blank-line" in guessed.stderr
-    chosen = build(folder, tmp_path / "chosen", tokenizer=tokenizer_file, workers=1, text_documents="blank-line")
-    assert "blank-line blocks" not in chosen.stderr and "documents  input: 400, 400.0 a file" in chosen.stdout
+    build_here(folder, tmp_path / "guessed", tokenizer=tokenizer_file, workers=1)
+    guessed = capsys.readouterr()
+    assert f"{folder}: a document of plain text is a file" in guessed.out
+    assert re.search(r"documents  input: 1, 1\.0 a file, the largest of 0\.02 MB in \S+merged\.txt", guessed.out)
+    assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; --text-documents blank-line" in guessed.err
+    build_here(folder, tmp_path / "chosen", tokenizer=tokenizer_file, workers=1, text_documents="blank-line")
+    chosen = capsys.readouterr()
+    assert "blank-line blocks" not in chosen.err and "documents  input: 400, 400.0 a file" in chosen.out

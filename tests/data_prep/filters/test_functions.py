@@ -8,7 +8,7 @@ import pytest
 from data_prep.common.errors import BadInput
 from data_prep.filters.functions import FilterFunction
 from tests.helpers import prep_builds
-from tests.helpers.prep_builds import error_of, report
+from tests.helpers.prep_builds import build_here, error_of, report
 from tests.helpers.prep_reading import records, write
 
 SOURCE = """
@@ -79,5 +79,5 @@ def test_training_shows_functions_what_reading_does(filters, tmp_path):
     path = write(tmp_path / "a.jsonl", records(["  ", "Short.", "A heading", *LINES]))
     filters.write_text("def keep(text):\n    return len(text.split()[4]) > 1")
     options = {"seq_len": 32, "held_out": 0, "vocab_size": 60, "workers": 1}
-    prep_builds.build(path, tmp_path / "out", filters=("min-words=5", f"{filters}:keep"), **options)
-    assert report(tmp_path / "out")["dropped"]["reasons"] == {"empty": 1, "min-words": 2}
+    facts = build_here(path, tmp_path / "out", filters=("min-words=5", f"{filters}:keep"), **options)
+    assert facts["dropped"]["reasons"] == {"empty": 1, "min-words": 2}

@@ -23,7 +23,7 @@ from data_prep.readers import inline_templates, mediawiki, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.wikitext import prose
 from data_prep.stages import unpack
-from tests.helpers.prep_builds import build, report
+from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import archive, plan, read_all, refuse, write
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
@@ -301,13 +301,14 @@ def test_index_of_a_multistream_dump_is_left_out(size, tmp_path):
     assert found == ["Text of A."] and problems.counts == {"index of a dump, left out": 1}
 
 
-def test_report_counts_what_was_dropped_from_pages(tokenizer_file, tmp_path):
+def test_report_counts_what_was_dropped_from_pages(tokenizer_file, tmp_path, capsys):
     pages = [page(f"P{i}", f"Page {i} is long. It is {{{{unknown|{i}}}}} old.\n* Item") for i in range(30)]
     path = write(tmp_path / "d.xml", dump(pages))
-    result = build(path, tmp_path / "out", tokenizer=tokenizer_file, seq_len=64)
+    report = build_here(path, tmp_path / "out", tokenizer=tokenizer_file, seq_len=64, workers=1)
     want = {"list items that are not sentences": 30, "sentences with a template of unknown text": 30}
-    assert report(tmp_path / "out")["changed"] == want
-    assert "list items that are not sentences 30, sentences with a template of unknown text 30\n" in result.stdout
+    assert report["changed"] == want
+    counts = "list items that are not sentences 30, sentences with a template of unknown text 30\n"
+    assert counts in capsys.readouterr().out
 
 
 def test_left_out_pages_are_counted(tmp_path):
