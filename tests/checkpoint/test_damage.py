@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is never used; none is an error and never step 0."""
+"""A checkpoint that is not whole is never used; none is an error and never step 0. One of a later version stays as it is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from megabert.checkpoint import Checkpoints
-from megabert.checkpoint.format import SEAL
+from megabert.checkpoint import Checkpoints, load_weights
+from megabert.checkpoint.format import SCHEMA, SEAL
 from megabert.common.files import sealed
-from tests.checkpoint.test_store import MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings, state
-from tests.helpers import tiny
+from megabert.distributed.ranks import World
+from tests.checkpoint.test_store import MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings, state, steps
+from tests.helpers import runs, tiny
+from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_ranks import ALONE
 
 
@@ -112,6 +114,23 @@ def test_a_forged_manifest_is_damage(tmp_path, capsys):
         reseal(manifest, change)
         assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010", message
         assert message in capsys.readouterr().err
+
+
+def refusal(world: World, run: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        Checkpoints(run, world, settings()).latest()
+    return str(refused.value)
+
+
+def test_a_newer_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run = runs.make(tmp_path / "run")
+    reseal(run / "checkpoints/step-00000000/manifest.json", lambda body: body.update(schema=SCHEMA + 1))
+    newer = f"has format {SCHEMA + 1}, which a later version of MegaBERT wrote; this one reads {SCHEMA}: update it"
+    first, second = run_ranks(2, refusal, str(run))
+    assert newer in first and first == second
+    assert steps(run) == [0]  # nothing is renamed
+    with pytest.raises(ValueError, match="later version of MegaBERT"):
+        load_weights(run)
 
 
 def test_links_and_sizes_are_refused_before_reading(tmp_path, capsys):

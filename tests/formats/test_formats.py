@@ -14,6 +14,7 @@ import megabert
 from data_prep.report import inspect_dataset
 from megabert.commands import export, verify
 from megabert.common.run_files import METRICS
+from megabert.data.shards import Dataset
 from megabert.finetune.__main__ import main as finetune
 from tests.formats import make
 from tests.helpers.refusal import refusal
@@ -67,6 +68,13 @@ def test_the_export_is_read_and_made_again(folder: Path) -> None:
     texts = Path(make.TEXTS).read_text().splitlines()
     of_run, of_export = (megabert.load(name).tokenizer(texts) for name in ("run", "export"))
     assert of_run.equal(of_export)
+
+
+def test_a_newer_dataset_is_refused(folder: Path) -> None:
+    file = Path("data/manifest.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": 2}))
+    with pytest.raises(ValueError, match=r"manifest\.json: has format 2, which a later version .* reads 1: update it"):
+        Dataset("data")
 
 
 def test_a_newer_fine_tuned_model_is_refused(folder: Path, capsys) -> None:
