@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import re
 import shutil
 import signal
 import sys
@@ -67,6 +69,34 @@ def world() -> Iterator[Any]:
 
     yield ranks.init(ranks.discover({}))
     ranks.shutdown()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 600 KB of English: the topics of Python's language reference, one a document."""
+    from tests.helpers import once
+
+    def make(folder: Path) -> None:
+        from pydoc_data.topics import topics
+
+        documents = [re.sub(r"[*`\\]+", "", text) for _, text in sorted(topics.items())]
+        folder.mkdir()
+        (folder / "topics.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+
+    return once.folder(tmp_path_factory, "corpus", make)
+
+
+@pytest.fixture(scope="session")
+def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build of that."""
+    from tests.helpers import once
+    from tests.integration.conftest import output_of
+
+    def make(folder: Path) -> None:
+        options = ("--seq-len", 64, "--vocab-size", 2000, "--workers", 2, "--held-out", 0.05, "--nsp")
+        output_of("prep", "build", "--input", corpus, "--output", folder, *options)
+
+    return once.folder(tmp_path_factory, "topics", make)
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,15 @@
-"""Commands as they are typed, and one small real dataset a test session: Python's own documentation."""
+"""Commands as they are typed, and what runs leave."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.helpers import forked, once
+from tests.helpers import forked
 from tests.helpers.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,26 +69,3 @@ def end(job: Job, *codes: int, within: float = 120) -> str:
     """What a job printed, without a traceback, after its ranks have ended with these codes."""
     assert job.codes(within) == list(codes) and "Traceback" not in job.output, job.output
     return job.output
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 600 KB of English: the topics of Python's language reference, one a document."""
-
-    def make(folder: Path) -> None:
-        from pydoc_data.topics import topics
-
-        documents = [re.sub(r"[*`\\]+", "", text) for _, text in sorted(topics.items())]
-        folder.mkdir()
-        (folder / "topics.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-
-    return once.folder(tmp_path_factory, "corpus", make)
-
-
-@pytest.fixture(scope="session")
-def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def make(folder: Path) -> None:
-        options = ("--seq-len", 64, "--vocab-size", 2000, "--workers", 2, "--held-out", 0.05, "--nsp")
-        output_of("prep", "build", "--input", corpus, "--output", folder, *options)
-
-    return once.folder(tmp_path_factory, "topics", make)

@@ -1,10 +1,9 @@
-"""The datasets of the integration tests, and one SLURM a session."""
+"""One SLURM a session."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.conftest import corpus, dataset  # noqa: F401 - fixtures
 from tests.slurm.cluster import Cluster
 
 
