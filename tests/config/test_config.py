@@ -51,6 +51,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["precision=fp16"], "precision: Input should be 'auto', 'bf16' or 'fp32' (got 'fp16')"),
         (["zero.stage=5"], "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
+        (["batch.global_size=0"], "batch.global_size: Input should be"),
         (["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number (got inf)"),
         (["model.init_std=nan"], "model.init_std: Input should be a finite number (got nan)"),
         (["model.heads=7"], "model.heads=7 does not divide model.hidden=768"),
