@@ -38,7 +38,8 @@ class Job:
         script = run.parent / f"driver-{run.name}.py" if driver else None
         if script:
             script.write_text(driver)
-        self.log = Path(tempfile.mkstemp(".log", f"{run.name}-", run.parent)[1])
+        with tempfile.NamedTemporaryFile(suffix=".log", prefix=f"{run.name}-", dir=run.parent, delete=False) as log:
+            self.log = Path(log.name)
         self._read = 0
         base = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
         words = list(map(str, command)) or ["train", *arguments]

@@ -130,8 +130,8 @@ class Pod:
         env |= {"RESTART_WAIT": "1"} | more
         args = [word.replace("/runs/", f"{disks}/runs/") for word in container["args"]]
         disks.mkdir(exist_ok=True)
-        self.log = Path(tempfile.mkstemp(".log", f"pod{index}-", disks)[1])
-        with self.log.open("wb") as log:
+        with tempfile.NamedTemporaryFile(suffix=".log", prefix=f"pod{index}-", dir=disks, delete=False) as log:
+            self.log = Path(log.name)
             words = [*container["command"], *args]
             self.process = subprocess.Popen(words, cwd=ROOT, env=os.environ | env, stdout=log, stderr=log)
 
