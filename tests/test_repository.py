@@ -16,7 +16,8 @@ import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-SHELL = ["launch/*.sh", "launch/kubernetes/*.sh", "launch/*.slurm", "examples/*.sh", ".ci/run"]
+SHELL = ("launch/*.sh", "launch/kubernetes/*.sh", "launch/*.slurm", "examples/*.sh", ".ci/run")
+SCRIPTS = [path for pattern in SHELL for path in sorted(ROOT.glob(pattern))]
 MINIMAL = """
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -41,10 +42,6 @@ def tracked(*patterns: str) -> list[Path]:
     made = re.compile(r"^(\.(?!ci/|gitignore)|build/|dist/|runs/|data/)|__pycache__|\.egg-info|\.so$")
     found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
     return [path for path in found if not made.search(path.relative_to(ROOT).as_posix())]
-
-
-def scripts() -> list[Path]:
-    return [path for pattern in SHELL for path in sorted(ROOT.glob(pattern))]
 
 
 def copy_of_the_build(folder: Path, **files: str) -> Path:
@@ -81,7 +78,7 @@ def test_every_requirement_is_pinned_to_a_tested_version() -> None:
     assert [str(r) for r in requirements if not r.specifier.contains(pins[r.name])] == []
 
 
-@pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shell_scripts_parse_and_stop_at_errors(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
     text = script.read_text()
@@ -230,10 +227,8 @@ def test_the_package_is_imported_at_once() -> None:
 
 
 def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
-    folder, missing = (
-        copy_of_the_build(tmp_path, registration__cpp=MINIMAL),
-        {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"},
-    )
+    folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
+    missing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
     for asked, error in (("1", "error: MEGABERT_CUDA=1 and no nvcc"), ("yes", "error: MEGABERT_CUDA=yes")):
         done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA=asked, **missing)
         assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(error), done.stderr
@@ -295,16 +290,9 @@ def test_the_source_package_holds_what_the_build_needs(tmp_path) -> None:
     (archive,) = tmp_path.glob("megabert-*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "out", filter="data")
     (root,) = (tmp_path / "out").iterdir()
-    files = (
-        "csrc/**/*",
-        "csrc/*",
-        "launch/*",
-        "launch/**/*",
-        "megabert/**/*.py",
-        "data_prep/**/*.py",
-        "megabert/presets/*",
+    needed = tracked(
+        "csrc/**/*", "csrc/*", "launch/*", "launch/**/*", "megabert/**/*.py", "data_prep/**/*.py", "megabert/presets/*"
     )
-    needed = tracked(*files)
     assert [path for path in needed if not (root / path.relative_to(ROOT)).is_file()] == []
     assert {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= {*os.listdir(root)}
     assert not list(root.rglob("*.so"))

@@ -89,28 +89,14 @@ def main(version: str) -> None:
     write_texts(folder)
     (folder / "run.toml").write_text(TRAINING)
     sizes = ("--seq-len", "32", "--vocab-size", "96", "--held-out", "0.1")
-    run(
-        folder, "prep", "build", "--input", TEXTS, "--output", "data", "--nsp", "--text-documents", "blank-line", *sizes
-    )
+    documents = ("--nsp", "--text-documents", "blank-line")
+    run(folder, "prep", "build", "--input", TEXTS, "--output", "data", *documents, *sizes)
     training = ("--config", "run.toml", "--data", "data", "--run", "run")
     run(folder, "train", *training, "--stop-after", str(STOPPED))
     shutil.rmtree(folder / "run/lock")  # of this machine
     task = ("--kind", "classify", "--text", "sentence", "--label", "label", "--train", TASK, "--dev", TASK)
-    run(
-        folder,
-        "finetune",
-        "--model",
-        "run",
-        *task,
-        "--output",
-        "trained",
-        "--lr",
-        "1e-2",
-        "--epochs",
-        "40",
-        "--batch",
-        "8",
-    )
+    tuning = ("--output", "trained", "--lr", "1e-2", "--epochs", "40", "--batch", "8")
+    run(folder, "finetune", "--model", "run", *task, *tuning)
     shutil.move(folder / "trained/seed1/best", folder / "finetuned")
     shutil.rmtree(folder / "trained")
     run(folder, "finetune", "--model", "finetuned", "--predict", TASK, "--output", "predictions.tsv")
