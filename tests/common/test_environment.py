@@ -113,3 +113,4 @@ def test_waiting_for_a_core_is_counted():
     finally:
         for process in busy:
             process.kill()
+            process.wait()

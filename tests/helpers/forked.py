@@ -56,17 +56,17 @@ class Forked:
 def run(
     argv: Sequence[Any], env: Mapping[str, str], timeout: float, ranks: int = 1
 ) -> subprocess.CompletedProcess[str]:
-    """`megabert argv…` to its end, as subprocess.run with its output captured; the exit code is the ranks' largest."""
+    """`megabert argv…` to its end, as subprocess.run with its output captured; the exit code is 0 if every rank's is."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         words = [str(word) for word in argv]
         processes = [Forked(words, {**env, **rank}, output, errors) for rank in environments(ranks)]
         try:
-            code = max(process.wait(timeout) for process in processes)
+            codes = [process.wait(timeout) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-        return subprocess.CompletedProcess(list(argv), code, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(list(argv), max(codes, key=abs), output.read_text(), errors.read_text())
 
 
 def environments(ranks: int) -> list[dict[str, str]]:

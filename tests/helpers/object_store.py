@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.hardware import free_port
+
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "not-to-be-logged",
@@ -33,9 +35,7 @@ Fault = Callable[[str, str, int], str]
 @contextmanager
 def s3_server(log: Path) -> Iterator[int]:
     """A server without objects; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
