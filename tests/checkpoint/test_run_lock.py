@@ -24,6 +24,7 @@ from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import RankRefused, World
 from tests.helpers.ranks import CONTEXT, run_ranks
 from tests.helpers.simulated_ranks import ALONE
+from tests.helpers.waiting import wait_until
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 # linux/sched.h, linux/prctl.h
@@ -86,11 +87,8 @@ class Job:
 
     def outcome(self) -> str:
         """ "taken", or the error."""
-        deadline = time.monotonic() + 30
-        while not self._outcome.exists() or not (text := self._outcome.read_text()).endswith("\n"):
-            assert time.monotonic() < deadline and self._process.is_alive()
-            time.sleep(0.01)
-        return text.strip()
+        wait_until(lambda: self._outcome.exists() and self._outcome.read_text().endswith("\n"))
+        return self._outcome.read_text().strip()
 
     def code(self) -> int | None:
         self._process.join(30)

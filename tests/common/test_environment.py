@@ -4,12 +4,12 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megabert.common import environment
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = """
@@ -106,10 +106,7 @@ def test_waiting_for_a_core_is_counted():
     before = environment.seconds_short_of_cores()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(environment.cores() + 2)]
     try:
-        deadline = time.monotonic() + 60
-        while environment.seconds_short_of_cores() - before < 0.5:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: environment.seconds_short_of_cores() - before >= 0.5, 60)
     finally:
         for process in busy:
             process.kill()

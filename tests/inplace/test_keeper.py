@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megabert.inplace import kept_rank
 from megabert.inplace.keeper import RESTARTS
 from megabert.inplace.kept_rank import CopyName, Generation, Member
 from tests.helpers.forked import ROOT
+from tests.helpers.waiting import wait_until
 
 KEEPER = """
 import os, sys
@@ -116,15 +116,8 @@ def codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
 def starts(folder: Path, count: int) -> list[dict[str, Any]]:
     """The lines of `count` starts, when there are so many; of one generation in no order."""
     file = folder / "starts.jsonl"
-    until(lambda: file.exists() and len(file.read_text().splitlines()) >= count)
+    wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= count)
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
@@ -144,7 +137,7 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
     for keeper in started[:2]:
         keeper.kill()
-    until(lambda: not any(is_alive(line["pid"]) for line in first[:2]))  # a rank ends with its keeper
+    wait_until(lambda: not any(is_alive(line["pid"]) for line in first[:2]))  # a rank ends with its keeper
     (tmp_path / "end").touch()
     assert codes(started) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
     again = sorted(starts(tmp_path, 6)[4:], key=lambda line: line["rank"])
@@ -196,7 +189,7 @@ if first and rank == 1:
 wait_for(lambda: stop.requested and not first)
 os._exit(85)"""
     started = keepers(tmp_path, act, 0, 0, ALWAYS="1")
-    until(lambda: len(list(tmp_path.glob("set-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("set-*"))) == 2)
     time.sleep(delay)
     for one in started:
         one.terminate()
@@ -239,10 +232,10 @@ def test_a_killed_standby_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixtu
     act = f"copy(1); {END}; os._exit(4 * first)"
     started = keepers(tmp_path, act, 0, ALWAYS="1")
     (first,) = starts(tmp_path, 1)
-    until(lambda: len(children_of(started[0].pid)) == 2)
+    wait_until(lambda: len(children_of(started[0].pid)) == 2)
     (standby,) = set(children_of(started[0].pid)) - {first["pid"]}
     os.kill(standby, signal.SIGKILL)
-    until(lambda: len(set(children_of(started[0].pid)) - {first["pid"], standby}) == 1)
+    wait_until(lambda: len(set(children_of(started[0].pid)) - {first["pid"], standby}) == 1)
     (tmp_path / "end").touch()
     assert codes(started) == [0]
     found = capfd.readouterr()
@@ -280,7 +273,7 @@ def test_keeper_takes_whole_copies_of_its_job(tmp_path: Path) -> None:
 def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
     act = f"signal.signal(signal.SIGTERM, lambda *_: os._exit({REQUEUE})); (shared / 'set').touch(); time.sleep(60)"
     started = keepers(tmp_path, act, 0)
-    until((tmp_path / "set").exists)
+    wait_until((tmp_path / "set").exists)
     started[0].terminate()
     assert codes(started) == [REQUEUE]
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 import venv
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from benchmarks.survival.life import processes
 from megabert.common import storage
 from tests.helpers.job import SMALL
 from tests.helpers.object_store import PASS, Proxy
+from tests.helpers.waiting import wait_until
 from tests.integration.conftest import BIN, ROOT, logged
 
 VALUES = {"IMAGE": "registry:5000/megabert:cuda", "DATA": "s3://data/shards", "MIRROR": "s3://trained/pods"}
@@ -218,10 +218,7 @@ def test_pods_go_on_after_lost_disks_and_drains(dataset: Path, tmp_path: Path, p
         return PASS
 
     def wait_for(phase: str) -> None:
-        deadline = time.monotonic() + 120
-        while phase not in committed:
-            assert time.monotonic() < deadline and pods[-1].process.poll() is None, "".join(pod.output for pod in pods)
-            time.sleep(0.05)
+        wait_until(lambda: phase in committed, 120, lambda: "".join(pod.output for pod in pods))
 
     def start(index: int, disks: str) -> Pod:
         pods.append(Pod(jobset, index, tmp_path / disks, port))

@@ -14,12 +14,12 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.survival.life import processes
 from tests.helpers.network import Network, address
+from tests.helpers.waiting import wait_until
 
 NODES = ("n1", "n2")
 CONF = """
@@ -58,13 +58,6 @@ GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=25
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-
-
-def wait_until(condition: Callable[[], object], timeout: float, state: Callable[[], object] = str) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {state()}"
-        time.sleep(0.2)
 
 
 def send(number: int, pids: Iterable[int]) -> None:

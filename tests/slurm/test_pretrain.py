@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import wait_until
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged, output_of
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 SCRIPT = str(ROOT / "launch/pretrain_large.slurm")
