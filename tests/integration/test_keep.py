@@ -5,13 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common.hardware import free_port
 from tests.helpers.job import SMALL
+from tests.helpers.waiting import wait_until
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged, metrics, saved_step
 
 PATH = f"{BIN}:{os.environ['PATH']}"
@@ -70,8 +70,8 @@ def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None
     _, errors = end(process, 85, timeout=90)
     assert "passed on to 2 rank(s) of this host" in errors and "started again" not in errors
     assert saved_step(run) == max(line["step"] for line in metrics(run))
-    time.sleep(0.5)
-    assert str(run) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = ("ps", "-eo", "args")
+    wait_until(lambda: str(run) not in subprocess.check_output(listed, text=True), 5)
 
 
 # What stands for a launcher: it counts its starts in its run folder and does what the n-th word of its plan says:
