@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megabert.config import Config
+from megabert.data.batch import Update
 from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.metrics import PretrainingMeter
@@ -38,16 +36,6 @@ class StopAt:
     saved = updated
 
 
-@dataclass(frozen=True)
-class Update(tiny.Update):
-    epoch: int = 0
-    problem: str = ""
-    problem_code: int = 0
-    objective: str = "masked"
-    tokens = sequences = predictions = 1
-    row_ids = epochs = np.arange(2)
-
-
 class Killed(Exception):
     """The end of a process."""
 
@@ -58,7 +46,7 @@ class Workload:
     samples = ()
 
     def __init__(self, cfg: Config, world: World, engine: Engine, count: int, saved_at: int) -> None:
-        self.made = [Update(step, tiny.update(step, cfg, world).batches) for step in range(count)]
+        self.made = [tiny.update(step, cfg, world) for step in range(count)]
         self.saved_at = saved_at
         self.meter = PretrainingMeter(world, cfg.model, engine.terms, 1.0)
 

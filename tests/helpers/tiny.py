@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import Config
+from megabert.data.batch import Batch, Update
 from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 
 VOCAB, LENGTH, SLOTS, ROWS = 512, 16, 4, 8  # ids, row length, prediction slots a row, rows an update
-
-
-@dataclass(frozen=True)
-class Batch:
-    input_ids: Tensor
-    segment_ids: Tensor
-    position_ids: Tensor
-    key_start: Tensor
-    key_end: Tensor
-    lengths: Tensor
-    cls_positions: Tensor
-    nsp_labels: Tensor
-    mlm_positions: Tensor
-    mlm_labels: Tensor
-    predictions: int = 0
-    nsp_pairs: int = 0
-    tokens: int = 0
-    sources: None = None
-
-    def to(self, device: torch.device) -> Batch:
-        return replace(self, **{name: value.to(device) for name, value in self.inputs().items()})
-
-    def inputs(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)[:10]}
-
-
-@dataclass(frozen=True)
-class Update:
-    step: int
-    batches: list[Batch]
-
-    def on(self, device: torch.device) -> list[Batch]:
-        return [batch.to(device) for batch in self.batches]
 
 
 def config(**overrides: Any) -> Config:
@@ -110,19 +78,22 @@ def batch(step: int, rows: Sequence[int], limit: int = 1 << 30) -> Batch:
             labels[i], nsp[i, 0] = -100, -100
     full = torch.full((size, LENGTH), LENGTH, dtype=torch.int32)
     return Batch(
-        ids,
-        (torch.arange(LENGTH) >= LENGTH // 2).int().expand(size, -1).contiguous(),
-        torch.arange(LENGTH, dtype=torch.int32).expand(size, -1).contiguous(),
-        torch.zeros_like(full),
-        full,
-        torch.full((size, 1), LENGTH, dtype=torch.int32),
-        (torch.arange(size, dtype=torch.int32) * LENGTH).view(size, 1),
-        nsp,
-        positions,
-        labels,
-        int((labels >= 0).sum()),
-        int((nsp >= 0).sum()),
-        size * LENGTH,
+        input_ids=ids,
+        segment_ids=(torch.arange(LENGTH) >= LENGTH // 2).int().expand(size, -1).contiguous(),
+        position_ids=torch.arange(LENGTH, dtype=torch.int32).expand(size, -1).contiguous(),
+        key_start=torch.zeros_like(full),
+        key_end=full,
+        lengths=torch.full((size, 1), LENGTH, dtype=torch.int32),
+        cls_positions=(torch.arange(size, dtype=torch.int32) * LENGTH).view(size, 1),
+        nsp_labels=nsp,
+        mlm_positions=positions,
+        mlm_labels=labels,
+        predictions=int((labels >= 0).sum()),
+        nsp_pairs=int((nsp >= 0).sum()),
+        tokens=size * LENGTH,
+        sequences=size,
+        row_ids=np.array([row if row < limit else -1 for row in rows]),
+        epochs=np.zeros(size, np.int64),
     )
 
 
@@ -131,7 +102,7 @@ def update(step: int, cfg: Config, world: World) -> Update:
     m, rows = cfg.batch.micro_size, cfg.batch.global_size
     firsts = [(a * world.size + world.rank) * m for a in range(configuration.accumulation(cfg, world.size))]
     micro = [batch(step, range(first, first + m), rows) for first in firsts]
-    return Update(step, micro)
+    return Update(step, 0, micro)
 
 
 def train(engine: Engine, steps: range, lr: float = 0.003) -> list[tuple[float, float]]:
