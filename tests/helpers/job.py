@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.survival.life import processes
@@ -18,6 +19,17 @@ SMALL = (
     *("eval.interval=0", "eval.rows=16", "checkpoint.interval=5", "data.workers=1", "peak_tflops=1.0"),
     *("log.tensorboard=false",),
 )
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """These processes and everything below them."""
+    parents: dict[int, list[int]] = {}
+    for pid, fields in processes():
+        parents.setdefault(int(fields[1]), []).append(pid)
+    found = [*pids]
+    for pid in found:
+        found += parents.get(pid, [])
+    return found
 
 
 class Job:
@@ -66,19 +78,9 @@ class Job:
         for rank in ranks or range(len(self.processes)):
             self.processes[rank].send_signal(number)
 
-    def descendants(self) -> list[int]:
-        """Process ids of the ranks and of everything below them."""
-        parents: dict[int, list[int]] = {}
-        for pid, fields in processes():
-            parents.setdefault(int(fields[1]), []).append(pid)
-        found = [process.pid for process in self.processes]
-        for pid in found:
-            found += parents.get(pid, [])
-        return found
-
     def codes(self, timeout: float = 120) -> list[int]:
         """Exit codes of all ranks. The job is killed, and the test fails, when it takes longer than `timeout` seconds."""
-        family = self.descendants()
+        family = with_descendants(process.pid for process in self.processes)
         deadline = time.monotonic() + timeout
         try:
             for process in self.processes:

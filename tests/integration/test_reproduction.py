@@ -15,7 +15,7 @@ from megabert.commands import verify
 from megabert.common import chain
 from megabert.common.files import canonical, compact, digest
 from megabert.config import replace
-from tests.helpers import once, runs
+from tests.helpers import once, rows, runs
 from tests.helpers.job import SMALL, Job
 from tests.integration.conftest import end, logged, metrics, output_of, train
 
@@ -85,9 +85,7 @@ def test_run_that_was_not_trained_here_is_refused(tmp_path: Path, capsys: pytest
 
 def flip(path: Path, draw: random.Random) -> None:
     """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
+    rows.flip(path, draw.randrange(path.stat().st_size), draw.randrange(8))
 
 
 def change_the_config(folder: Path, draw: random.Random) -> None:

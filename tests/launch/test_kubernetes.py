@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from benchmarks.common.hardware import free_port
-from benchmarks.survival.life import processes
 from megabert.common import storage
-from tests.helpers.job import SMALL
+from tests.helpers.job import SMALL, with_descendants
 from tests.helpers.object_store import PASS, Proxy
 from tests.helpers.waiting import wait_until
 from tests.integration.conftest import BIN, ROOT, logged
@@ -137,11 +136,7 @@ class Pod:
 
     def lose(self) -> None:
         """As when the node is gone: no process of it does anything more."""
-        parents = [(pid, int(fields[1])) for pid, fields in processes()]
-        family = [self.process.pid]
-        for ancestor in family:
-            family += [pid for pid, parent in parents if parent == ancestor]
-        for pid in family:
+        for pid in with_descendants([self.process.pid]):
             os.kill(pid, signal.SIGKILL)
 
     def wait(self, timeout: float = 200) -> int:
