@@ -121,17 +121,6 @@ def test_held_out_figures_are_of_masked_lm_throughout(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_start_with_another_tokenizer_is_refused(world, tmp_path):
-    """Also where it has as many tokens."""
-    trained(world, tmp_path / "first", stops=(1,))
-    weights, state = load_weights(tmp_path / "first")
-    opened(world, tmp_path / "same", f"init_from={tmp_path / 'first'}").close()
-    write_start(tmp_path / "other", weights, state | {"tokenizer": "0" * 64})
-    with pytest.raises(ValueError, match=r"other has a tokenizer of .*dataset was built with another, .*; build"):
-        opened(world, tmp_path / "run", f"init_from={tmp_path / 'other'}")
-
-
-@pytest.mark.slow
 def test_by_minutes_the_change_follows_the_clock(world, tmp_path):
     """Seconds of training of an update are set here: 0.06 of 0.5 minutes each, from the third on 9."""
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")

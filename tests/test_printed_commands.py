@@ -69,8 +69,9 @@ def evaluated_on_other_data(folder, monkeypatch):
 def started_from_another_vocabulary(folder, monkeypatch):
     run, data = runs.make(folder / "run"), random_rows(folder / "data", 8, seed=1)
     cfg = configuration.load("tiny", [f"init_from={run}", f"data.path={data}"])
-    state = {"tokenizer": "0" * 64, "config": {"model": {"vocab_size": 9}}}
-    refused(refuse_other_tokenizer, cfg, state, Dataset(data).manifest)
+    manifest = Dataset(data).manifest
+    state = {"tokenizer": "0" * 64, "config": {"model": {"vocab_size": manifest.vocab_size}}}  # of as many tokens
+    refused(refuse_other_tokenizer, cfg, state, manifest)
     return [run / "tokenizer.model", run, data]
 
 
