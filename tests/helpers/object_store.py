@@ -12,12 +12,13 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.hardware import free_port
+from tests.helpers.waiting import wait_until
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -39,14 +40,16 @@ def s3_server(log: Path) -> Iterator[int]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
+
+    def answers() -> bool:
+        with suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1).close()
+            return True
+        assert process.poll() is None, log.read_text()
+        return False
+
     try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.1)
+        wait_until(answers, 120, log.read_text)
         yield port
     finally:
         process.kill()
