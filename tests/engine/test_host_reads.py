@@ -106,17 +106,11 @@ def pretend_device(reads: HostReads) -> None:
     def stream(queue: Any) -> Iterator[None]:
         yield
 
-    made = {
-        name: lambda *args, **kwargs: Queue(reads) for name in ("Stream", "Event", "current_stream", "default_stream")
-    }
-    answers = {
-        name: lambda self: False for name in ("is_synchronized_device", "resolves_data_dependency", "use_host_timers")
-    }
     kind = type(get_accelerator())
-    for name, value in made.items():
-        setattr(kind, name, property(lambda self, value=value: value))
-    for name, value in answers.items():
-        setattr(kind, name, value)
+    for name in ("Stream", "Event", "current_stream", "default_stream"):
+        setattr(kind, name, property(lambda self: lambda *args, **kwargs: Queue(reads)))
+    for name in ("is_synchronized_device", "resolves_data_dependency", "use_host_timers"):
+        setattr(kind, name, lambda self: False)
     kind.stream = lambda self, queue: stream(queue)
     kind.synchronize = lambda self, *args: reads.add("synchronize")
     torch.Tensor.record_stream = lambda self, queue: None  # type: ignore[method-assign, assignment]
