@@ -1,6 +1,5 @@
 """The end of a run whose held-out loss improves no more, and its best checkpoint."""
 
-import json
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from tests.helpers import golden_runs
 from tests.helpers.golden_runs import DATA, SMALL, random_rows
 from tests.helpers.job import Job
 from tests.helpers.refusal import refusal
+from tests.integration.conftest import logged, metrics
 
 TEN = ("schedule.total_steps=10", "eval.interval=2", "eval.patience=2", "checkpoint.interval=3", "checkpoint.keep=1")
 # of evaluations by step: the best is that of step 4, and two later ones are not better
@@ -37,12 +37,6 @@ def trained(world, folder, losses, *overrides, stop=None):
     assert trainer.train()
     trainer.close()
     return trainer.state.step
-
-
-def evaluated(run):
-    """The steps that have a line of an evaluation."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if "eval/mlm_loss" in line]
 
 
 def same_state(ours, theirs):
@@ -91,10 +85,10 @@ def test_an_evaluation_without_time_is_made_later(world, tmp_path, caplog):
     trainer.close()
     assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text
     assert "step 6: the next start evaluates: 0 s are left, it took " in caplog.text
-    assert 6 not in evaluated(tmp_path / "run")
+    assert 6 not in logged(tmp_path / "run", "eval/mlm_loss")
     assert trained(world, tmp_path / "run", LOSSES) == 8
     same_state(tmp_path / "straight", tmp_path / "run")
-    assert evaluated(tmp_path / "run") == [0, 2, 4, 6, 8]
+    assert list(logged(tmp_path / "run", "eval/mlm_loss")) == [0, 2, 4, 6, 8]
     assert [entry["step"] for entry in chain.read(tmp_path / "run" / "checkpoints")] == [0, 2, 3, 4, 6, 8]
 
 
@@ -172,5 +166,4 @@ def test_ranks_end_at_one_step(tmp_path):
     job = Job(DATA, tmp_path / "run", *SMALL, *TEN, driver=DIFFERENT)
     assert job.codes() == [0, 0], job.output
     assert "so training ends" in job.output and f"megabert export   --model {tmp_path / 'run'}/best" in job.output
-    *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert last["step"] == 8 and hf.load(tmp_path / "run" / "best").step == 4
+    assert metrics(tmp_path / "run")[-1]["step"] == 8 and hf.load(tmp_path / "run" / "best").step == 4

@@ -1,7 +1,6 @@
 """The Python face of the project: trained models and datasets, and models trained in one's own loop; misuse is one line."""
 
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from megabert.data.packing import pack
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.golden_runs import DATA
+from tests.integration.conftest import logged
 
 TEXT = "the quick [MASK] fox"
 # what programs call: a change of these takes a deprecation
@@ -217,14 +217,10 @@ def test_a_run_is_trained_update_by_update(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def losses(run):
-        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        return [line["train/loss"] for line in lines if "train/loss" in line]
-
     own = python("-c", OWN_LOOP, tmp_path / "own", DATA)
     found = re.findall(r"^(\d+) masked (\d+\.\d+)$", own, re.M)
     assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 6, 7], own
     assert re.findall(r"^finished (True|False)$", own, re.M) == ["True", "True"]
     python("-m", "megabert", "train", "--config", "tiny", "--data", DATA, "--run", tmp_path / "run")
-    assert [float(loss) for _, loss in found] == pytest.approx(losses("run"), rel=1e-5)
-    assert losses("own") == losses("run"), "and it writes the same files"
+    assert [float(loss) for _, loss in found] == pytest.approx([*logged(tmp_path / "run").values()], rel=1e-5)
+    assert logged(tmp_path / "own") == logged(tmp_path / "run"), "and it writes the same files"
