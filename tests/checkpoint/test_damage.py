@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is never used; none is an error and never step 0. One of a later version stays as it is."""
+"""A checkpoint that is not whole is never used; none is an error and never step 0; one of a later version stays."""
 
 from __future__ import annotations
 

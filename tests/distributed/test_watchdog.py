@@ -209,7 +209,7 @@ def test_a_rank_that_works_is_waited_for(tmp_path) -> None:
 
 
 def test_the_limit_follows_the_slowest_step_of_training(world, tmp_path, monkeypatch) -> None:
-    """An opening that took 1.2 s does not count; a gap of 0.5 s in training makes the limit of 0.2 s three times that."""
+    """An opening of 1.2 s does not count; a gap of 0.5 s in training makes the limit of 0.2 s three times that."""
     monkeypatch.setattr(module, "TICK", 0.05)
     dog, limits = Watchdog(world, tmp_path, 0.2), []
     dog.start()

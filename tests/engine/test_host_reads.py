@@ -1,5 +1,5 @@
-"""Updates wait for nothing, and a run for nothing between its log lines: reads, copies to the host and synchronisations are counted
-on the CPU. A CPU tensor stands for one on the device, so every read counts, also one of a tensor that on CUDA would be the host's."""
+"""Updates wait for nothing, and a run for nothing between its log lines: reads, copies to the host and synchronisations are
+counted on the CPU. A CPU tensor stands for one on the device, so every read counts, also of one that on CUDA is the host's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands at a terminal of their own: Ctrl-C with and without `| tee`, a reader that ends first, a terminal that is closed."""
+"""Commands at a terminal: Ctrl-C with and without `| tee`, a reader that ends first, a terminal that is closed."""
 
 from __future__ import annotations
 
