@@ -130,7 +130,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
         known = {each.name: tree[each.name] for each in fields(Described) if each.name in tree}
         task = Task(**_with_tuples(tree["task"]))
         described = Described(**_with_tuples(known) | {"task": task, "config": config})
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizers:
