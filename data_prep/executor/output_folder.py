@@ -230,11 +230,11 @@ def clear(output: Path) -> None:
     account.unlink(missing_ok=True)
 
 
-def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult]) -> None:
-    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and all files
-    that killed processes left unfinished."""
+def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult], unfinished: str = ".*.tmp") -> None:
+    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and the files
+    `unfinished` that killed processes left: all, except in a work folder, where other jobs may be writing theirs."""
     kept = {os.path.basename(name) for result in results for name in result.files}
-    for path in (*folder.glob(pattern), *folder.glob(".*.tmp")):
+    for path in (*folder.glob(pattern), *folder.glob(unfinished)):
         if path.name not in kept:
             path.unlink(missing_ok=True)
 

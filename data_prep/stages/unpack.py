@@ -47,7 +47,8 @@ def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[
     # Unpacked text is kept for other options: those used by unpacking, such as the format, are in the items.
     plain = BuildJob(BuildOptions(), tokenizer="", work=job.work, on_error=job.on_error)
     results = stages.map(output_folder.UNPACK, unpack, plain, packed, unit="B") if packed else []
-    output_folder.remove_others(Path(job.work), output_folder.SPOOLS, results)
+    spools = output_folder.SPOOLS
+    output_folder.remove_others(Path(job.work), spools, results, unfinished=f".{spools}.*.tmp")
     spools_of = {item.index: result.facts["spools"] for item, result in zip(packed, results, strict=True)}
     indexes = count()
 

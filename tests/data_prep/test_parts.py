@@ -50,6 +50,15 @@ def test_part_that_begins_meanwhile_is_of_the_build(given, tmp_path, monkeypatch
     assert build_part(given(output), Pool(1), (1, 2), progress=False)
 
 
+def test_part_keeps_what_another_one_is_writing(given, tmp_path):
+    plan = given(tmp_path / "out")
+    assert build_part(plan, Pool(1), (1, 2), progress=False)
+    unfinished = plan.folder / ".work" / ".read-0000000.tokens.1a2b3c4d.tmp"
+    unfinished.touch()
+    assert build_part(plan, Pool(1), (2, 2), progress=False)
+    assert unfinished.exists()
+
+
 def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     output = tmp_path / "out"
     processes = get_context("fork")
