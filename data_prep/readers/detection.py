@@ -1,6 +1,6 @@
 """What a file is by its content: the formats that are read, and a table of those that are not, each with what makes it readable.
 
-A name decides only where content cannot: JSON lines, CSV, and binary formats without a mark.
+A name decides only where content cannot: JSON lines, CSV, the index of a dump, and binary formats without a mark.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TEXT_SUFFIXES = ("", ".txt", ".text")
 CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r\x1b")
 # a file beside a multistream dump, which is left out and counted: "offset:id:title" of each page
 INDEX = "index of a dump, left out"
-# before the root of an XML file
-PROLOG = rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*"
+# before the root of an XML file; a comment has one end, else trying all ends of many comments would take exponential time
+PROLOG = rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--[^-]*(?:-(?!->)[^-]*)*-->\s*)*"
 # what is not read, and what to do about it
 Refusal = tuple[str, str]
 MDS = (
@@ -143,10 +143,13 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
         suffix = os.path.splitext(stem)[1]
     start = head.removeprefix(BOM).lstrip()
     for beginning, known in BEGINNINGS:
-        if re.match(beginning, start, re.DOTALL | re.IGNORECASE):
-            if isinstance(known, str):
-                return known
-            raise _refused(path, *known)
+        if not re.match(beginning, start, re.DOTALL | re.IGNORECASE):
+            continue
+        if known == INDEX and "index" not in os.path.basename(path).lower():
+            continue  # verses of a book, or messages with their times
+        if isinstance(known, str):
+            return known
+        raise _refused(path, *known)
     if suffix == ".mds" or (b'"format": "mds"' in head and b"\0" in head):
         raise _refused(path, "a shard of a MosaicML MDS dataset", MDS)
     if suffix == ".bin" and os.path.exists(path.removesuffix(".bin") + ".idx"):

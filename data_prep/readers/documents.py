@@ -198,13 +198,13 @@ def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator
         return
     if stream.format in (AUTO, *TABLES):
         stream.format = detection.detect(stream.path, first, stream.options, compression)
-        if stream.format == detection.INDEX:
-            problems.add(stream.path, detection.INDEX)
-            return
         if stream.format in SOURCES:
             raise BadInput(
                 f"{stream.path}: a {stream.format} file inside another; unpack it first (a packed tar is named .tar.…)"
             )
+    if stream.format == detection.INDEX:
+        problems.add(stream.path, detection.INDEX)
+        return
     if stream.format == "text" and not stream.kind:
         stream.kind = boundaries.decide([TextSample(first[:PLAIN_CHUNK], stream.size, len(first) < PLAIN_CHUNK)])
     if stream.begin == 0 and first.startswith(detection.BOM):

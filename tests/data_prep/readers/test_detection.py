@@ -65,6 +65,17 @@ def test_text_is_text_whatever_its_suffix(name, tmp_path):
     assert len(plan([path])) == 1  # its bad bytes are reported by their places
 
 
+def test_numbered_lines_are_not_the_index_of_a_dump(tmp_path):
+    for text in ("1:1:In the beginning.\n1:2:And then.\n1:3:And so on.\n", "10:32:07 <bob> Hello.\n" * 4):
+        assert read_all([write(tmp_path / "a.txt", text)])[0] == [text]
+
+
+def test_many_comments_are_read_in_linear_time(tmp_path):
+    comments = "<!-- A line of a license - or so. -->\n" * 60
+    assert read_all([write(tmp_path / "a.md", comments + "Words.")])[0] == [comments + "Words."]
+    refuse(write(tmp_path / "a.html", comments + "<html>"), "HTML, which is not read")
+
+
 def test_descriptions_of_a_folder_are_left_out(tmp_path, capsys):
     names = ("README.md", "LICENSE", "sub/dataset_infos.json", "sub/readme.txt", "SHA256SUMS")
     folder = write_all(tmp_path / "in", dict.fromkeys(names, "About the data."))

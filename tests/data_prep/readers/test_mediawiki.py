@@ -292,10 +292,11 @@ def test_every_range_knows_the_siteinfo(kind, tmp_path, monkeypatch):
     assert found == want
 
 
+@pytest.mark.parametrize("pack", [bytes, bz2.compress], ids=["txt", "bz2"])
 @pytest.mark.parametrize("size", [5, 400_000])
-def test_index_of_a_multistream_dump_is_left_out(size, tmp_path):
+def test_index_of_a_multistream_dump_is_left_out(size, pack, tmp_path):
     lines = "".join(f"{i * 700}:{i}:Title: {i * 7919 % 10**9}\n" for i in range(size)).encode()
-    write(tmp_path / "w-multistream-index.txt.bz2", bz2.compress(lines))
+    write(tmp_path / f"w-multistream-index.txt{'.bz2' if pack is bz2.compress else ''}", pack(lines))
     write(tmp_path / "w-multistream.xml.bz2", bz2.compress(dump([page("A", "Text of A.")])))
     found, problems = read_all([tmp_path])
     assert found == ["Text of A."] and problems.counts == {"index of a dump, left out": 1}
