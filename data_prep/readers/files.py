@@ -125,10 +125,12 @@ def expand(item: str, problems: Problems, notices: Notices) -> Iterator[str]:
     """
     if storage.is_url(item):
         item = _training_split(item) if HUB_DATASET.fullmatch(item) else item
-        found = [found.url for found in storage.find(item) if not _is_hidden(found.url[len(item) :])]
+        top = folder_of_input(item)
+        found = [each.url for each in storage.find(item) if not _is_hidden(each.url.removeprefix(top))]
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
-        yield from (url for url in found if notices.is_read(url, item))
+        is_glob = bool(MAGIC.search(item))
+        yield from (url for url in found if notices.is_read(url, url if is_glob else item))
         return
     for path in matches(item):
         below = _walk(path, problems) if os.path.isdir(path) else (path,)

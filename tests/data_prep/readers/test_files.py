@@ -14,6 +14,7 @@ from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import files, tasks
 from data_prep.readers.documents import read_documents
 from data_prep.readers.tasks import group, list_ranges
+from megabert.common import storage
 from tests.helpers.prep_reading import plan, read_all, write_all
 from tests.integration.conftest import command
 
@@ -39,6 +40,21 @@ def test_folders_are_walked_once_in_order(tmp_path):
     want = ["a-b/y.txt", "a-b/y/1", "a.txt", "a/x", "a/\udcff.txt", "b", "ä/1"]
     assert distinct_names(folder, f"{folder}/") == want
     assert [part.path for part in plan([folder])[0].ranges] == [str(folder / name) for name in want]
+
+
+def test_globs_of_urls_leave_out_hidden_objects_alone(monkeypatch):
+    names = ("a.txt", "part1.txt", ".part2.txt", ".trash/b.txt", "part3.txt", "sub/part4.txt")
+    every = [storage.Object(f"s3://texts/in/{name}", 1, "") for name in names]
+    monkeypatch.setattr(storage, "find", lambda url: every)
+    for item in (
+        "s3://texts/in",
+        "s3://texts/in/",
+        "s3://texts/in/*.txt",
+        "s3://texts/in/?????.txt",
+        "s3://texts/i*/**",
+    ):
+        found = [url.partition("/in/")[2] for url in files.expand(item, Problems("stop"), files.Notices())]
+        assert found == ["a.txt", "part1.txt", "part3.txt", "sub/part4.txt"]
 
 
 def test_files_of_many_folders_are_seen_once():
