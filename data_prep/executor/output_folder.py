@@ -191,7 +191,7 @@ def _refuse_foreign(output: Path) -> None:
     paths = sorted(output.iterdir())  # once: another part may begin meanwhile
     was_built = any(path.name in (WORK, ACCOUNT, MANIFEST) for path in paths) or any(output.glob(f"seq*/{MANIFEST}"))
     for path in paths:
-        if not (was_built and OURS.fullmatch(path.name)) and path.suffix != ".tmp":
+        if not (was_built and OURS.fullmatch(path.name)) and (path.suffix != ".tmp" or path.is_dir()):
             raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
 
 
@@ -249,23 +249,21 @@ def _remove_work(work: Path) -> None:
 
 def is_published(url: str, account: dict[str, Any], overwrite: bool) -> bool:
     """Whether the datasets of `account` are complete there. Of others, with `overwrite`, the manifests are removed, so that a dataset
-    is never mixed; else raises BadInput."""
+    is never mixed; else raises BadInput, as for objects that are not of a build, which `publish` would remove."""
     found = storage.below(url)
     manifests = [name for name in found if os.path.basename(name) == MANIFEST]
-    if not manifests:
-        if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
-            raise BadInput(f"--output {url}: holds {foreign[0]}, which is not of a build; name another place")
-        return False
-    changed = "without its account"
-    if ACCOUNT in found:
+    changed = "without its account" if manifests else ""
+    if manifests and ACCOUNT in found:
         old = json.loads(storage.read(storage.join(url, ACCOUNT)))
         changed = "; ".join(differences(old, account))
-    if not changed:
-        places = folders(Path(), account["options"]["seq_len"]).values()
-        return all((place / MANIFEST).as_posix() in found for place in places)
-    if not overwrite:
+    places = folders(Path(), account["options"]["seq_len"]).values()
+    if not changed and all((place / MANIFEST).as_posix() in found for place in places):
+        return True
+    if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a dataset of another build ({changed}); --overwrite replaces it")
-    for name in sorted(manifests, key=len):  # a dataset's before that of its held-out part
+    if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
+        raise BadInput(f"--output {url}: holds {foreign[0]}, which is not of a build; name another place")
+    for name in sorted(manifests, key=len) if changed else ():  # a dataset's before that of its held-out part
         storage.remove(storage.join(url, name))
     return False
 

@@ -158,6 +158,10 @@ def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_pa
     storage.write(f"{url}/shard-000099.tar", b"of an older build")
     build(mixed, url, overwrite=True, **options)
     command("verify", url)
+    storage.write(f"{url}/notes.txt", b"mine")
+    refused = build(mixed, url, code=2, overwrite=True, **options | {"seed": 7})
+    assert "holds notes.txt, which is not of a build" in refused.stderr
+    assert storage.read(f"{url}/notes.txt") == b"mine" and storage.exists(f"{url}/manifest.json")
 
 
 @pytest.mark.parametrize("puts", [0, 2, 4, 6])

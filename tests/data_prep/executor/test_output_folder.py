@@ -85,7 +85,7 @@ def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
 
 def test_foreign_files_of_similar_names_are_kept(tmp_path):
     """A folder that no build was in is the user's, whatever lies in it."""
-    names = ("held_out/mine.txt", "tokenizer.model", "shard-000000.tar", "report.json")
+    names = ("mine.tmp/a.txt", "held_out/mine.txt", "tokenizer.model", "shard-000000.tar", "report.json")
     for name in names:
         write(tmp_path / name, "mine")
         for overwrite in (False, True):
