@@ -25,11 +25,12 @@ def _end_marks(m: DocumentMeasures) -> np.ndarray:
 
 
 def _notices(m: DocumentMeasures) -> np.ndarray:
-    return segment_sums(phrase_begins(m.batch, NOTICES), m.batch.paragraphs)
+    lines = m.batch.paragraphs
+    return segment_sums(phrase_begins(m.batch, NOTICES, lines), lines)
 
 
 def _lorem_ipsum(m: DocumentMeasures) -> np.ndarray:
-    return segment_sums(phrase_begins(m.batch, LOREM_IPSUM), m.documents)
+    return segment_sums(phrase_begins(m.batch, LOREM_IPSUM, m.documents), m.documents)
 
 
 NOTICE = "words Javascript, and mentions of a privacy policy, cookies or terms of use"

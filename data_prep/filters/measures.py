@@ -246,15 +246,16 @@ def _phrase_hashes(phrases: tuple[str, ...]) -> list[list[int]]:
     return [[int(h) for h in fold(phrase.split())] for phrase in phrases]
 
 
-def phrase_begins(batch: WordFacts, phrases: tuple[str, ...]) -> np.ndarray:
-    """bool [w]: whether one of `phrases` begins at a word, ignoring case and punctuation."""
+def phrase_begins(batch: WordFacts, phrases: tuple[str, ...], edges: np.ndarray) -> np.ndarray:
+    """bool [w]: whether one of `phrases` begins at a word, ignoring case and punctuation, and ends in the same document or line, which
+    have these `edges`."""
     words = batch.folded
     assert words is not None, "the words were not folded"
+    left = np.repeat(edges[1:], np.diff(edges)) - np.arange(len(words))
     begins = np.zeros(len(words), bool)
     for hashes in _phrase_hashes(phrases):
-        hits = words == hashes[0]
+        hits = (words == hashes[0]) & (left >= len(hashes))
         for k, item in enumerate(hashes[1:], 1):
             hits[: len(words) - k] &= words[k:] == item
-            hits[len(words) - k :] = False
         begins |= hits
     return begins

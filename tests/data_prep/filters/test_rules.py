@@ -65,6 +65,13 @@ def test_line_on_the_limit_is_kept(name, limit, on, beyond):
     assert not judge_lines(batch_of(["", []]), {name: limit}).any()
 
 
+def test_phrase_ends_in_its_document_or_line():
+    found = reasons(["a Lorem", "ipsum b", "lorem\nipsum"], {"max-lorem-ipsum": 0})
+    assert found == ["", "", "max-lorem-ipsum"]
+    batch = batch_of(["Our privacy\npolicy.", "By the terms of", "use it."])
+    assert not judge_lines(batch, {"max-line-notices": 0}).any()
+
+
 def test_every_rule_has_a_case_and_help():
     assert {name for name, *_ in (*CASES, *LINE_CASES)} == set(REASONS[1:])
     lines = rules.describe_rules().splitlines()
