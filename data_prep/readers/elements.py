@@ -80,10 +80,10 @@ def split_wiki(stream: Stream) -> Iterator[Slice]:
         text = element[tag_end:].lstrip(b"\r\n")
         title = TITLE.search(element[:tag_end])
         line, _, rest = text.partition(b"\n")
-        if title and line.strip():
+        if title:
             named, shown = (html.unescape(part.decode(errors="replace")).split() for part in (title[1], line))
-            apart = not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(shown[-1])
-            if named == shown or apart:
+            apart = not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(" ".join(shown))
+            if shown and (named == shown or apart):
                 stream.problems.changed["title of a <doc>"] += 1
                 text = rest
         yield offset + len(element) - len(text), text

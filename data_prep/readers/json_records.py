@@ -33,7 +33,8 @@ def split_array(stream: Stream) -> Iterator[Slice]:
 
     Elements longer than MAX_LINE are skipped. Raises BadInput if there is no array.
     """
-    # of the buffer: beginning of the open element, end of the searched part; `skipped`: bytes of a too long element before
+    # of the buffer: beginning of the open element, or of text outside of the array; end of the searched part. `skipped`: bytes of a too
+    # long element before
     buffer, begin, searched, skipped = b"", 0, 0, 0
     base, depth, in_string, behind = stream.begin, 0, False, 0
 
@@ -59,8 +60,9 @@ def split_array(stream: Stream) -> Iterator[Slice]:
                     continue
                 if mark == b"{":
                     raise BadInput(f"{stream.path}: no JSON array; an object a line is --format jsonl")
-            elif mark in b"]}":
-                depth = max(depth - 1, 0)
+                behind += len(buffer[begin : searched - 1].strip(SPACE))
+            elif mark in b"]}" and depth:
+                depth -= 1
                 if depth:
                     continue
                 yield from element(searched - 1)

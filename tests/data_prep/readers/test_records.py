@@ -70,6 +70,12 @@ def test_an_array_without_its_end(content, size, tmp_path):
     assert found == ["One."] and problems.lost["bad JSON"]["bytes"] == size
 
 
+def test_text_between_arrays_is_bad(tmp_path):
+    content = b'[{"text": "One."}] more [{"text": "Two."}] ]'
+    found, problems = refuse(write(tmp_path / "a.json", content), "text outside of the array")
+    assert found == ["One.", "Two."] and problems.lost["bad JSON"]["bytes"] == 5
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_columns_without_names_have_numbers(name, tmp_path):
     rows = b"1\tx\tSome words\n2\ty\tMore words\n" if "tsv" in name else b'1,x,"Some\nwords"\n2,y,"More words"\n'
