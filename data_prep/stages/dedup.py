@@ -2,7 +2,8 @@
 
 Records (key, number) are sorted within each task, then compared by ranges of keys. Memory is that of one range, and the first
 document in input order is kept. The result of a range is the numbers to drop; each task converts its numbers to a mask over its
-sentences for later stages.
+sentences for later stages. Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work.
+Legend: c pairs, n keys.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from data_prep.common.records import ReadTask
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
-from data_prep.stages import minhash
 from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, KeptDocuments, keyed, numbers, task_and_index
+from data_prep.stages.minhash import BANDS, PERMUTATIONS
 
 STAGES = ("same documents", "same near", "keep", "same paragraphs", "trim")
 RANGE_RECORDS = 1 << 21
@@ -72,7 +73,7 @@ def _find_duplicates(stages: Stages, job: BuildJob, documents: list[ItemResult])
         return kind, ranges
 
     count = sum(result.counts["kept documents"] for result in documents)
-    keys = {"documents": count, "near": count * minhash.BANDS}
+    keys = {"documents": count, "near": count * BANDS}
     found = tuple(find_all(kind, "read", records) for kind, records in keys.items() if kind in chosen)
     masked = stages.map("keep", mask_documents, job, [TaskMask(task, found) for task in range(tasks)])
     if "paragraphs" not in chosen:
@@ -91,33 +92,67 @@ def find(job: BuildJob, part: KeyRange) -> ItemResult:
     if part.kind == "near":
         dropped = _find_near(job, records)
     else:
-        dropped = minhash.exact_duplicates(records["key"], records["number"])
+        dropped = exact_duplicates(records["key"], records["number"])
     work_files.write(job, f"{part.kind}-{part.index:06d}.drop", dropped, result)
     return result
 
 
 def _find_near(job: BuildJob, records: np.ndarray) -> np.ndarray:
-    """The larger number of each pair of candidates in `records` whose signatures agree; a few pairs at a time."""
+    """The larger number of each pair of candidates in `records` whose signatures agree; a few pairs at a time.
+
+    That needs no table of all documents and no order of pairs, and a dropped document resembles an earlier one. Connected components of
+    the pairs (union-find) would also drop a document that resembles no earlier one, because a later one resembles both.
+    """
     # Pairs are ordered by their numbers, so that the signatures of a few pairs are close together.
-    pairs = np.unique(minhash.near_candidates(records["key"], records["number"]), axis=0)
+    pairs = np.unique(near_candidates(records["key"], records["number"]), axis=0)
     parts = [pairs[:0, 1]]
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
         few = pairs[first : first + PAIRS_AT_ONCE]
         distinct, place = np.unique(few, return_inverse=True)
         signatures = _signatures(job, distinct)[place.reshape(few.shape)]
-        same = minhash.verified(signatures[:, 0], signatures[:, 1], job.options.near_threshold)
+        common = (signatures[:, 0] == signatures[:, 1]).sum(1)
+        same = common >= job.options.near_threshold * PERMUTATIONS
         parts.append(few[same, 1])
     return np.unique(np.concatenate(parts))
+
+
+def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids ordered by key and then id [n]; whether the key equals the previous one [n]; the first id with the key [n]."""
+    order = np.lexsort((ids, keys))
+    keys, ids = keys[order], ids[order]
+    again = np.zeros(len(keys), bool)
+    again[1:] = keys[1:] == keys[:-1]
+    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(keys))))
+    return ids, again, ids[first]
+
+
+def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The ids to drop, ascending: all but the smallest of every key. keys, ids: uint64 [n], all of a range of keys; unique ids."""
+    ids, again, _ = _groups(keys, ids)
+    return np.sort(ids[again])
+
+
+def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """[c, 2], c < 2 n: unique pairs (smaller id, larger id) to compare.
+
+    keys, ids: uint64 [n], all of one band in a range of keys. Each document is paired with the first of its key and with the one
+    before it, not with all: a key shared by a million documents leads to two million pairs instead of 10^12.
+    """
+    ids, again, first = _groups(keys, ids)
+    at = np.flatnonzero(again)
+    with_first = np.stack([first[at], ids[at]], 1)
+    with_before = np.stack([ids[at - 1], ids[at]], 1)
+    return np.concatenate([with_first, with_before[with_before[:, 0] != with_first[:, 0]]])
 
 
 def _signatures(job: BuildJob, documents: np.ndarray) -> np.ndarray:
     """uint32 [n, PERMUTATIONS] of documents by number, ascending. Open files are cached until masks are made."""
     tasks, rows = task_and_index(documents)
-    signatures = np.empty((len(documents), minhash.PERMUTATIONS), np.uint32)
+    signatures = np.empty((len(documents), PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
         if (key := (job.work, task)) not in _mapped_signatures:
             mapped = work_files.mapped(job, f"read-{task:07d}.signatures", "uint32")
-            _mapped_signatures[key] = mapped.reshape(-1, minhash.PERMUTATIONS)
+            _mapped_signatures[key] = mapped.reshape(-1, PERMUTATIONS)
         of_task = tasks == task
         signatures[of_task] = work_files.copy_items(_mapped_signatures[key], rows[of_task])
     return signatures

@@ -1,11 +1,10 @@
-"""MinHash signatures of documents, and exact and near duplicates by hashes.
+"""MinHash signatures of documents, and the keys by which near duplicates are found (`stages.dedup` compares them).
 
-Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work. MinHash (Broder 1997):
-the probability that two documents agree at an index of their signatures is the Jaccard similarity of their sets of shingles, which
-are runs of words, or of characters in scripts without spaces. Those that agree in a whole band are compared (Indyk, Motwani 1998):
-with 48 bands of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87, of 0.55 with 0.99, of 0.05 with
-0.0003. Signatures are rensa's: with shingles 220 MB/s of Wikipedia's text a core, while datasketch does 11 from the same shingle
-hashes (256 values; EPYC, 2026-11). Legend: w units, s shingles, d documents, c pairs, n keys.
+MinHash (Broder 1997): the probability that two documents agree at an index of their signatures is the Jaccard similarity of their sets
+of shingles, which are runs of words, or of characters in scripts without spaces. Those that agree in a whole band are compared (Indyk,
+Motwani 1998): with 48 bands of 4, a pair of similarity 0.3 is found with probability 0.32, of 0.45 with 0.87, of 0.55 with 0.99, of
+0.05 with 0.0003. Signatures are rensa's: with shingles 220 MB/s of Wikipedia's text a core, while datasketch does 11 from the same
+shingle hashes (256 values; EPYC, 2026-11). Legend: w units, s shingles, d documents.
 """
 
 from __future__ import annotations
@@ -111,42 +110,3 @@ def band_keys(signatures: np.ndarray) -> np.ndarray:
     for row in range(ROWS):
         keys = mix64(keys * GOLDEN64 + places[:, :, row])
     return keys
-
-
-def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids ordered by key and then id [n]; whether the key equals the previous one [n]; the first id with the key [n]."""
-    order = np.lexsort((ids, keys))
-    keys, ids = keys[order], ids[order]
-    again = np.zeros(len(keys), bool)
-    again[1:] = keys[1:] == keys[:-1]
-    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(keys))))
-    return ids, again, ids[first]
-
-
-def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The ids to drop, ascending: all but the smallest of every key. keys, ids: uint64 [n], all of a range of keys; unique ids."""
-    ids, again, _ = _groups(keys, ids)
-    return np.sort(ids[again])
-
-
-def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """[c, 2], c < 2 n: unique pairs (smaller id, larger id) to compare.
-
-    keys, ids: uint64 [n], all of one band in a range of keys. Each document is paired with the first of its key and with the one
-    before it, not with all: a key shared by a million documents leads to two million pairs instead of 10^12.
-    """
-    ids, again, first = _groups(keys, ids)
-    at = np.flatnonzero(again)
-    with_first = np.stack([first[at], ids[at]], 1)
-    with_before = np.stack([ids[at - 1], ids[at]], 1)
-    return np.concatenate([with_first, with_before[with_before[:, 0] != with_first[:, 0]]])
-
-
-def verified(a: np.ndarray, b: np.ndarray, threshold: float) -> np.ndarray:
-    """bool [c]: whether the signatures `a` and `b`, both [c, PERMUTATIONS], agree in at least this share of values.
-
-    The larger id of each verified pair is dropped. That needs no table of all documents and no order of pairs, and a dropped
-    document resembles an earlier one. Connected components of the pairs (union-find) would also drop a document that resembles no
-    earlier one, because a later one resembles both.
-    """
-    return (a == b).sum(1) >= threshold * PERMUTATIONS

@@ -79,12 +79,12 @@ def test_band_keys_equal_for_equal_bands() -> None:
 def test_candidates_pair_first_and_previous() -> None:
     keys = np.array([5, 9, 5, 7, 9, 5, 5], np.uint64)
     ids = np.array([30, 8, 10, 1, 2, 20, 40], np.uint64)
-    assert minhash.exact_duplicates(keys, ids).tolist() == [8, 20, 30, 40]
-    pairs = minhash.near_candidates(keys, ids)
+    assert dedup.exact_duplicates(keys, ids).tolist() == [8, 20, 30, 40]
+    pairs = dedup.near_candidates(keys, ids)
     assert sorted(map(tuple, pairs.tolist())) == [(2, 8), (10, 20), (10, 30), (10, 40), (20, 30), (30, 40)]
     rng = np.random.default_rng(4)
     keys, ids = rng.integers(0, 300, 2_000, dtype=np.uint64), rng.permutation(2_000).astype(np.uint64)
-    pairs = minhash.near_candidates(keys, ids)
+    pairs = dedup.near_candidates(keys, ids)
     of = dict(zip(ids.tolist(), keys.tolist(), strict=True))
     assert len(pairs) < 4_000 and len({tuple(pair) for pair in pairs.tolist()}) == len(pairs)
     assert all(a < b and of[a] == of[b] for a, b in pairs.tolist())
