@@ -108,8 +108,6 @@ class FileRange:
     stamp: tuple[int, int] | None = None
     # False: planned only by name and size
     opened: bool = True
-    # the kind of documents in a file of text, of TEXT_DOCUMENTS without auto; "": not decided
-    documents: str = ""
     # a large file that has to be unpacked before it is cut
     unpack_first: bool = False
     index: str = ""
