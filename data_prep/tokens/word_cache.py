@@ -56,7 +56,8 @@ class WordNumbers:
             self._grow()
         values = np.full(len(hashes), -1, np.int64)
         waiting = np.arange(len(hashes))
-        slot = _first(self._keys, hashes)
+        # the length is a power of two
+        slot = (hashes >> np.uint64(20) & np.uint64(len(self._keys) - 1)).astype(np.int64)
         fresh = []
         while len(waiting):
             keys, wanted = self._keys[slot], hashes[waiting]
@@ -81,26 +82,12 @@ class WordNumbers:
         return values, new
 
     def _grow(self) -> None:
+        """Double the table."""
         full = np.flatnonzero(self._keys)
-        hashes, values = self._keys[full], self._values[full]
+        hashes = self._keys[full][np.argsort(self._values[full])]
         self._keys, self._values = (np.zeros(2 * len(old), old.dtype) for old in (self._keys, self._values))
-        _insert(self._keys, self._values, hashes, values)
-
-
-def _insert(keys: np.ndarray, values: np.ndarray, hashes: np.ndarray, numbers: np.ndarray) -> None:
-    """Insert new nonzero hashes with their numbers into the table of `keys` and `values`."""
-    waiting, slot = np.arange(len(hashes)), _first(keys, hashes)
-    while len(waiting):
-        free = keys[slot] == 0
-        keys[slot[free]] = hashes[waiting[free]]  # of several for a slot the last is stored
-        won = free & (keys[slot] == hashes[waiting])
-        values[slot[won]] = numbers[waiting[won]]
-        waiting, slot = waiting[~won], (slot[~won] + 1) & (len(keys) - 1)
-
-
-def _first(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """The first slot of each hash; the length of `keys` is a power of two."""
-    return (hashes >> np.uint64(20) & np.uint64(len(keys) - 1)).astype(np.int64)
+        self.size = 0
+        self.numbers(hashes)  # in the order of their numbers, so each gets its own again
 
 
 class EncodedWords(NamedTuple):
