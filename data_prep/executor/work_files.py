@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.common.errors import BadInput, Losses, Problems, add_losses
 from data_prep.common.records import ReadOptions
-from data_prep.filters.rules import needs_folded
+from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from megabert.common.environment import match_in
 from megabert.common.files import appearing_file
@@ -58,7 +58,7 @@ class BuildJob:
 
     def needs_folded(self) -> bool:
         """Whether a quality rule needs folded words."""
-        return needs_folded(self.options.rules)
+        return any(rules.BY_NAME[name].folded for name in self.options.rules)
 
     def needs_texts(self) -> bool:
         """Whether the texts of documents are needed after encoding."""

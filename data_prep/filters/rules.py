@@ -25,11 +25,6 @@ REASONS = ("", *BY_NAME)
 CHUNK_WORDS = 1 << 16
 
 
-def needs_folded(limits: Mapping[str, float]) -> bool:
-    """Whether a rule with a limit needs folded words."""
-    return any(BY_NAME[name].folded for name in limits)
-
-
 def judge_lines(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
     """int8 [p]: 0 for a kept line, else the index in `REASONS` of the first rule of lines that it breaks."""
     verdict = np.zeros(len(batch.paragraphs) - 1, np.int8)

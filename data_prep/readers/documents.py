@@ -16,7 +16,7 @@ from data_prep.common.errors import BadInput, Damaged, Problems, Unfinished, Unk
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, boundaries, decompress, detection, files, lines, mediawiki, pydoc_corpus, spools
 from data_prep.readers.archives import DamagedArchive
-from data_prep.readers.boundaries import EXPANSION, TextSample
+from data_prep.readers.boundaries import TextSample
 from data_prep.readers.csv_rows import split_csv
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.elements import ELEMENTS, split_wiki
@@ -132,7 +132,6 @@ def _read_text(part: FileRange, options: ReadOptions, problems: Problems, folder
     if not kind and part.start and part.format == "text":  # else by its first chunk
         kind = boundaries.decide_files([part], options) or "file"
     stream = Stream(part.path, iter(()), options, problems, part.format, kind, start=part.start, end=part.end)
-    stream.size = part.size * (EXPANSION if part.compression else 1)
     if part.start and part.format == "mediawiki":
         stream.no_text = _no_text(replace(part, start=0, end=None, size=0), folder)
     head = b""
@@ -206,7 +205,7 @@ def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator
         problems.add(stream.path, detection.INDEX)
         return
     if stream.format == "text" and not stream.kind:
-        stream.kind = boundaries.decide([TextSample(first[:PLAIN_CHUNK], stream.size, len(first) < PLAIN_CHUNK)])
+        stream.kind = boundaries.decide([TextSample(first[:PLAIN_CHUNK], len(first), len(first) < PLAIN_CHUNK)])
     if stream.begin == 0 and first.startswith(detection.BOM):
         first, stream.begin = first[3:], 3
     head = head or first[:HEAD]

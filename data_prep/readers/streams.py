@@ -43,8 +43,6 @@ class Stream:
     format: str = AUTO
     # what a document is in plain text, of `records.TEXT_DOCUMENTS`
     kind: str = ""
-    # bytes of the text, roughly
-    size: int = 0
     begin: int = 0
     start: int = 0
     end: int | None = None
