@@ -123,6 +123,8 @@ def _build(args: argparse.Namespace) -> int:
     with opened as executor:
         if executor is None:
             return OK
+        if plan.given is not None and (unused := options.changed_training()):
+            log.warning(f"--tokenizer: it is used as it is; {', '.join(unused)} would only train another")
         if part:
             read = build_part(plan, executor, part, not args.quiet)
             done = f"{args.output}: part {args.part} is read; when all parts are, the same command without --part does the rest"

@@ -173,6 +173,11 @@ class BuildOptions:
         """The kind of the tokenizer to train, as `Tokenizer.kind`."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
+    def changed_training(self) -> list[str]:
+        """The options of training a tokenizer that are not the defaults."""
+        training = (item for item in fields(self) if item.metadata["group"] == TOKENIZER)
+        return [_flag(item.name) for item in training if getattr(self, item.name) != item.default]
+
     def listed(self, trained: bool) -> dict[str, Any]:
         """The options in the form of manifests and build.json, with the digests of files of filters; without those of training if a
         tokenizer was given."""

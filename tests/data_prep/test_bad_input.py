@@ -56,6 +56,13 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
 
 
+def test_options_that_a_given_tokenizer_makes_useless_are_named(build, tmp_path):
+    good = write(tmp_path / "good.txt", GOOD)
+    assert "only train another" not in build(good).err
+    printed = build(good, vocab_size=99, lowercase=True, overwrite=True)
+    assert "--tokenizer: it is used as it is; --vocab-size, --lowercase would only train another" in printed.err
+
+
 def test_a_bad_byte_costs_its_line(build, tmp_path):
     """Also in a novel, which is one document; places, bytes and files are the same for any number of workers."""
     wrapped = b"The lines of this novel are wrapped, as most are, so that it has\n" * 2_000
