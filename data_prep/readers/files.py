@@ -28,7 +28,7 @@ ABOUT_DATA = re.compile(
 )
 # the name of a file or folder of a split for evaluation: test.jsonl, wiki.valid.tokens, validation-00000-of-00002.parquet
 EVALUATION_SPLIT = re.compile(
-    r"(?:.*[._-])?(test|validation|valid|val|dev)(?:[._-]?\d+)*(?:-of-\d+)?(?:\.\w+)*", re.IGNORECASE
+    r"(?:.*[._-])?(test|validation|valid|val|dev)(?:[._-]?\d)*(?:-of-\d+)?(?:\.\w+)*", re.IGNORECASE
 )
 # a dataset of the hub by its name alone, and the branch in which the hub converts datasets to Parquet
 HUB_DATASET, CONVERTED = re.compile(r"hf://datasets/[^/@*?[]+/[^/@*?[]+/?"), "refs/convert/parquet"

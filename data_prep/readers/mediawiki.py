@@ -23,7 +23,7 @@ SITE_BYTES = 1 << 18
 # "#WORD [[target]]" at the beginning of a page, the word in the dump's language
 IS_REDIRECT = re.compile(r"\s*#(?:\s*redirect\b|[^\W\d_][^\[\]\n]{0,40}\[\[[^\[\]\n]+\]\])", re.IGNORECASE)
 _DISAMBIGUATION = (
-    "disambig|dab|disamb|hndis|geodis|(?:[\\w-]+[ -]){0,3}disambiguation(?: page)?|begriffsklärung|homonymie|desambiguación|desambiguação|"
+    "disambig|dab|disamb|hndis|geodis|(?:[\\w-]{1,40}[ -]){0,3}disambiguation(?: page)?|begriffsklärung|homonymie|desambiguación|desambiguação|"
     "desambig|disambigua|неоднозначность|багатозначність|doorverwijspagina|dp|anlam ayrımı|aimai|曖昧さ回避|人名の曖昧さ回避|توضيح|"
     "صفحة توضيح|ابهام‌زدایی|消歧义|消歧義|disambig-zh|동음이의|동명이인|ujednoznacznienie|förgrening|gren|grensida|flertydig|täsmennyssivu|"
     "egyért|rozcestník|dezambiguizare|αποσαφήνιση|פירושונים|định hướng|बहुविकल्पी|แก้กำกวม|desambiguació"

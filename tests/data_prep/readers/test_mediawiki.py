@@ -380,6 +380,13 @@ def test_no_wikitext_costs_more_than_linear_time(tail):
         assert time.process_time() - began < 1, f"{token!r} with {tail!r}"
 
 
+def test_disambiguation_is_found_in_linear_time():
+    began = time.process_time()
+    assert not mediawiki.IS_DISAMBIGUATION.search("{{" + "-" * 100_000)
+    assert mediawiki.IS_DISAMBIGUATION.search("{{Human-name place disambiguation}}")
+    assert time.process_time() - began < 1
+
+
 def test_random_markup_never_fails_and_never_stays():
     rng = random.Random(5)
     for _ in range(300):
