@@ -24,8 +24,8 @@ from data_prep.executor.journal import Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.options import BuildOptions
-from data_prep.readers.boundaries import KINDS
-from data_prep.readers.tasks import list_ranges, text_documents
+from data_prep.readers.boundaries import KINDS, text_documents
+from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
 from data_prep.stages.write import WrittenSplit

@@ -17,13 +17,13 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from statistics import median
 from typing import NamedTuple
 
 from data_prep.common.errors import BadInput
-from data_prep.common.records import AUTO, FileRange, ReadOptions
-from data_prep.readers import archives, decompress
+from data_prep.common.records import AUTO, Corpus, FileRange, RangeList, ReadOptions, find_folder, normalized
+from data_prep.readers import archives, decompress, files
 from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.detection import detect, identify
@@ -63,6 +63,31 @@ class TextSample(NamedTuple):
     whole: bool
 
 
+def text_documents(
+    corpora: Sequence[Corpus], ranges: Sequence[RangeList], options: ReadOptions
+) -> tuple[tuple[str, str], ...]:
+    """(folder, kind of the documents in its files of plain text) for each folder that has any.
+
+    A folder is an input with all that is below it, or has the file of an input or the matches of its glob.
+    """
+    if options.text_documents != AUTO:
+        return ()
+    paths = chain.from_iterable(corpus.paths for corpus in corpora)
+    sampled: dict[str, list[FileRange]] = {normalized(files.folder_of_input(path)): [] for path in paths}
+    seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
+    for part in chain.from_iterable(ranges):
+        folder = find_folder(part.path, sampled)
+        if folder is None or part.start or part.format not in (AUTO, "text"):
+            continue
+        if seen[folder] % step[folder] == 0:
+            sampled[folder].append(part)
+        seen[folder] += 1
+        if len(sampled[folder]) > SAMPLED_FILES:  # every second one
+            sampled[folder], step[folder] = sampled[folder][::2], 2 * step[folder]
+    kinds = ((folder, decide_files(some, options)) for folder, some in sampled.items())
+    return tuple((folder, kind) for folder, kind in kinds if kind)
+
+
 def decide_files(some: Sequence[FileRange], options: ReadOptions) -> str:
     """The kind of documents in files, by those that are plain text; "" if none is. One that can't be read is reported by its reader."""
     samples: list[TextSample] = []
@@ -90,12 +115,12 @@ def decide_members(part: FileRange, options: ReadOptions) -> str:
 
 
 def _samples(
-    path: str, first: bytes, size: int, files: int, options: ReadOptions, compression: str = ""
+    path: str, first: bytes, size: int, sampled: int, options: ReadOptions, compression: str = ""
 ) -> list[TextSample]:
-    """The sample of a file by its first chunk, one of so many files; none if it is not plain text."""
+    """The sample of a file by its first chunk, one of `sampled` files; none if it is not plain text."""
     if not first or detect(path, first, options, compression) != "text":
         return []
-    most = min(max(SAMPLED_BYTES // files, 1 << 16), PLAIN_CHUNK)
+    most = min(max(SAMPLED_BYTES // sampled, 1 << 16), PLAIN_CHUNK)
     return [TextSample(first[:most], size, whole=len(first) < most)]
 
 

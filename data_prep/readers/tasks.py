@@ -26,11 +26,9 @@ from data_prep.common.records import (
     RangeList,
     ReadOptions,
     ReadTask,
-    find_folder,
-    normalized,
     source_names,
 )
-from data_prep.readers import archives, boundaries, decompress, detection, documents, files, pydoc_corpus, tables
+from data_prep.readers import archives, decompress, detection, documents, files, pydoc_corpus, tables
 from data_prep.readers.boundaries import EXPANSION
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.elements import ELEMENTS
@@ -216,31 +214,6 @@ def _check_size(part: FileRange) -> None:
             f"{part.path}: has about {size / 2**30:.1f} GiB of text; one worker reads a {part.format} file and holds its tokens in "
             f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
         )
-
-
-def text_documents(
-    corpora: Sequence[Corpus], ranges: Sequence[RangeList], options: ReadOptions
-) -> tuple[tuple[str, str], ...]:
-    """(folder, kind of the documents in its files of plain text), as of `boundaries`, for each folder that has any.
-
-    A folder is an input with all that is below it, or has the file of an input or the matches of its glob.
-    """
-    if options.text_documents != AUTO:
-        return ()
-    paths = chain.from_iterable(corpus.paths for corpus in corpora)
-    sampled: dict[str, list[FileRange]] = {normalized(files.folder_of_input(path)): [] for path in paths}
-    seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
-    for part in chain.from_iterable(ranges):
-        folder = find_folder(part.path, sampled)
-        if folder is None or part.start or part.format not in (AUTO, "text"):
-            continue
-        if seen[folder] % step[folder] == 0:
-            sampled[folder].append(part)
-        seen[folder] += 1
-        if len(sampled[folder]) > boundaries.SAMPLED_FILES:  # every second one
-            sampled[folder], step[folder] = sampled[folder][::2], 2 * step[folder]
-    kinds = ((folder, boundaries.decide_files(some, options)) for folder, some in sampled.items())
-    return tuple((folder, kind) for folder, kind in kinds if kind)
 
 
 def group(ranges: Sequence[RangeList]) -> list[ReadTask]:

@@ -14,7 +14,7 @@ import zstandard
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Corpus, ReadOptions
-from data_prep.readers import tasks
+from data_prep.readers import boundaries, tasks
 from data_prep.readers.documents import read_documents
 
 PACK = {
@@ -98,7 +98,7 @@ def read_all(inputs, policy="stop", **options):
     """(texts, problems) of every document of the inputs, in order."""
     problems, options = Problems(policy), ReadOptions(**options)
     corpora, ranges = _listed(inputs, problems, options)
-    options = replace(options, folders=tasks.text_documents(corpora, ranges, options))
+    options = replace(options, folders=boundaries.text_documents(corpora, ranges, options))
     found = []
     for task in tasks.group(ranges):
         for part in task.ranges:
