@@ -30,6 +30,10 @@ class UnknownFormat(BadInput):
     """A file of no format that is read."""
 
 
+class NoTextField(BadInput):
+    """A table without the column that --text-field names, or one that is not text."""
+
+
 class Damaged(BadInput):
     """A packed file of which nothing more can be read: `lost` bytes of it, as far as they are known. `whole`: these are not part of
     its text."""

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Literal
 
 from data_prep.common import utf8
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import NoTextField
 from data_prep.readers import streams
 from data_prep.readers.decompress import SUFFIXES
 from data_prep.readers.lines import line_runs
@@ -33,7 +33,7 @@ def split_csv(stream: Stream) -> Iterator[tuple[int, str]]:
 
     The first row names the columns, unless --text-field has numbers of columns, from 1. The separator is the first of DELIMITERS
     with which these columns exist. Values of a .tsv file are separated by tabs and not quoted, as in `megabert.common.tables`.
-    Raises BadInput if there is no such column.
+    Raises NoTextField if there is no such column.
     """
     csv.field_size_limit(streams.MAX_DOCUMENT)
     problems, lines = stream.problems, _lines(stream)
@@ -83,7 +83,7 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
         if numbers and max(map(int, numbers)) <= len(names):
             return [int(n) - 1 for n in numbers], len(names), delimiter, 0
     shown = ", ".join(" ".join(lines[:1]).split(delimiters[0])[:20]).strip() or "none"
-    raise BadInput(
+    raise NoTextField(
         f"{stream.path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field, or its number from 1 if "
         "the first line is a row"
     )

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
-from data_prep.common.errors import BadInput, Damaged, Problems, Unfinished, UnknownFormat
+from data_prep.common.errors import BadInput, Damaged, NoTextField, Problems, Unfinished, UnknownFormat
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, boundaries, decompress, detection, files, lines, mediawiki, pydoc_corpus, spools
 from data_prep.readers.archives import DamagedArchive
@@ -21,7 +21,7 @@ from data_prep.readers.csv_rows import split_csv
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.elements import ELEMENTS, split_wiki
 from data_prep.readers.json_records import split_json, split_jsonl
-from data_prep.readers.streams import HEAD, Document, Stream
+from data_prep.readers.streams import HEAD, NO_FIELD, Document, Stream
 from data_prep.readers.tables import read_table
 from data_prep.readers.wet import split_wet
 
@@ -66,7 +66,7 @@ def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterato
         if problems.policy == "stop":
             raise Unfinished(_change(part) or str(error)) from None  # documents of other files are kept
         if problems.counts[DAMAGED] == before:  # else `until_damage` has counted it
-            reason = UNKNOWN if isinstance(error, UnknownFormat) else DAMAGED
+            reason = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}.get(type(error), DAMAGED)
             problems.add(part.path, reason, (isinstance(error, Damaged) and error.lost) or lost)
     except OSError as error:
         problems.unreadable(part.path, error)

@@ -11,7 +11,7 @@ from data_prep.common import utf8
 from data_prep.common.errors import BadInput
 from data_prep.readers import streams
 from data_prep.readers.lines import split_text
-from data_prep.readers.streams import NULL, SPACE, Slice, Stream
+from data_prep.readers.streams import NO_FIELD, NULL, SPACE, Slice, Stream
 from megabert.common.tables import field_names, find, join
 
 TOKEN = re.compile(rb'\\.|["{}\[\],]', re.DOTALL)
@@ -115,9 +115,9 @@ def _text(record: bytes, offset: int, stream: Stream) -> str | None:
             has = ""
             if isinstance(value, dict):
                 has = f" (it has {', '.join(sorted(value)[:20]) or 'none'}); name it with --text-field"
-            return bad("no text field", f"no field {name!r} in the JSON line{has}")
+            return bad(NO_FIELD, f"no field {name!r} in the JSON line{has}")
         except ValueError:
-            return bad("no text field", f"field {name!r} is not a string, or a list of strings")
+            return bad(NO_FIELD, f"field {name!r} is not a string, or a list of strings")
         if text is not None and (halves := utf8.LONE_SURROGATE.findall(text)):
             if options.encoding_errors == "stop":
                 return bad("lone surrogate", f"half a surrogate pair in field {name!r}")

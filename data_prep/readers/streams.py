@@ -22,6 +22,8 @@ HEAD = 1 << 16
 SPACE = b" \t\r\n"
 # the rule that drops records without text
 NULL = "null value"
+# the reason for records and tables without the field of texts
+NO_FIELD = "no text field"
 LONG_DOCUMENT, UNCLOSED = "long document", "unclosed document"
 
 # (offset, bytes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.common import utf8
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import BadInput, NoTextField, Problems
 from data_prep.common.records import FileRange, ReadOptions
 from data_prep.readers import streams
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
@@ -25,12 +25,18 @@ from megabert.common import tables
 from megabert.common.tables import BadTable
 
 
+class _NoColumn(BadTable):
+    """A table without a column of texts of that name."""
+
+
 @contextlib.contextmanager
 def _arrow_errors(path: str) -> Iterator[None]:
-    """Converts pyarrow's errors for damaged tables to BadInput."""
+    """Converts errors of tables to BadInput."""
     try:
         with tables.arrow_errors(path):
             yield
+    except _NoColumn as error:
+        raise NoTextField(str(error)) from None
     except BadTable as error:
         raise BadInput(str(error)) from None
 
@@ -69,7 +75,7 @@ def ratio(path: str) -> float:
 def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Iterator[tuple[int, str]]:
     """(row number, text) of a range of a table. Null values are counted and skipped.
 
-    Raises BadInput if the file is damaged or has no such column.
+    Raises BadInput if the file is damaged, NoTextField if it has no such column.
     """
     path = part.path
     open_regular(path).close()
@@ -109,7 +115,7 @@ def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Ite
 def _find_columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     """Names from the outermost column to each column of texts or lists of texts.
 
-    Raises BadTable listing the columns, or naming the type of a column that is not text.
+    Raises _NoColumn listing the columns, or naming the type of a column that is not text.
     """
     import pyarrow.types as types
 
@@ -120,7 +126,7 @@ def _find_columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
             (field,) = [field for field in has if field.name in (part, part.removesuffix("[]"))] or [None]
             if field is None:
                 names = ", ".join(field.name for field in has) or "none"
-                raise BadTable(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
+                raise _NoColumn(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
             path_of.append(field.name)
             type_ = field.type
             inner = type_.value_type if part.endswith("[]") and _is_list(type_) else type_
@@ -131,7 +137,7 @@ def _find_columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
             type_ = type_.value_type
         texts = types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary
         if not any(is_type(type_) for is_type in (*texts, types.is_null)):
-            raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
+            raise _NoColumn(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
         columns.append(path_of)
     return columns
 

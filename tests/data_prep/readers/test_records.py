@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import Problems
 from data_prep.common.records import ReadOptions
 from data_prep.readers import json_records, lines, streams
 from data_prep.readers.streams import Stream
@@ -83,8 +83,8 @@ def test_columns_without_names_have_numbers(name, tmp_path):
     first = "Some words" if "tsv" in name else "Some\nwords"
     assert read_all([path], text_field="3")[0] == [first, "More words"]
     assert read_all([path], text_field="2+3")[0] == [f"x\n\n{first}", "y\n\nMore words"]
-    with pytest.raises(BadInput, match=r"no column '4'.*or its number from 1"):
-        read_all([path], text_field="4")
+    _, problems = refuse(path, r"no column '4'.*or its number from 1", text_field="4")
+    assert problems.counts == {"no text field": 1}
 
 
 @pytest.mark.parametrize(
