@@ -85,6 +85,8 @@ def opened(
             yield work
             return
         _begin(output, account, overwrite, part)
+        for path in output.glob(".*.tmp"):  # of processes that were killed
+            path.unlink()
         try:
             yield work
         except Unfinished:

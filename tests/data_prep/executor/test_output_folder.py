@@ -44,9 +44,10 @@ def is_refused(message, build):
 @pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
 def test_unexpected_error_keeps_the_work(error, tmp_path):
     """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
-    begin_and_stop(tmp_path / "out", "read-0000000.tokens", error=error)
+    begin_and_stop(tmp_path / "out", "read-0000000.tokens", "../.sources.csv.1a2b3c4d.tmp", error=error)
     with opened(tmp_path / "out", ACCOUNT) as work:
         assert (work / "read-0000000.tokens").read_text() == "{}"
+        assert [path.name for path in work.parent.iterdir()] == [output_folder.WORK]
     begin_and_stop(tmp_path / "mistake", error=BadInput)
     assert not (tmp_path / "mistake").exists()
 
