@@ -29,6 +29,8 @@ from data_prep.readers.wet import split_wet
 UNKNOWN = "unknown format"
 DAMAGED = "damaged or truncated file"
 UNREADABLE_MEMBER = "unreadable member of an archive"
+# of a file that is dropped, by its error; else DAMAGED
+REASONS: dict[type[BadInput], str] = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}
 
 # what splits a stream into (place, text) of each document, by its format: one of `records.FORMATS`
 SPLITTERS: dict[str, Callable[[Stream], Iterator[Document]]] = {
@@ -66,7 +68,7 @@ def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterato
         if problems.policy == "stop":
             raise Unfinished(_change(part) or str(error)) from None  # documents of other files are kept
         if problems.counts[DAMAGED] == before:  # else `until_damage` has counted it
-            reason = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}.get(type(error), DAMAGED)
+            reason = REASONS.get(type(error), DAMAGED)
             problems.add(part.path, reason, (isinstance(error, Damaged) and error.lost) or lost)
     except OSError as error:
         problems.unreadable(part.path, error)
