@@ -21,7 +21,7 @@ from megabert.common.tables import field_names, join
 TSV_NAME = re.compile(rf"\.tsv({'|'.join(map(re.escape, SUFFIXES))})?$")
 # separators of values, in the order in which they are tried
 DELIMITERS = ",\t;|"
-# lines of the first row at most
+# lines of the first row at most, and those by which separators are compared
 FIRST_LINES = 50
 BAD_ROW = "bad CSV row"
 
@@ -32,7 +32,8 @@ def split_csv(stream: Stream) -> Iterator[tuple[int, str]]:
     """(last line, text) of each row of a file of separated values.
 
     The first row names the columns, unless --text-field has numbers of columns, from 1. The separator is the first of DELIMITERS
-    with which these columns exist. Values of a .tsv file are separated by tabs and not quoted, as in `megabert.common.tables`.
+    with which these columns exist, for numbers the first that also cuts the first lines into equally many values, if there is one.
+    Values of a .tsv file are separated by tabs and not quoted, as in `megabert.common.tables`.
     Raises NoTextField if there is no such column.
     """
     csv.field_size_limit(streams.MAX_DOCUMENT)
@@ -74,19 +75,33 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
     """(columns of the text, number of columns, separator, lines of the header)."""
     text_field = stream.options.text_field
     numbers = text_field.split("+") if re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)*", text_field) else []
+    uneven: tuple[list[int], int, str, int] | None = None
     for delimiter in delimiters:
-        first = csv.reader(lines, delimiter=delimiter, quoting=quoting)
-        names = next(first, [])
+        rows = csv.reader(lines, delimiter=delimiter, quoting=quoting)
+        names = next(rows, [])
         wanted = field_names(text_field, names)
         if set(wanted) <= set(names):
-            return [names.index(name) for name in wanted], len(names), delimiter, first.line_num
+            return [names.index(name) for name in wanted], len(names), delimiter, rows.line_num
         if numbers and max(map(int, numbers)) <= len(names):
-            return [int(n) - 1 for n in numbers], len(names), delimiter, 0
+            found = [int(n) - 1 for n in numbers], len(names), delimiter, 0
+            if _are_even(rows, len(names)):
+                return found
+            uneven = uneven or found
+    if uneven:
+        return uneven
     shown = ", ".join(" ".join(lines[:1]).split(delimiters[0])[:20]).strip() or "none"
     raise NoTextField(
         f"{stream.path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field, or its number from 1 if "
         "the first line is a row"
     )
+
+
+def _are_even(rows: Iterator[list[str]], width: int) -> bool:
+    """Whether rows have as many values as the first, which has `width`, several."""
+    try:
+        return width > 1 and all(len(row) == width for row in rows if row)
+    except csv.Error:  # reported when the rows are read
+        return False
 
 
 def _rows(

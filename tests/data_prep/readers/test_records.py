@@ -87,6 +87,15 @@ def test_columns_without_names_have_numbers(name, tmp_path):
     assert problems.counts == {"no text field": 1}
 
 
+@pytest.mark.parametrize("separator", list(",\t;|"))
+def test_separator_of_columns_without_names(separator, tmp_path):
+    quote = '"' if separator == "," else ""
+    path = write(tmp_path / "a.csv", f"{quote}Hello, you{quote}{separator}en\nGood day{separator}en\n")
+    assert read_all([path], text_field="1")[0] == ["Hello, you", "Good day"]
+    path = write(tmp_path / "b.csv", "One; two.\nThree.\n")
+    assert read_all([path], text_field="1")[0] == ["One; two.", "Three."]
+
+
 @pytest.mark.parametrize(
     ("rows", "texts", "places", "size"),
     [
