@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import PYDOC, Corpus
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
@@ -106,7 +106,7 @@ def _build(args: argparse.Namespace) -> int:
     if not launched():
         for path in chain.from_iterable(corpus.paths for corpus in given):
             if path != PYDOC and not files.MAGIC.search(path):
-                files.matches(path)
+                files.matches(path, Problems("stop"))
     with leaving_at_ctrl_c():  # slow imports, after the check of options
         from data_prep.build import BuildPlan, build, build_part
         from data_prep.executor import output_folder, pool, ray_cluster

@@ -5,14 +5,13 @@ An input is a file, a folder or a glob, also by a URL of a store (`megabert.comm
 
 from __future__ import annotations
 
-import glob
 import os
 import posixpath
 import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
@@ -59,11 +58,11 @@ def open_regular(path: str) -> BinaryIO:
     return file
 
 
-def matches(item: str) -> list[str]:
+def matches(item: str, problems: Problems) -> list[str]:
     """The file or folder of that name, or the matches of a glob; of a URL itself. Raises BadInput if there is none."""
     if storage.is_url(item):
         return [item]
-    paths = [item] if os.path.lexists(item) else _match(item)
+    paths = [item] if os.path.lexists(item) else _match(item, problems)
     if not paths:
         raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
     return paths
@@ -132,24 +131,57 @@ def expand(item: str, problems: Problems, notices: Notices) -> Iterator[str]:
         is_glob = bool(MAGIC.search(item))
         yield from (url for url in found if notices.is_read(url, url if is_glob else item))
         return
-    for path in matches(item):
+    for path in matches(item, problems):
         below = _walk(path, problems) if os.path.isdir(path) else (path,)
         yield from (file for file in below if notices.is_read(file, path))
 
 
-def _match(pattern: str) -> list[str]:
-    """Sorted matches of a glob. `**` does not follow links, since loops of links would never end."""
-    head, sep, tail = pattern.partition("**")
-    if not sep:
-        return sorted(glob.glob(pattern))
-    base = os.path.dirname(head)
-    rest = head[len(base) :].lstrip("/") + sep + tail
-    matches = []
-    for root in sorted(glob.glob(base)) if MAGIC.search(base) else [base or "."]:
-        for path in Path(root).glob(rest):
-            if not _is_hidden(str(path.relative_to(root))) and not path.is_dir():
-                matches.append(os.path.join(base and root, path.relative_to(root)))
-    return sorted(matches)
+def _match(pattern: str, problems: Problems) -> list[str]:
+    """Sorted matches of a glob; a name that begins with a dot needs a dot. `**` is the folders at any depth, without hidden ones and
+    links, since loops of links would never end; what it matches are files. Folders that can't be read follow the policy."""
+    parts = [part for part in pattern.split("/") if part]
+    paths, recursive = ["/" if pattern.startswith("/") else ""], False
+    for number, part in enumerate(parts, 1):
+        if part == "**":
+            paths, recursive = [below for path in paths for below in _folders(path, problems)], True
+        elif MAGIC.search(part):
+            paths = [
+                os.path.join(path, entry.name)
+                for path in paths
+                for entry in _entries(path, problems)
+                if fnmatchcase(entry.name, part)
+                and (not _is_hidden(entry.name) or (part.startswith(".") and not recursive))
+                and (number == len(parts) or _is_folder(entry))
+            ]
+        else:
+            named = (os.path.join(path, part) for path in paths if not (recursive and _is_hidden(part)))
+            paths = [path for path in named if os.path.lexists(path)]
+    if recursive or pattern.endswith("/"):
+        paths = [path for path in paths if os.path.isdir(path) != recursive]
+    return sorted(set(paths) - {""})
+
+
+def _folders(top: str, problems: Problems) -> Iterator[str]:
+    """`top`, and the folders below it that are neither hidden nor links."""
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        yield folder
+        shown = (entry for entry in _entries(folder, problems) if not _is_hidden(entry.name))
+        waiting += [os.path.join(folder, entry.name) for entry in shown if not entry.is_symlink() and _is_folder(entry)]
+
+
+def _entries(folder: str, problems: Problems) -> list[os.DirEntry[str]]:
+    """What is in a folder, "" for the current one; nothing of a file."""
+    folder = folder or os.curdir
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except NotADirectoryError:
+        return []
+    except OSError as error:
+        problems.unreadable(folder, error, "folder")
+        return []
 
 
 def _training_split(item: str) -> str:

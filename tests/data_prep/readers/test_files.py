@@ -42,6 +42,34 @@ def test_folders_are_walked_once_in_order(tmp_path):
     assert [part.path for part in plan([folder])[0].ranges] == [str(folder / name) for name in want]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "want"),
+    [
+        ("*", "a b n.txt"),
+        ("*/", "a b"),
+        ("?/x.txt", "a/x.txt b/x.txt"),
+        ("a/.*", "a/.h.txt"),
+        ("[ab]//*", "a/x.txt b/c b/x.txt"),
+        (".d/*", ".d/z.txt"),
+        ("**/*.txt", "a/x.txt b/c/y.txt b/x.txt n.txt"),
+        ("b/**/y.txt", "b/c/y.txt"),
+        ("n.txt/*", ""),
+        ("**", ""),
+        ("**/.d/*", ""),
+        ("none/*", ""),
+    ],
+)
+def test_globs_match_what_a_shell_matches(pattern, want, tmp_path, monkeypatch):
+    make(tmp_path, "a/x.txt", "a/.h.txt", "b/x.txt", "b/c/y.txt", "n.txt", ".d/z.txt")
+    monkeypatch.chdir(tmp_path)
+    for top in ("", f"{tmp_path}/"):
+        if want:
+            assert files.matches(top + pattern, Problems("stop")) == [top + name for name in want.split()]
+        else:
+            with pytest.raises(BadInput, match="no file matches it"):
+                files.matches(top + pattern, Problems("stop"))
+
+
 def test_globs_of_urls_leave_out_hidden_objects_alone(monkeypatch):
     names = ("a.txt", "part1.txt", ".part2.txt", ".trash/b.txt", "part3.txt", "sub/part4.txt")
     every = [storage.Object(f"s3://texts/in/{name}", 1, "") for name in names]
@@ -119,6 +147,9 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
     for path, name in ((tmp_path, "in/shut"), (tmp_path / "in" / "locked.txt", r"locked\.txt")):
         with pytest.raises(BadInput, match=f"{name}: can't be read: Permission denied"):
             read_all([path])
+    for glob in ("*/*/*.txt", "**/*.txt"):
+        with pytest.raises(BadInput, match="in/shut: can't be read: Permission denied"):
+            read_all([tmp_path / glob])
     found, problems = read_all([tmp_path], "skip")
     assert found == ["in/a.txt"] and problems.counts == {"unreadable folder": 1, "unreadable file": 1}
 
