@@ -308,9 +308,8 @@ def filled_rows(
     edges = [0, *np.cumsum(encoded.document_sizes).tolist()]
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
     begins = np.append(word_start[encoded.tokens], True)
-    word = np.maximum.accumulate(
-        np.where(begins, np.arange(len(begins)), 0)
-    ).tolist()  # first token of the word at each position
+    # first token of the word at each position
+    word = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0)).tolist()
     rows: list[tuple[int, int, int, int]] = []
     draws = _draw_uniform(rng, 2)
     for d in range(len(edges) - 1):

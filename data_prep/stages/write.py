@@ -30,8 +30,7 @@ COUNTS = ("documents", "sentences", "corpus tokens", "borrowed tokens", "truncat
 
 
 class WrittenSplit(NamedTuple):
-    """
-    Folder with shards, its manifest, which is not written yet, and the totals of its sequences."""
+    """Folder with shards, its manifest, which is not written yet, and the totals of its sequences."""
 
     folder: Path
     manifest: dict[str, Any]

@@ -188,10 +188,8 @@ class WordEncoder:
         cleaned words."""
         lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         encoded = lists.flatten().dictionary_encode()
-        distinct, place = (
-            encoded.dictionary,
-            encoded.indices.to_numpy(),
-        )  # place: index of each word among the distinct ones
+        # place: index of each word among the distinct ones
+        distinct, place = encoded.dictionary, encoded.indices.to_numpy()
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
