@@ -56,7 +56,7 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
 
 
-def test_options_that_a_given_tokenizer_makes_useless_are_named(build, tmp_path):
+def test_training_options_beside_a_tokenizer_are_named(build, tmp_path):
     good = write(tmp_path / "good.txt", GOOD)
     assert "only train another" not in build(good).err
     printed = build(good, vocab_size=99, lowercase=True, overwrite=True)

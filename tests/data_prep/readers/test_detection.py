@@ -65,7 +65,7 @@ def test_text_is_text_whatever_its_suffix(name, tmp_path):
     assert len(plan([path])) == 1  # its bad bytes are reported by their places
 
 
-def test_numbered_lines_are_not_the_index_of_a_dump(tmp_path):
+def test_numbered_lines_are_no_index(tmp_path):
     for text in ("1:1:In the beginning.\n1:2:And then.\n1:3:And so on.\n", "10:32:07 <bob> Hello.\n" * 4):
         assert read_all([write(tmp_path / "a.txt", text)])[0] == [text]
 
