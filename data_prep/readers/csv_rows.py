@@ -84,7 +84,7 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
             return [names.index(name) for name in wanted], len(names), delimiter, rows.line_num
         if numbers and max(map(int, numbers)) <= len(names):
             found = [int(n) - 1 for n in numbers], len(names), delimiter, 0
-            if _are_even(rows, len(names)):
+            if _are_even(rows, len(names), cut=len(lines) == FIRST_LINES):
                 return found
             uneven = uneven or found
     if uneven:
@@ -96,12 +96,13 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
     )
 
 
-def _are_even(rows: Iterator[list[str]], width: int) -> bool:
-    """Whether rows have as many values as the first, which has `width`, several."""
+def _are_even(rows: Iterator[list[str]], width: int, cut: bool) -> bool:
+    """Whether rows have as many values as the first, which has `width`, several. `cut`: the last one may be cut."""
     try:
-        return width > 1 and all(len(row) == width for row in rows if row)
+        widths = [len(row) for row in rows if row]
     except csv.Error:  # reported when the rows are read
         return False
+    return width > 1 and set(widths[:-1] if cut else widths) <= {width}
 
 
 def _rows(

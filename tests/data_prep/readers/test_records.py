@@ -92,6 +92,8 @@ def test_separator_of_columns_without_names(separator, tmp_path):
     quote = '"' if separator == "," else ""
     path = write(tmp_path / "a.csv", f"{quote}Hello, you{quote}{separator}en\nGood day{separator}en\n")
     assert read_all([path], text_field="1")[0] == ["Hello, you", "Good day"]
+    rows = [f'"Text {i}\nof two lines, quoted"{separator}en\n' for i in range(99)]
+    assert len(read_all([write(tmp_path / "long.csv", f"x{separator}y\n" + "".join(rows))], text_field="1")[0]) == 100
     path = write(tmp_path / "b.csv", "One; two.\nThree.\n")
     assert read_all([path], text_field="1")[0] == ["One; two.", "Three."]
 
