@@ -132,7 +132,7 @@ def _is_done(output: Path, account: dict[str, Any]) -> bool:
     manifests = [folder / MANIFEST for folder in folders(output, account["options"]["seq_len"]).values()]
     if not all(path.is_file() for path in (output / ACCOUNT, *manifests)) or (output / WORK / ACCOUNT).exists():
         return False
-    if changed := _changes(output / ACCOUNT, account):
+    if changed := _changes((output / ACCOUNT).read_bytes(), output / ACCOUNT, account):
         raise BadInput(f"--output {output}: holds a dataset of another build ({changed}); --overwrite replaces it")
     return True
 
@@ -146,7 +146,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
     unfinished = output / WORK / ACCOUNT
     account = account | {"code": code()}
     if unfinished.exists():
-        changed = _changes(unfinished, account, but=() if part else (FILES,))
+        changed = _changes(unfinished.read_bytes(), unfinished, account, but=() if part else (FILES,))
         if not changed:
             write_json(unfinished, account)
             return
@@ -168,12 +168,12 @@ def code() -> dict[str, str | None]:
     return {"source": source(*CODE)[:16]} | {name: version(name) for name in PACKAGES}
 
 
-def _changes(path: Path, account: dict[str, Any], but: tuple[str, ...] = ()) -> str:
-    """How the account at `path` differs from `account` in other entries than `but`, "" if it does not."""
+def _changes(data: bytes, where: str | Path, account: dict[str, Any], but: tuple[str, ...] = ()) -> str:
+    """How the account `data`, which is at `where`, differs from `account` in other entries than `but`, "" if it does not."""
     try:
-        old = json.loads(path.read_bytes())
+        old = json.loads(data)
     except ValueError:
-        return f"{path} is not valid JSON"
+        return f"{where} is not valid JSON"
     return "; ".join(differences(old | {name: account[name] for name in but}, account))
 
 
@@ -256,8 +256,8 @@ def is_published(url: str, account: dict[str, Any], overwrite: bool) -> bool:
     manifests = [name for name in found if os.path.basename(name) == MANIFEST]
     changed = "without its account" if manifests else ""
     if manifests and ACCOUNT in found:
-        old = json.loads(storage.read(storage.join(url, ACCOUNT)))
-        changed = "; ".join(differences(old, account))
+        place = storage.join(url, ACCOUNT)
+        changed = _changes(storage.read(place), place, account)
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
         return True
