@@ -203,7 +203,8 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
     real_folder = cache(os.path.realpath)  # an input has millions of files in few folders
     for path in sources:
         folder, name = os.path.split(path)
-        if os.path.join(real_folder(folder), name).startswith(top):
+        real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
+        if real.startswith(top):
             raise BadInput(
                 f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
             )

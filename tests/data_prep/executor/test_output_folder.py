@@ -97,8 +97,9 @@ def test_foreign_files_of_similar_names_are_kept(tmp_path):
 def test_sources_in_the_output_are_refused(tmp_path):
     output = write_all(tmp_path / "out", dict.fromkeys((output_folder.ACCOUNT, "tokenizer.model"), "{}"))
     (tmp_path / "link").symlink_to(output)
+    (tmp_path / "a.txt").symlink_to(output / "tokenizer.model")
     (tmp_path / "beside.txt").touch()
-    for source in (f"{output}/tokenizer.model", f"{tmp_path}/link/held_out/a.txt"):
+    for source in (f"{output}/tokenizer.model", f"{tmp_path}/link/held_out/a.txt", f"{tmp_path}/a.txt"):
         build = opened(output, ACCOUNT, overwrite=True, sources=[source])
         is_refused(f"would replace {source}, which it reads", build)
     assert (output / "tokenizer.model").read_text() == "{}"
