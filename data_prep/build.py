@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -166,7 +165,7 @@ def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     if plan.given is not None:
         named.append(str(plan.given.path))
     parts = (part.path for part in chain.from_iterable(ranges))
-    return chain(named, map(os.path.realpath, named), parts)
+    return chain(named, parts)
 
 
 def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
