@@ -114,10 +114,11 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
                 yield from _split(Stream(path, chunks, options, problems, options.format, kind))
         except DamagedArchive:
             raise
-        except BadInput:
+        except BadInput as error:
             if problems.policy == "stop":
                 raise
-            problems.add(path, UNREADABLE_MEMBER, size)
+            reason = NO_FIELD if isinstance(error, NoTextField) else UNREADABLE_MEMBER
+            problems.add(path, reason, size)
 
 
 # what reads a file that is not a stream of text, by its format

@@ -80,6 +80,12 @@ def test_members_that_cannot_be_read_are_skipped_alone(kind, tmp_path):
     assert problems.lost["unreadable member of an archive"]["files"] == [f"{path}: logo.png", f"{path}: cut.txt.gz"]
 
 
+def test_member_without_the_column_is_counted_as_such(tmp_path):
+    path = write(tmp_path / "a.zip", packed_zip({"a.csv": b"body,n\nOne.,1\n", "b.csv": b"text,n\nTwo.,2\n"}))
+    found, problems = refuse(path, r"a\.csv: line 1: no column 'text'")
+    assert found == ["Two."] and problems.counts == {"no text field": 1}
+
+
 def test_text_before_damage_of_a_member_is_kept(tmp_path):
     lines = [b"Line %d of %d.\n" % (i, i * i * 7919) for i in range(300_000)]
     data = bytearray(packed_zip({"a.txt": b"".join(lines), "b.txt": b"Last."}))
