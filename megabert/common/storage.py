@@ -139,17 +139,36 @@ def read(url: str, most: int = 1 << 30) -> bytes:
     return _range(url, 0, size)
 
 
+class _Ranges(io.RawIOBase):
+    """An object as a file, read in ranges that are each tried again."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._size, self._at = url, stat(url).size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self._url)
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        data = b"".join(_range(self._url, at, min(at + PIECE, end)) for at in range(self._at, end, PIECE))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 def open_object(url: str) -> io.BufferedReader:
-    """An object for reading, from any position, in ranges that are each tried again. Raises as `stat`."""
-    from fsspec.spec import AbstractBufferedFile
-
-    class Ranges(AbstractBufferedFile):
-        def _fetch_range(self, start: int, end: int) -> bytes:
-            end = min(end, self.size)
-            return b"".join(_range(url, at, min(at + PIECE, end)) for at in range(start, end, PIECE))
-
-    system, path = _system(url)
-    return io.BufferedReader(Ranges(system, path, cache_type="none", size=stat(url).size), BLOCK)
+    """An object for reading, from any position. Raises as `stat`."""
+    return io.BufferedReader(_Ranges(url), BLOCK)
 
 
 def _range(url: str, start: int, end: int) -> bytes:

@@ -39,6 +39,8 @@ def test_objects_are_written_listed_read_and_removed(proxy: Proxy, tmp_path: Pat
         assert (file.seek(-300, os.SEEK_END), file.read(), file.read(1)) == (len(DATA) - 300, DATA[-300:], b"")
         file.seek(1_000_001)
         assert file.read(700_000) == DATA[1_000_001:1_700_001]
+        with pytest.raises(OSError, match="Invalid argument"):  # as of a file
+            file.seek(-len(DATA) - 1, os.SEEK_END)
     for _ in range(2):
         storage.remove("s3://shelf/list/a.txt")
     for ask, name in ((storage.stat, "list/a.txt"), (storage.open_object, "list")):
