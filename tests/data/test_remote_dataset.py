@@ -1,5 +1,6 @@
 """A dataset in a bucket gives the rows of the same one in a folder; its shards are copied once, checked, and removed when used up."""
 
+import fcntl
 import pickle
 import re
 import resource
@@ -7,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from megabert.common.errors import FAILED, Failed, describe, exit_code
 from megabert.data.mixture import open_mixture
 from megabert.data.order import RowOrder
 from megabert.data.shards import Cache, Dataset, Manifest, verify
-from megabert.data.shards.remote import unique
+from megabert.data.shards.remote import _alone, unique
 from tests.helpers import rows as sample
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
 
@@ -81,6 +83,19 @@ def test_processes_of_a_node_share_a_copy(proxy, url):
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(lambda dataset: dataset.read(np.arange(64 * 5)), datasets))
     assert proxy.requests["GET"] - before == 5
+
+
+def test_a_process_forked_during_a_copy_holds_no_lock(tmp_path):
+    """As those of a loader, which may wait for that copy."""
+    worker = get_context("fork").Process(target=time.sleep, args=(60,))
+    with _alone(tmp_path / "shard"):
+        worker.start()
+    try:
+        with open(tmp_path / ".shard.lock", "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_beyond_the_limit_the_oldest_shards_go(folder, proxy, url, tmp_path):

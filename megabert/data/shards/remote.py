@@ -93,7 +93,11 @@ def _alone(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f".{path.name}.lock", "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # `close` is not enough: a loader process that was forked meanwhile has the open file, and so the lock, too
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def unique(numbers: Iterable[int]) -> Iterator[int]:
