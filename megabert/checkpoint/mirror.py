@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
 from megabert.checkpoint.run_lock import serialize, this_process, wait_for_end
-from megabert.checkpoint.store import POINTER, obsolete_steps
+from megabert.checkpoint.store import POINTER, REPLACED, SAVING, obsolete_steps
 from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
 from megabert.common.files import put_folder, sync, write_whole
@@ -84,10 +84,13 @@ class Mirror:
                 if not STEP.fullmatch(name) and not name.startswith("lock/"):
                     (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
                     storage.fetch(storage.join(self.url, name), self.run_dir / name)
-            best = checkpoint_name(read_manifest(self.run_dir / "checkpoints" / step)["state"].get("best_step", -1))
-            if best in steps and not self._fetch_step(best):
+            best = checkpoint_name(read_manifest(self._temporary(step))["state"].get("best_step", -1))
+            if best in steps and (best == step or not self._fetch_step(best)):
+                if best != step:
+                    self._put_step(best)
                 (self.run_dir / BEST).unlink(missing_ok=True)
                 (self.run_dir / BEST).symlink_to(Path("checkpoints", best))
+            self._put_step(step)  # last: where it is, nothing is copied at the next start
             if reasons:
                 log.warning(f"{'; '.join(reasons)}: going back to {step}")
             log.info(f"{self.url}: {step} is copied to {self.run_dir}")
@@ -117,9 +120,8 @@ class Mirror:
                 )
 
     def _fetch_step(self, step: str) -> str:
-        """Copy a checkpoint to the run folder; returns its damage, or ""."""
-        final = self.run_dir / "checkpoints" / step
-        temporary = final.with_name(f".saving-mirrored-{step}")
+        """Copy a checkpoint to its temporary folder; returns its damage, or ""."""
+        temporary = self._temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         place = storage.join(self.url, "checkpoints", step)
@@ -133,9 +135,16 @@ class Mirror:
         except DamagedCheckpoint as error:
             return str(error)
         write_whole(temporary / MANIFEST, data)
-        put_folder(temporary, final, final.with_name(f".replaced-{step}"))
-        sync(final.parent)
         return ""
+
+    def _temporary(self, step: str) -> Path:
+        return self.run_dir / "checkpoints" / f"{SAVING}mirrored-{step}"
+
+    def _put_step(self, step: str) -> None:
+        """Give a checkpoint that was copied its name."""
+        final = self.run_dir / "checkpoints" / step
+        put_folder(self._temporary(step), final, final.with_name(f"{REPLACED}{step}"))
+        sync(final.parent)
 
     # -- uploading ---------------------------------------------------------------------------------------------------
 

@@ -235,3 +235,21 @@ def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch)
     last = opened(url, other, keep=1)
     last.close()
     assert steps(url) == [8] and len(storage.find(f"{url}/lock")) == 1
+
+
+def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Path) -> None:
+    """The next start copies what is missing, whichever object could not be read."""
+    url, run = "s3://runs/interrupted", tmp_path / "run"
+    made = opened(url, run)
+    for step in (5, 8):
+        checkpoint(run, step, best=5)
+    made.close()
+    for name in ("metrics.jsonl", "chain.jsonl", "step-00000005", "step-00000008"):
+        here = tmp_path / name
+        proxy.fault = lambda method, path, number, name=name: UNAVAILABLE if name in path else PASS
+        with pytest.raises(Failed):
+            Mirror(made.settings, here).restore()
+        proxy.fault = lambda *_: PASS
+        Mirror(made.settings, here).restore()
+        for file in ("metrics.jsonl", "checkpoints/chain.jsonl", f"best/{FILE}", f"checkpoints/step-00000008/{FILE}"):
+            assert (here / file).read_bytes() == (run / file.replace("best", "checkpoints/step-00000005")).read_bytes()
