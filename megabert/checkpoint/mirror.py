@@ -189,12 +189,16 @@ class Mirror:
             try:
                 manifest = (folder / step / MANIFEST).read_bytes()
                 if self._known(step, files) != manifest:
+                    parse_manifest(manifest, step)
                     self._upload_step(folder / step, manifest, files)
                     uploaded = True
             except FileNotFoundError:
                 if (folder / step).exists():
                     raise
                 continue  # removed meanwhile
+            except DamagedCheckpoint as error:  # the one there may be whole
+                log.warning(f"{error}: it is not uploaded")
+                continue
             self._there[step] = manifest
         if not uploaded:  # else they were with the checkpoint
             self._upload_others()
@@ -225,6 +229,7 @@ class Mirror:
         storage.write(storage.join(self.url, "checkpoints", folder.name, MANIFEST), manifest)
 
     def _upload_others(self) -> None:
+        self.lock.check()
         for path in [
             *self.run_dir.iterdir(),
             *self.run_dir.glob("checkpoints/*.json*"),
@@ -253,6 +258,7 @@ class MirrorLock:
         self._number = 0
         self._owner = this_process()
         self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="mirror's lock", daemon=True)
 
     def take(self) -> None:
         """Raises ValueError naming the owner if another job is running, Failed if the store fails."""
@@ -269,7 +275,7 @@ class MirrorLock:
             if 0 < number < self._number:
                 storage.remove(self._path(number))
         self.check()
-        threading.Thread(target=self._renew, name="mirror's lock", daemon=True).start()
+        self._thread.start()
 
     def check(self) -> None:
         """Raises Failed if another job took the place over."""
@@ -278,6 +284,7 @@ class MirrorLock:
 
     def release(self) -> None:
         self._ending.set()
+        self._thread.join()  # a renewal would hide the release
         storage.write(self._path(self._number), serialize(replace(self._owner, released=True)))
 
     def _renew(self) -> None:

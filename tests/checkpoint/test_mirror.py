@@ -169,9 +169,10 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
     # it is cut off from the store: the next job takes over, and the first one may not write any more
     first.lock._ending.set()
     second = opened(url, tmp_path / "second")
-    checkpoint(tmp_path / "first", 8)
-    with pytest.raises(Failed, match="another job took it over"):
-        first.upload()
+    for _ in range(2):  # of logs alone, then of a checkpoint
+        with pytest.raises(Failed, match="another job took it over"):
+            first.upload()
+        checkpoint(tmp_path / "first", 8)
     assert steps(url) == [5]
     second.lock.release()
     opened(url, tmp_path / "third")
@@ -253,3 +254,15 @@ def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Pa
         Mirror(made.settings, here).restore()
         for file in ("metrics.jsonl", "checkpoints/chain.jsonl", f"best/{FILE}", f"checkpoints/step-00000008/{FILE}"):
             assert (here / file).read_bytes() == (run / file.replace("best", "checkpoints/step-00000005")).read_bytes()
+
+
+def test_a_damaged_manifest_replaces_no_whole_checkpoint(proxy: Proxy, tmp_path: Path, capsys: Any) -> None:
+    url, run = "s3://runs/manifest", tmp_path / "run"
+    made = opened(url, run)
+    manifest = checkpoint(run, 5) / "manifest.json"
+    made.upload()
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    made.close()
+    assert "step-00000005/manifest.json cannot be read: it is not uploaded" in capsys.readouterr().err
+    opened(url, tmp_path / "other")
+    assert (tmp_path / "other/checkpoints/step-00000005" / FILE).read_bytes() == b"weights of 5"
