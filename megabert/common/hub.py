@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.files import appearing, cache_folder
+from megabert.common.files import appearing, cache_folder, lock
 from megabert.common.logs import log
 from megabert.common.run_files import IN_CHECKPOINT, holds_checkpoint
 
@@ -64,17 +64,24 @@ def copied(url: str, weights: bool = True) -> Path:
         raise ValueError(f"{url}: no run with a whole checkpoint, and no {' or '.join(WEIGHTS)}, so no model is there")
     of_url = cache_folder("models") / hashlib.sha256(f"{url.rstrip('/')} {weights}".encode()).hexdigest()[:16]
     folder = of_url / hashlib.sha256(repr(sorted(files.values())).encode()).hexdigest()[:16]
-    if not folder.is_dir():
-        log.info(
-            f"{url}: {newest or 'model'} of {sum(each.size for each in files.values()) / 1e6:,.0f} MB is copied to {folder}"
-        )
-        with appearing(folder, "") as temporary:
-            for name, each in files.items():
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                storage.fetch(each.url, temporary / name)
-        for older in of_url.iterdir():
-            if older != folder:
-                shutil.rmtree(older, ignore_errors=True)
+    of_url.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(of_url, os.O_RDONLY)
+    try:
+        # of several processes, as ranks, one copies
+        lock(descriptor, of_url, "start no second process that copies it", wait=True)
+        if not folder.is_dir():
+            log.info(
+                f"{url}: {newest or 'model'} of {sum(each.size for each in files.values()) / 1e6:,.0f} MB is copied to {folder}"
+            )
+            with appearing(folder, "") as temporary:
+                for name, each in files.items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    storage.fetch(each.url, temporary / name)
+            for older in of_url.iterdir():
+                if older != folder:
+                    shutil.rmtree(older, ignore_errors=True)
+    finally:
+        os.close(descriptor)
     return folder
 
 
