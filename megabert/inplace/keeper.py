@@ -78,7 +78,7 @@ def keep(run_dir: Path) -> int:
             os.environ.pop("MEGABERT_EXIT_DIR", None)  # the other keepers report to the launch script
         elif exits := os.environ.get("MEGABERT_EXIT_DIR"):
             keeper.report(Path(exits))
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a copy may be arriving
         os.close(lock)
         remove_abandoned()
 
@@ -406,11 +406,15 @@ class Keeper:
             if peer is None or copy is None or copy.generation != generation.name or name == delivered:
                 continue
             path = self.folder / name
-            written["bytes"] = path.stat().st_size
-            if (error := _send(peer, generation, written, path)) is None:
-                delivered = name
-                write_whole(self.folder / kept_rank.DELIVERED, delivered.encode())
-            else:
+            try:
+                written["bytes"] = path.stat().st_size
+                error = _send(peer, generation, written, path)
+                if error is None:
+                    write_whole(self.folder / kept_rank.DELIVERED, name.encode())
+                    delivered = name
+            except OSError as full:  # as memory may be
+                error = full
+            if error is not None:
                 log.debug(f"keeper at {peer.address}:{peer.port}: {error}")
                 time.sleep(POLL)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,9 +19,10 @@ from typing import Any
 import pytest
 
 from benchmarks.survival.life import children_of
+from megabert.common.files import write_whole
 from megabert.common.processes import is_alive
 from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
-from megabert.inplace import kept_rank
+from megabert.inplace import keeper, kept_rank
 from megabert.inplace.keeper import RESTARTS
 from megabert.inplace.kept_rank import CopyName, Generation, Member
 from tests.helpers.forked import ROOT
@@ -135,8 +138,8 @@ def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "exits").mkdir()
     started = keepers(tmp_path, act, 0, 0, 1, 1, MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
     first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
-    for keeper in started[:2]:
-        keeper.kill()
+    for one in started[:2]:
+        one.kill()
     wait_until(lambda: not any(is_alive(line["pid"]) for line in first[:2]))  # a rank ends with its keeper
     (tmp_path / "end").touch()
     assert codes(started) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
@@ -294,3 +297,39 @@ def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
 
 def test_ranks_of_one_host_have_no_peer() -> None:
     assert Generation("0" * 16, "secret", (Member("n0", "localhost", 1),) * 2, 1).find_peer() is None
+
+
+def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = made = [keeper.Keeper(tmp_path, tmp_path / name, []) for name in ("sender", "receiver")]
+    for one in made:
+        one.folder.mkdir()
+    receiver._listen("localhost")
+    members = (
+        Member("n0", "localhost", 1),
+        Member("n1", "localhost", int((receiver.folder / kept_rank.PORT).read_text())),
+    )
+    for rank, one in enumerate(made):
+        one.generation = Generation("0" * 16, "secret", members, rank)
+    full: list[Path] = []
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name == kept_rank.DELIVERED and not full:
+            full.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(path, data)
+
+    monkeypatch.setattr(keeper, "write_whole", write)
+    name, part = CopyName(7, 0, 2, "0" * 16), sender.folder / ".part"
+    part.write_bytes(b"copy")
+    kept_rank.hand_over(sender.folder, part, name, hashlib.sha256(b"copy").hexdigest())
+    (sender.folder / kept_rank.ADDRESS).write_text("localhost")
+    sends = threading.Thread(target=sender._deliver, daemon=True)
+    sends.start()
+    until(lambda: kept_rank.delivered(sender.folder) == str(name))
+    assert full and (receiver.folder / str(name)).read_bytes() == b"copy"
+    sender._ended.set()
+    sends.join()
+    for one in made:
+        assert one._server is not None
+        one._server.shutdown()
+        one._server.server_close()
