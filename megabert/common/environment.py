@@ -95,7 +95,7 @@ def address_to_bind(host: str) -> str:
     interfaces) for a name that is the loopback interface here, as in Debian's /etc/hosts: other hosts resolve it differently. Raises
     ValueError for the address of another machine."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
             own = str(address[0])
             named = host not in (own, "localhost")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_missing_packages_are_named_with_their_extra() -> None:
     for missing, verb in ((["no_a"], "no_a is"), (["no_a", "json", "no_b"], "no_a, no_b are")):
         with pytest.raises(ValueError, match=rf"^--x: {verb} not installed; pip install 'megabert\[near\]'$"):
             environment.require_packages("--x", "near", *missing)
+
+
+def test_addresses_of_a_family_that_the_kernel_lacks_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(999, *known[0][1:]), *known])
+    assert environment.address_to_bind("127.0.0.1") == "127.0.0.1"
 
 
 def test_versions_are_read_without_importing_packages():
