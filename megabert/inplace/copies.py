@@ -145,6 +145,8 @@ class Copies:
         for name in kept_rank.copies_in(self._folder):
             if (name.cursor, name.generation, name.size) not in (newest, owed):
                 (self._folder / str(name)).unlink()
+        for part in self._folder.glob(".*.safetensors"):  # of a rank that ended while it wrote
+            part.unlink()
         return copy if newest is not None else None
 
     def _read(self, key: Key, holders: Mapping[int, int]) -> tuple[NewestCopy, tuple[int, int] | None]:
