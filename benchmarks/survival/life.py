@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
+from megabert.common.processes import read_status
 
 # seconds after one rank was killed
 SURVIVORS_END_WITHIN = 20.0
@@ -191,13 +192,10 @@ class Life(Ranks):
 
 def processes() -> Iterator[tuple[int, list[str]]]:
     """Process ids, each with the fields of its `stat` from the state on (proc(5)), without those that have ended."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] != "Z":
-            yield int(path.parent.name), fields
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        if (fields := read_status(pid))[0] not in "ZX":
+            yield pid, fields
 
 
 def in_sessions(sessions: set[int]) -> list[int]:

@@ -18,16 +18,16 @@ def pid_namespace() -> str:
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this PID namespace is running or stopped; a zombie is neither."""
-    return _status(pid)[0] not in "ZX"
+    return read_status(pid)[0] not in "ZX"
 
 
 def read_start_time(pid: int) -> str:
     """Start time of a process of this namespace in kernel ticks; "" if it has ended."""
-    fields = _status(pid)
+    fields = read_status(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _status(pid: int) -> list[str]:
+def read_status(pid: int) -> list[str]:
     """The fields of a process from its state on (proc(5), field 3); the state of a dead one if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
