@@ -190,7 +190,7 @@ def _normalized(text: str, form: Form) -> Iterator[Replacement]:
 @functools.cache
 def _composable() -> re.Pattern[str]:
     """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and
-    finals, and characters that NFKC replaces by one of these."""
+    finals, and characters that a form replaces by one of these and more."""
     joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
     for code in range(sys.maxunicode + 1):
         parts = unicodedata.decomposition(chr(code)).split()
@@ -199,8 +199,8 @@ def _composable() -> re.Pattern[str]:
         elif len(parts) == 2 and parts[0][0] != "<":
             joins.append(int(parts[1], 16))
     known = {*map(chr, joins)}
-    wide = (c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c)[:1] == "<")
-    joins += [ord(c) for c in wide if unicodedata.normalize("NFKD", c)[0] in known]
+    replaced = (c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.decomposition(c))
+    joins += [ord(c) for c in replaced if unicodedata.normalize("NFKD", c)[0] in known]
     return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
 
 

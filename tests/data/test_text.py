@@ -26,6 +26,14 @@ def test_cleaned_characters_have_their_original_places(form: Form) -> None:
             assert character in f"{prepared(text[first:last], form)} ", (text, character)
 
 
+def test_vowels_that_are_replaced_by_two_marks_are_reordered() -> None:
+    """Of Tibetan; their own combining class is 0."""
+    for form in ("NFC", "NFKC"):
+        found, places = prepared_with_places("\u0f40\u0f74\u0f73", form)
+        assert found == prepared("\u0f40\u0f74\u0f73", form) == "\u0f40\u0f71\u0f72\u0f74"
+        assert places.tolist() == [[0, 3]] * 4
+
+
 def test_code_and_addresses_stay_as_they_are() -> None:
     addresses = ("/?a=1&copy=2&region=3&timestamp=4", "AT&amp;T &#38; &lt;b&gt; R&D;")
     for text in ("init(&params);", *addresses, "\u0661 &para;"):
