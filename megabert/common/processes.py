@@ -30,6 +30,6 @@ def read_start_time(pid: int) -> str:
 def read_status(pid: int) -> list[str]:
     """The fields of a process from its state on (proc(5), field 3); the state of a dead one if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return ["X"]
