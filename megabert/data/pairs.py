@@ -62,6 +62,8 @@ def _read_jsonl(file: Path) -> Iterator[Pair]:
         try:
             values = json.loads(line)
             good, bad = values["sentence_good"], values["sentence_bad"]
+            if not isinstance(good, str) or not isinstance(bad, str):
+                raise TypeError("they are not text")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file}, line {number}: no object with sentence_good and sentence_bad ({error})"

@@ -111,9 +111,10 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
         Pair("good 0", "bad 0", "x_1", "syntax"),
     ]
     assert len(read_pairs(tmp_path)) == 5
-    (tmp_path / "x_2.jsonl").write_text(lines[0] + '{"sentence_good": "alone"}\n')
-    with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
-        read_pairs(tmp_path / "x_2.jsonl")
+    for wrong in ('{"sentence_good": "alone"}', '{"sentence_good": "a text", "sentence_bad": null}'):
+        (tmp_path / "x_2.jsonl").write_text(f"{lines[0]}{wrong}\n")
+        with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
+            read_pairs(tmp_path / "x_2.jsonl")
     for folder in ("one", "two"):  # which have files of one name
         (tmp_path / "same" / folder).mkdir(parents=True)
         (tmp_path / "same" / folder / "npi-any.txt").write_text(f"wrong {folder}\nright {folder}\nwrong x\nright x\n")
