@@ -174,7 +174,7 @@ class Mirror:
             self._problem = None
             try:
                 self.upload()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 self._problem = error
                 log.warning(f"{describe(error)}: the next checkpoint is uploaded with this one's rest")
             if ending:
@@ -293,7 +293,7 @@ class MirrorLock:
             try:
                 self.check()
                 storage.write(self._path(self._number), serialize(self._owner))
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
 
     def _numbers(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -211,6 +212,23 @@ def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> No
     proxy.fault = lambda *_: PASS
     with pytest.raises((Failed, FileNotFoundError)):
         gone.upload()
+
+
+def test_no_error_ends_the_uploads(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, run, failed = "s3://runs/unexpected", tmp_path / "run", threading.Event()
+    made = opened(url, run)
+
+    def upload() -> None:
+        failed.set()
+        raise KeyError("answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(made, "upload", upload)
+        made.changed()
+        assert failed.wait(10)
+    checkpoint(run, 5)
+    made.close()
+    assert steps(url) == [5]
 
 
 def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch) -> None:
