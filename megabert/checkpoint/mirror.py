@@ -169,8 +169,8 @@ class Mirror:
         os.nice(10)  # on Linux only this thread
         while True:
             self._changed.wait()
-            ending = self._ending
             self._changed.clear()
+            ending = self._ending
             self._problem = None
             try:
                 self.upload()

@@ -231,6 +231,23 @@ def test_no_error_ends_the_uploads(proxy: Proxy, tmp_path: Path, monkeypatch: py
     assert steps(url) == [5]
 
 
+def test_a_run_that_ends_as_an_upload_begins_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path) -> None:
+    made = opened("s3://runs/ends", tmp_path / "run")
+    checkpoint(tmp_path / "run", 5)
+
+    class Closing(threading.Event):
+        def clear(self) -> None:
+            made._ending = True  # as `close` in another thread
+            self.set()
+            super().clear()
+
+    made._changed = Closing()
+    made.changed()
+    assert made._thread is not None
+    made._thread.join(10)
+    assert not made._thread.is_alive() and steps("s3://runs/ends") == [5]
+
+
 def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch) -> None:
     """Every list is that of the time before the newest checkpoint, and before the job that wrote it."""
     url, run = "s3://runs/stale", tmp_path / "run"
