@@ -144,7 +144,9 @@ class Loader:
         """Whether shared memory has room for so many updates; a line says so if it has not."""
         if not os.path.isdir(SHARED_MEMORY):
             return True
-        narrow, wide = self._source.layout(self.rows, self._source.masking).sizes()
+        masking = self._source.masking
+        masking = masking.of_update(masking.causal_every - 1)  # causal, if any update is: it has the most predictions
+        narrow, wide = self._source.layout(self.rows, masking).sizes()
         stat = os.statvfs(SHARED_MEMORY)
         needed, free = updates * (4 * narrow + 8 * wide), stat.f_bavail * stat.f_frsize
         if needed > free:

@@ -192,6 +192,14 @@ def test_without_shared_memory_rows_are_made_here(dataset, monkeypatch, caplog):
     assert not loader._workers and [next(loader).step for _ in range(3)] == [0, 1, 2]
 
 
+def test_room_is_counted_for_causal_updates(dataset, monkeypatch):
+    masking = MaskingConfig(causal_every=2)
+    masked = loader_of(dataset, masking=masking)
+    narrow, wide = masked._source.layout(masked.rows, masking).sizes()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * (4 * narrow + 8 * wide), f_frsize=1))
+    assert not loader_of(dataset, masking=masking, workers=1, prefetch=2)._workers
+
+
 def take_and_die(folder, connection):
     loader = loader_of(Dataset(folder), workers=2)
     batches = [next(loader).batches[0].input_ids.tolist() for _ in range(3)]
