@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import signal
 import socket
@@ -146,7 +147,9 @@ def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
 
 def exit_code_from(main: Callable[[], int]) -> int:
     """The exit code of a command's `main`, also after wrong arguments, or if its output could not be written; written for a launch
-    script too."""
+    script too. Characters that the terminal lacks, and bytes of file names that are no text, are printed as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr
     try:
         code = main()
     except SystemExit as end:

@@ -74,6 +74,15 @@ def test_a_command_that_nobody_reads_ends_with_4(words, also, code, shown):
     assert (done.returncode, done.stderr) == (code, shown)
 
 
+def test_what_a_terminal_cannot_show_is_escaped() -> None:
+    """A character, and a byte of a file name that is no text."""
+    command = [sys.executable, "-c", UNREAD % r"print('\u2026'); log.info('caf\udce9.txt')"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u2026\ncaf\\udce9.txt\n", "")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
