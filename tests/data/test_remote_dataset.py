@@ -100,8 +100,11 @@ def test_a_process_forked_during_a_copy_holds_no_lock(tmp_path):
 
 def test_beyond_the_limit_the_oldest_shards_go(folder, proxy, url, tmp_path):
     """And rows stay right: the shards in use at a position are there when it is reached, also those removed since their first copy."""
-    with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):
+    with pytest.raises(
+        ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"
+    ) as small:
         Dataset(url, cache=room_for(60, folder, tmp_path / "small"))
+    Dataset(url, cache=Cache(str(tmp_path / "enough"), float(str(small.value).rpartition(" ")[2])))
     cache = room_for(70.5, folder, tmp_path / "copies")
     local, remote = Dataset(folder), Dataset(url, cache=cache)
     shards = local.manifest.shards

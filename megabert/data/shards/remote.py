@@ -9,6 +9,7 @@ mapped may still read it.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import posixpath
 import threading
@@ -136,7 +137,7 @@ class RemoteShards:
         if needed > share:
             raise ValueError(
                 f"data.cache_gib={self.cache.gib:g}: of {self.url} {self.in_use} shards of {max(sizes) / 2**20:.0f} MiB are in use at a "
-                f"time; give at least {datasets * needed / 2**30:.2g}"
+                f"time; give at least {math.ceil(datasets * needed / 2**30 * 100) / 100:g}"
             )
         # shards that are copied before they are needed, beside those that are being copied
         self.ahead = min(AHEAD, min(len(sizes), share // max(sizes) - CONNECTIONS) - self.in_use)
