@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def open_run(
     datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
     config = resolve_config(config, datasets)
-    origin = open_run_folder(config, run_dir, world)
+    origin = open_run_folder(config, run_dir, world, watchdog.progress)
     saved = origin.state["config"]["precision"] if origin.state else ""
     config = replace(config, "precision", precision.choose(config.precision, world, saved))
     watchdog.progress()
@@ -176,11 +176,11 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
 # -- 3. run folder ---------------------------------------------------------------------------------------------------
 
 
-def open_run_folder(config: Config, run_dir: Path, world: World) -> Origin:
-    """Lock the run folder, and its mirror, and find the newest state in it. A collective. Raises ValueError if another job is running
-    there or no checkpoint is whole."""
+def open_run_folder(config: Config, run_dir: Path, world: World, progress: Callable[[], None]) -> Origin:
+    """Lock the run folder, and its mirror, and find the newest state in it; `progress` while that is copied from the mirror. A collective.
+    Raises ValueError if another job is running there or no checkpoint is whole."""
     kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
-    copied = mirror.opened(config.checkpoint, run_dir, world)
+    copied = mirror.opened(config.checkpoint, run_dir, world, progress)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint, copied)
     path = checkpoints.latest()
     if copied is not None:

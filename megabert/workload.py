@@ -135,9 +135,13 @@ class Pretraining:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
         place["origin"] = position - phase_starts[-1] * sizes[number]
         at = place["origin"] + first * sizes[number]
-        self.datasets[number].fetch_ahead(
-            config.seed, at, log_progress_every(PROGRESS_SECONDS, "shards that the next updates need are copied here")
-        )
+        show = log_progress_every(PROGRESS_SECONDS, "shards that the next updates need are copied here")
+
+        def fetched(done: int, of: int) -> None:
+            self.engine.progress()
+            show(done, of)
+
+        self.datasets[number].fetch_ahead(config.seed, at, fetched)
         return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
 
     def evaluation_due(self, step: int) -> bool:

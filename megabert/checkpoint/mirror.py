@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,12 +38,12 @@ BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")
 BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 
 
-def opened(settings: CheckpointConfig, run_dir: Path, world: World) -> Mirror | None:
-    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks; on rank 0. A collective. Raises
-    ValueError if another job writes there or another run is there, Failed if the store fails."""
+def opened(settings: CheckpointConfig, run_dir: Path, world: World, progress: Callable[[], None]) -> Mirror | None:
+    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks, with `progress`; on rank 0. A
+    collective. Raises ValueError if another job writes there or another run is there, Failed if the store fails."""
     if not settings.mirror:
         return None
-    mirror = Mirror(settings, run_dir)
+    mirror = Mirror(settings, run_dir, progress)
     on_main(world, mirror.open)
     return mirror if world.is_main else None
 
@@ -50,8 +51,10 @@ def opened(settings: CheckpointConfig, run_dir: Path, world: World) -> Mirror | 
 class Mirror:
     """A run's copy, of rank 0, which holds the run's lock."""
 
-    def __init__(self, settings: CheckpointConfig, run_dir: Path) -> None:
+    def __init__(self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None) -> None:
+        """`progress` is called often while files are copied to the run folder."""
         self.url, self.settings, self.run_dir = settings.mirror.rstrip("/"), settings, run_dir
+        self._progress = progress
         self.lock = MirrorLock(self.url)
         # steps that are there whole, with their manifests
         self._there: dict[str, bytes] = {}
@@ -83,7 +86,7 @@ class Mirror:
             for name in files:
                 if not STEP.fullmatch(name) and not name.startswith("lock/"):
                     (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-                    storage.fetch(storage.join(self.url, name), self.run_dir / name)
+                    storage.fetch(storage.join(self.url, name), self.run_dir / name, self._progress)
             best = checkpoint_name(read_manifest(self._temporary(step))["state"].get("best_step", -1))
             if best in steps and (best == step or not self._fetch_step(best)):
                 if best != step:
@@ -128,7 +131,7 @@ class Mirror:
         try:
             data = storage.read(storage.join(place, MANIFEST))
             for name, file in parse_manifest(data, place)["files"].items():
-                if storage.fetch(storage.join(place, name), temporary / name) != file["sha256"]:
+                if storage.fetch(storage.join(place, name), temporary / name, self._progress) != file["sha256"]:
                     return f"{place}/{name} is damaged"
         except FileNotFoundError as error:
             return f"{error.filename} is missing"

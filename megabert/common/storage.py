@@ -188,14 +188,16 @@ def _range(url: str, start: int, end: int) -> bytes:
     return request(url, ask)
 
 
-def fetch(url: str, target: Path) -> str:
-    """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. Raises as `stat`."""
+def fetch(url: str, target: Path, progress: Callable[[], object] = lambda: None) -> str:
+    """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. `progress` is called after every PIECE.
+    Raises as `stat`."""
     size, sha256 = stat(url).size, hashlib.sha256()
     with appearing_file(target) as file:
         for start in range(0, size, PIECE):
             data = _range(url, start, min(start + PIECE, size))
             sha256.update(data)
             file.write(data)
+            progress()
     return sha256.hexdigest()
 
 

@@ -286,7 +286,9 @@ def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Pa
         with pytest.raises(Failed):
             Mirror(made.settings, here).restore()
         proxy.fault = lambda *_: PASS
-        Mirror(made.settings, here).restore()
+        progress = list[str]()
+        Mirror(made.settings, here, lambda files=progress: files.append("")).restore()
+        assert len(progress) >= 5  # two checkpoints of a file each, logs, chain, pointer
         for file in ("metrics.jsonl", "checkpoints/chain.jsonl", f"best/{FILE}", f"checkpoints/step-00000008/{FILE}"):
             assert (here / file).read_bytes() == (run / file.replace("best", "checkpoints/step-00000005")).read_bytes()
 
