@@ -14,6 +14,8 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from megabert.common.storage import is_url
+
 # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
 VOCAB_MULTIPLE = 128
 # updates of a run that only its tokens or minutes limit
@@ -367,6 +369,10 @@ class CheckpointConfig(Section):
     copy_every: int = setting(
         1, "updates between copies of the training state in memory, where ranks restart --in-place", gt=0
     )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.mirror and not is_url(self.mirror):
+            yield f"checkpoint.mirror={self.mirror} is not a URL; give one, such as s3://BUCKET/RUN"
 
 
 class EvalConfig(Section):

@@ -71,6 +71,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (WSD, "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it"),
         (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
         (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
+        (["checkpoint.mirror=/mnt/runs"], "checkpoint.mirror=/mnt/runs is not a URL; give one, such as s3://BUCKET/RUN"),
         (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
         (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),
