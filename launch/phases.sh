@@ -20,8 +20,8 @@ runs=$2
 shift 2
 
 phase() { # NUMBER PRESET LENGTH [override…]
-  PET_MASTER_PORT=$((PET_MASTER_PORT + $1 - 1)) torchrun -- megabert/train.py --config "$2" --data "$DATA/seq$3" \
-    --run "$runs/phase$1" "checkpoint.mirror=$MIRROR/phase$1" "data.cache_dir=$CACHE" "${@:4}"
+  PET_MASTER_PORT=$((PET_MASTER_PORT + $1 - 1)) torchrun -- megabert/train.py --config "$2" --data "${DATA%/}/seq$3" \
+    --run "$runs/phase$1" "checkpoint.mirror=${MIRROR%/}/phase$1" "data.cache_dir=$CACHE" "${@:4}"
 }
 
 phase 1 "$PHASE1" 128 "$@"

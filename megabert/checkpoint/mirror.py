@@ -53,7 +53,9 @@ class Mirror:
 
     def __init__(self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None) -> None:
         """`progress` is called often while files are copied to the run folder."""
-        self.url, self.settings, self.run_dir = settings.mirror.rstrip("/"), settings, run_dir
+        # as the URLs of its files, with no slash too many
+        self.url = storage.join(settings.mirror, "").rstrip("/")
+        self.settings, self.run_dir = settings, run_dir
         self._progress = progress
         self.lock = MirrorLock(self.url)
         # steps that are there whole, with their manifests

@@ -191,6 +191,17 @@ def test_of_several_jobs_that_start_together_one_has_the_mirror(proxy: Proxy, tm
     assert found.count(None) == 1, found
 
 
+def test_a_slash_too_many_names_the_same_place(proxy: Proxy, tmp_path: Path) -> None:
+    """As where a URL that ends in one was joined to a name."""
+    made = opened("s3://runs/slashes//phase1/", tmp_path / "run")
+    checkpoint(tmp_path / "run", 5)
+    made.close()
+    opened("s3://runs/slashes/phase1", tmp_path / "one").lock.release()
+    opened("s3://runs/slashes//phase1/", tmp_path / "other")
+    for name in ("one", "other"):
+        assert (tmp_path / name / "metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
+
+
 def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     url = "s3://runs/other"
     made = opened(url, tmp_path / "run")
