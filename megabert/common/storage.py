@@ -103,9 +103,10 @@ def _list(system: Any, path: str, web: bool) -> dict[str, dict[str, Any]]:
 
 
 def below(url: str) -> dict[str, Object]:
-    """The objects below a folder, by their names relative to it."""
+    """The objects below a folder, by their names relative to it, without those whose names lead out of it, and of a copy of it."""
     start = join(url, "")
-    return {found.url.removeprefix(start): found for found in find(url)}
+    named = {found.url.removeprefix(start): found for found in find(url)}
+    return {name: each for name, each in named.items() if not name.startswith("/") and ".." not in name.split("/")}
 
 
 def stat(url: str) -> Object:

@@ -183,3 +183,10 @@ def test_a_local_path_imports_none_of_it(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("x")
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "text")], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_what_leads_out_of_a_folder_is_not_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are copied to files by their names, also those of a store that somebody else writes."""
+    found = [storage.Object(f"s3://shelf/run/{name}", 1, "") for name in ("../x", "a/../../x", "/etc/x", "a/x..y")]
+    monkeypatch.setattr(storage, "find", lambda url: found)
+    assert storage.below("s3://shelf/run") == {"a/x..y": found[-1]}
