@@ -73,8 +73,8 @@ _lines = _Lines()
 lost: OSError | None = None
 
 
-def setup(rank: int = 0, size: int = 1) -> None:
-    """Send the project's messages to this process' streams as rank `rank` of `size`. Called by commands, again once the
+def setup(rank: int = 0) -> None:
+    """Send the project's messages to this process' streams as rank `rank`. Called by commands, again once the
     rank is known. Raises ValueError for a level that does not exist."""
     if _lines not in log.handlers:  # before the check below, whose error it prints
         log.addHandler(_lines)

@@ -35,7 +35,7 @@ class Session:
         self.watchdog: Watchdog | None = None
         # Errors may differ between ranks, so every rank prints its error.
         self.errors_may_differ = False
-        logs.setup(self.world.rank, self.world.size)
+        logs.setup(self.world.rank)
 
     @property
     def prints_errors(self) -> bool:

@@ -359,7 +359,7 @@ class Keeper:
             return False
         lost = [f"{rank} (host {member.host})" for rank, member in enumerate(members) if rank not in ranks]
         hosts, rank = [members[rank].host for rank in ranks], ranks.index(old)
-        logs.setup(rank, len(ranks))
+        logs.setup(rank)
         log.info(
             f"in place: {plan['cause']}; {len(ranks)} of {len(members)} ranks restart"
             + (f", without {', '.join(lost)}" if lost else "")
