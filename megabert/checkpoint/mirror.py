@@ -75,10 +75,11 @@ class Mirror:
         """Copy the newest whole checkpoint, the best one, and the run's other files here, unless the run folder has one as new. Raises
         Failed if the store fails, ValueError if there are checkpoints but none is whole."""
         files = list(storage.below(self.url))
+        if not (steps := self._whole_steps(files)):
+            return
         self._refuse_other_run(files)
-        steps = self._whole_steps(files)
         here = sorted(path.name for path in self.run_dir.glob("checkpoints/step-*"))
-        if not steps or (here and here[-1] >= steps[-1]):
+        if here and here[-1] >= steps[-1]:
             return
         reasons = []
         for step in reversed(steps):

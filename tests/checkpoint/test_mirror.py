@@ -213,6 +213,15 @@ def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
         opened(url, tmp_path / "other")
 
 
+def test_a_start_that_left_no_checkpoint_is_no_other_run(proxy: Proxy, tmp_path: Path) -> None:
+    """It was killed while it uploaded its first one; the next machine started again, and is restarted."""
+    url = "s3://runs/left"
+    storage.write(f"{url}/checkpoints/chain.jsonl", b'{"step": 0, "machine": "another"}\n')
+    checkpoint(tmp_path / "run", 5)
+    opened(url, tmp_path / "run").close()
+    assert steps(url) == [5]
+
+
 def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> None:
     made = opened("s3://runs/failed", tmp_path / "run")
     checkpoint(tmp_path / "run", 5)
