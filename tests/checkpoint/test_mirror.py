@@ -213,7 +213,7 @@ def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
         opened(url, tmp_path / "other")
 
 
-def test_a_start_that_left_no_checkpoint_is_no_other_run(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_start_without_a_checkpoint_is_no_run(proxy: Proxy, tmp_path: Path) -> None:
     """It was killed while it uploaded its first one; the next machine started again, and is restarted."""
     url = "s3://runs/left"
     storage.write(f"{url}/checkpoints/chain.jsonl", b'{"step": 0, "machine": "another"}\n')
@@ -251,7 +251,7 @@ def test_no_error_ends_the_uploads(proxy: Proxy, tmp_path: Path, monkeypatch: py
     assert steps(url) == [5]
 
 
-def test_a_run_that_ends_as_an_upload_begins_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path) -> None:
+def test_an_end_at_an_uploads_start_is_noticed(proxy: Proxy, tmp_path: Path) -> None:
     made = opened("s3://runs/ends", tmp_path / "run")
     checkpoint(tmp_path / "run", 5)
 

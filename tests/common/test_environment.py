@@ -42,7 +42,7 @@ def test_missing_packages_are_named_with_their_extra() -> None:
             environment.require_packages("--x", "near", *missing)
 
 
-def test_addresses_of_a_family_that_the_kernel_lacks_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_an_unknown_family_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     known = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(999, *known[0][1:]), *known])
     assert environment.address_to_bind("127.0.0.1") == "127.0.0.1"

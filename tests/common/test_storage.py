@@ -185,7 +185,7 @@ def test_a_local_path_imports_none_of_it(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_what_leads_out_of_a_folder_is_not_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_lead_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects are copied to files by their names, also those of a store that somebody else writes."""
     found = [storage.Object(f"s3://shelf/run/{name}", 1, "") for name in ("../x", "a/../../x", "/etc/x", "a/x..y")]
     monkeypatch.setattr(storage, "find", lambda url: found)

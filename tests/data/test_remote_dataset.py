@@ -85,7 +85,7 @@ def test_processes_of_a_node_share_a_copy(proxy, url):
     assert proxy.requests["GET"] - before == 5
 
 
-def test_a_process_forked_during_a_copy_holds_no_lock(tmp_path):
+def test_a_process_forked_meanwhile_holds_no_lock(tmp_path):
     """As those of a loader, which may wait for that copy."""
     worker = get_context("fork").Process(target=time.sleep, args=(60,))
     with _alone(tmp_path / "shard"):

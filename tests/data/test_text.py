@@ -26,7 +26,7 @@ def test_cleaned_characters_have_their_original_places(form: Form) -> None:
             assert character in f"{prepared(text[first:last], form)} ", (text, character)
 
 
-def test_vowels_that_are_replaced_by_two_marks_are_reordered() -> None:
+def test_vowels_of_two_marks_are_reordered() -> None:
     """Of Tibetan; their own combining class is 0."""
     for form in ("NFC", "NFKC"):
         found, places = prepared_with_places("\u0f40\u0f74\u0f73", form)
