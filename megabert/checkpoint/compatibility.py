@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megabert.checkpoint.format import MANIFEST, read_manifest
+from megabert.common import storage
 from megabert.common.logs import log
 from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import Config, ScheduleConfig, flat, list_phases, phase_at
@@ -108,8 +109,8 @@ def refuse_other_tokenizer(config: Config, state: Mapping[str, Any], manifest: D
     size = state["config"]["model"]["vocab_size"]
     raise ValueError(
         f"init_from={source} has a tokenizer of {size:,} tokens{f' ({file})' * bool(file)}, but {data} was built with another, of "
-        f"{manifest.vocab_size:,} ({Path(data, manifest.tokenizer['file'])}); build the data with the first, by `megabert prep build "
-        f"--tokenizer {shlex.quote(file) if file else 'FILE'} …`, or start from the model with the second, by `megabert convert "
+        f"{manifest.vocab_size:,} ({storage.join(data, manifest.tokenizer['file'])}); build the data with the first, by `megabert prep "
+        f"build --tokenizer {shlex.quote(file) if file else 'FILE'} …`, or start from the model with the second, by `megabert convert "
         f"--model {shlex.quote(str(source))} --vocab {shlex.quote(data)} --run START`"
     )
 
