@@ -143,6 +143,8 @@ def read(url: str, most: int = 1 << 30) -> bytes:
 class _Ranges(io.RawIOBase):
     """An object as a file, read in ranges that are each tried again."""
 
+    mode = "rb"
+
     def __init__(self, url: str) -> None:
         self._url, self._size, self._at = url, stat(url).size, 0
 
