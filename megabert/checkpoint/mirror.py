@@ -52,7 +52,7 @@ class Mirror:
     """A run's copy, of rank 0, which holds the run's lock."""
 
     def __init__(self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None) -> None:
-        """`progress` is called often while files are copied to the run folder."""
+        """`progress` is called often while files are copied to the run folder, and after files that the end of the run waits for."""
         # as the URLs of its files, with no slash too many
         self.url = storage.join(settings.mirror, "").rstrip("/")
         self.settings, self.run_dir = settings, run_dir
@@ -62,6 +62,8 @@ class Mirror:
         self._there: dict[str, bytes] = {}
         self._changed, self._ending = threading.Event(), False
         self._problem: Exception | None = None
+        # files uploaded by this process
+        self._uploaded = 0
         self._thread: threading.Thread | None = None
 
     # -- downloading -------------------------------------------------------------------------------------------------
@@ -166,7 +168,12 @@ class Mirror:
         self._ending = True
         self.changed()
         assert self._thread is not None
-        self._thread.join()
+        before = self._uploaded
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            if self._uploaded != before:
+                before = self._uploaded
+                self._progress()
         if self._problem is not None:
             raise Failed(f"{describe(self._problem)}; the run folder is whole, the same command uploads the rest")
         self.lock.release()
@@ -229,7 +236,7 @@ class Mirror:
         self._remove_step(folder.name, [name for name in files if name.endswith(MANIFEST)])  # another of this step
         for path in sorted(folder.iterdir()):
             if path.name != MANIFEST:
-                storage.put(path, storage.join(self.url, "checkpoints", folder.name, path.name))
+                self._put(path)
         self._upload_others()
         self.lock.check()
         storage.write(storage.join(self.url, "checkpoints", folder.name, MANIFEST), manifest)
@@ -242,7 +249,11 @@ class Mirror:
             *self.run_dir.glob("tensorboard/*"),
         ]:
             if path.is_file() and not path.is_symlink() and not BESIDE.fullmatch(path.name):
-                storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()))
+                self._put(path)
+
+    def _put(self, path: Path) -> None:
+        storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()))
+        self._uploaded += 1
 
     def _remove_step(self, step: str, files: list[str]) -> None:
         self._there.pop(step, None)

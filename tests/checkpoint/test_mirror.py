@@ -222,6 +222,15 @@ def test_a_start_without_a_checkpoint_is_no_run(proxy: Proxy, tmp_path: Path) ->
     assert steps(url) == [5]
 
 
+def test_uploads_that_a_run_waits_for_are_progress(proxy: Proxy, tmp_path: Path) -> None:
+    run, progress = tmp_path / "run", list[str]()
+    made = Mirror(CheckpointConfig(mirror="s3://runs/progress"), run, lambda: progress.append(""))
+    made.lock.take()
+    checkpoint(run, 5)
+    made.close()
+    assert progress and steps("s3://runs/progress") == [5]
+
+
 def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> None:
     made = opened("s3://runs/failed", tmp_path / "run")
     checkpoint(tmp_path / "run", 5)
