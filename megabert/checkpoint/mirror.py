@@ -33,7 +33,7 @@ from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main
 
 # files of the run folder that are not part of the run
-BESIDE = re.compile(r"\..*|.*\.tmp|stacks-.*|slow-ranks\.json")
+BESIDE = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
 # as in `run_lock`, for a store that answers slowly
 BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 

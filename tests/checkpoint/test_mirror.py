@@ -79,6 +79,7 @@ def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path:
     first = opened(url, tmp_path / "first", **settings)
     for step in (10, 13, 17, 20, 25):
         checkpoint(tmp_path / "first", step, best=13)
+    (tmp_path / "first/hang-0.txt").write_text("stacks of this machine")
     first.upload()
     assert steps(url) == [10, 13, 17, 20, 25]
     shutil.rmtree(tmp_path / "first/checkpoints/step-00000017")  # as the run does by its rules
@@ -88,6 +89,7 @@ def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path:
     second = opened(url, tmp_path / "second", **settings)
     here = tmp_path / "second"
     assert sorted(path.name for path in here.glob("checkpoints/step-*")) == ["step-00000013", "step-00000025"]
+    assert not (here / "hang-0.txt").exists()
     assert (here / "best").resolve().name == "step-00000013"
     for name in ("metrics.jsonl", "checkpoints/chain.jsonl", "checkpoints/step-00000025/manifest.json"):
         assert (here / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
