@@ -1,5 +1,6 @@
 """The environment is described without importing what it describes; freed memory is reused."""
 
+import errno
 import importlib.metadata
 import os
 import socket
@@ -46,6 +47,16 @@ def test_addresses_of_an_unknown_family_are_passed_over(monkeypatch: pytest.Monk
     known = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(999, *known[0][1:]), *known])
     assert environment.address_to_bind("127.0.0.1") == "127.0.0.1"
+
+
+def test_pressure_that_the_kernel_does_not_measure_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is there, and reading it fails."""
+
+    def read_text(path: Path) -> str:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert environment.seconds_short_of_cores() is None
 
 
 def test_versions_are_read_without_importing_packages():
