@@ -570,13 +570,19 @@ def _how(code: int) -> str:
 
 
 def _wait_for_end(children: Iterable[subprocess.Popen[bytes]], seconds: float | None) -> None:
-    """Wait until one of the children has ended, at most `seconds`."""
+    """Wait until one of the children has ended, at most `seconds`, or for POLL where the system cannot say so."""
     poll = select.poll()
     with contextlib.ExitStack() as stack:
         for child in children:
             try:
                 descriptor = os.pidfd_open(child.pid)
             except ProcessLookupError:  # `Popen.kill` in another thread has waited for it
+                return
+            except (
+                AttributeError,
+                OSError,
+            ):  # kernels before 5.3, and Pythons that were built for them, as of conda and uv
+                time.sleep(POLL)
                 return
             stack.callback(os.close, descriptor)
             poll.register(descriptor, select.POLLIN)

@@ -35,6 +35,8 @@ from megabert.common.errors import exit_code_from
 from megabert.inplace import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
 keeper.RESPAWN_SECONDS = 0.1
+if "OLD_KERNEL" in os.environ:
+    vars(os).pop("pidfd_open", None)
 sys.orig_argv = [sys.executable, *sys.argv[2:]]
 sys.exit(exit_code_from(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
 """
@@ -123,9 +125,10 @@ def starts(folder: Path, count: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_all_ranks_start_again_after_one_died(tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", [{}, {"OLD_KERNEL": "1"}], ids=["now", "without pidfd"])
+def test_all_ranks_start_again_after_one_died(tmp_path: Path, system: dict[str, str]) -> None:
     act = "rank == 1 and die_once_all_have_started(lambda: os.kill(os.getpid(), signal.SIGKILL)); time.sleep(60)"
-    assert codes(keepers(tmp_path, act, 0, 0, 1)) == [0, 0, 0]
+    assert codes(keepers(tmp_path, act, 0, 0, 1, **system)) == [0, 0, 0]
     again = sorted(starts(tmp_path, 6)[3:], key=lambda line: line["rank"])
     assert [(line["rank"], line["size"], line["local"]) for line in again] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
     held = [sorted(line["copies"].values()) for line in again]
