@@ -1,5 +1,6 @@
 """A dataset in a bucket gives the rows of the same one in a folder; its shards are copied once, checked, and removed when used up."""
 
+import errno
 import fcntl
 import pickle
 import re
@@ -96,6 +97,17 @@ def test_a_process_forked_meanwhile_holds_no_lock(tmp_path):
     finally:
         worker.kill()
         worker.join()
+
+
+def test_a_cache_without_locks_is_refused(url, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(
+        ValueError, match=r"copies.*: this file system has no locks; set data.cache_dir to one that has"
+    ):
+        Dataset(url, cache=Cache(str(tmp_path / "copies")))
 
 
 def test_beyond_the_limit_the_oldest_shards_go(folder, proxy, url, tmp_path):

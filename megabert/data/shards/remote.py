@@ -8,6 +8,7 @@ mapped may still read it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from megabert.common import storage
-from megabert.common.files import cache_folder, naming_when_full, write_whole
+from megabert.common.files import NO_LOCKS, cache_folder, naming_when_full, write_whole
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 
 # copied too where it exists, beside the tokenizer
@@ -90,10 +91,17 @@ def copy_beside_shards(url: str, manifest: Manifest, folder: Path) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Only one thread of one process on this node is in the context of a file or folder."""
+    """Only one thread of one process on this node is in the context of a file or folder. Raises ValueError without locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f".{path.name}.lock", "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno in NO_LOCKS - {errno.ENOLCK}:  # which may be a server's fault
+                raise ValueError(
+                    f"{path.parent}: this file system has no locks; set data.cache_dir to one that has"
+                ) from None
+            raise
         try:
             yield
         finally:
