@@ -165,10 +165,9 @@ class Mirror:
 
     def close(self) -> None:
         """Wait until the newest checkpoint and the run's other files are there, and release the lock. Raises Failed if they are not."""
-        self._ending = True
+        before, self._ending = self._uploaded, True
         self.changed()
         assert self._thread is not None
-        before = self._uploaded
         while self._thread.is_alive():
             self._thread.join(1.0)
             if self._uploaded != before:
