@@ -328,7 +328,7 @@ def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypa
     (sender.folder / kept_rank.ADDRESS).write_text("localhost")
     sends = threading.Thread(target=sender._deliver, daemon=True)
     sends.start()
-    until(lambda: kept_rank.delivered(sender.folder) == str(name))
+    wait_until(lambda: kept_rank.delivered(sender.folder) == str(name))
     assert full and (receiver.folder / str(name)).read_bytes() == b"copy"
     sender._ended.set()
     sends.join()
