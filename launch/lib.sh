@@ -92,13 +92,13 @@ attempt() {
 # verdict FOLDER STATUS: print the exit code of an attempt, from those of the ranks if there are any, otherwise from the launcher's
 # STATUS. A single rank's 3 decides, since all ranks find bad training. 2 counts only if no rank reports a fault: a file that is
 # missing on a single node may be a problem of its mounts. Ranks that restart in place (`in_place`) finish without those of a lost
-# node, for which the launcher's STATUS is not 0.
+# node, for which the launcher's STATUS is not 0. After a signal a rank's 4 remains, unless another reports 85: it could not save.
 verdict() {
   local codes
   codes=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
   if [[ $codes == ' ' ]]; then
     codes=" $2 "
-    if [ "$2" = 0 ]; then codes=" 4 "; fi # deepspeed's launcher returns 0 if its child was killed
+    if [ "$2" = 0 ]; then codes=" $([ -n "$stopping" ] && echo 85 || echo 4) "; fi # deepspeed's returns 0 if its child was killed
   fi
   if [[ $codes == *" 3 "* ]]; then
     echo 3
@@ -106,7 +106,7 @@ verdict() {
     echo 2
   elif { [ "$2" = 0 ] || [ -n "$in_place" ]; } && [[ ! $codes =~ (^| )[1-9] ]]; then
     echo 0
-  elif [[ -n $stopping || $codes == *" 85 "* ]]; then
+  elif [[ $codes == *" 85 "* || (-n $stopping && $codes != *" 4 "*) ]]; then
     echo 85
   else
     echo 4

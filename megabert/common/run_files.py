@@ -19,7 +19,7 @@ SLOW_RANKS = "slow-ranks.json"
 BEST = "best"
 # a file of a checkpoint, relative to the run: the checkpoint's name and its own
 IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
-# the run's id at Weights & Biases
+# the run's id at each tracker
 SINK_IDS = "sinks.json"
 
 

@@ -13,6 +13,8 @@ CONFIG_KEYS = {
     "optimizer": "remove it and set optimizer.*",
     "scheduler": "remove it and set schedule.*",
     "zero_optimization.offload_optimizer": "remove it: the optimizer's state stays on the device",
+    "zero_optimization.offload_param": "remove it: the weights stay on the device",
+    "managed_gradient_accumulation": "remove it: an update's micro-steps are DeepSpeed's",
 }
 
 

@@ -106,6 +106,8 @@ def set_override(tree: dict[str, Any], override: str) -> None:
     phase = re.fullmatch(r"phases\.(\d+)\.(.+)", key)
     if phase:
         number, phases = int(phase[1]), tree.get("phases", [])
+        if not isinstance(phases, list) or not all(isinstance(one, dict) for one in phases):
+            raise ValueError(f"phases={phases!r:.40}: must be a list of tables")
         if not 0 < number <= len(phases):
             raise ValueError(f"override {override!r}: there are {len(phases)} phases, from phases.1 on")
         tree, key = phases[number - 1], phase[2]

@@ -255,20 +255,22 @@ class Watchdog:
     # -- verdicts: never access the store ------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        finished, answers, last = self._finished, self._answers, time.monotonic()
+        seen, answered, last = self._finished, self._answers, time.monotonic()
         while not self._leaving.is_set():
             time.sleep(TICK)
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * TICK), now
-            if self._finished != finished and self._longest is not None:
+            # each once, the limit first: progress that comes meanwhile is seen at the next tick, and must not lower the limit before
+            limit, finished, answers = self._limit, self._finished, self._answers
+            if finished != seen and self._longest is not None:
                 self._longest = max(self._longest, self._idle + elapsed)
-            self._idle = self._idle + elapsed if self._finished == finished else 0.0
-            self._store_silent = self._store_silent + elapsed if self._answers == answers else 0.0
-            finished, answers = self._finished, self._answers
+            self._idle = self._idle + elapsed if finished == seen else 0.0
+            self._store_silent = self._store_silent + elapsed if answers == answered else 0.0
+            seen, answered = finished, answers
             for peer in self._watched():
                 self._look_at(peer, elapsed)
             if self._proposal is None:
-                self._proposal = self._find()
+                self._proposal = self._find(limit)
             else:
                 self._pending += elapsed
             verdict = self._verdict or (self._proposal if self._pending > STORE_SECONDS else None)
@@ -285,8 +287,8 @@ class Watchdog:
         visible = peer.namespace == self._peers[self.world.rank].namespace
         peer.gone = peer.gone + 1 if visible and not is_alive(peer.pid) else 0
 
-    def _find(self) -> Verdict | None:
-        """The verdict; None if no rank has failed."""
+    def _find(self, limit: float) -> Verdict | None:
+        """The verdict; None if no rank has failed. `limit`: seconds without progress."""
         watched = [peer for peer in self._watched() if not peer.left]
         namespace = self._peers[self.world.rank].namespace
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
@@ -298,19 +300,19 @@ class Watchdog:
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
         if self._peers[0].namespace != namespace and self._store_silent >= patience:
             return self._verdict_on(_all(self._peers[:1], "is lost: its store does not answer"))
-        if self._idle < self._limit:
+        if self._idle < limit:
             return None
         if self._store_silent >= SILENT_SECONDS:
             reason = "is stopped or lost: its store does not answer"
             return self._verdict_on(_all(self._peers[:1], reason), hang=True)
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
-        if any(p.idle < self._limit for p in watched):
+        if any(p.idle < limit for p in watched):
             return None  # this rank waits for one that makes progress
         this_rank = self._peers[self.world.rank]
         this_rank.update(self._heartbeat())
         blocking = find_failed_ranks(sorted([this_rank, *watched], key=lambda peer: peer.rank))
-        text = f"hangs: nothing finished in {self._limit:.0f} s, "
+        text = f"hangs: nothing finished in {limit:.0f} s, "
         return self._verdict_on({rank: text + reason for rank, reason in blocking.items()}, hang=True, force=False)
 
     def _verdict_on(self, failed: Mapping[int, str], hang: bool = False, force: bool = True) -> Verdict:

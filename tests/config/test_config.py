@@ -75,6 +75,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
         (["phases.1.share=1"], "override 'phases.1.share=1': there are 0 phases"),
+        (["phases=3", "phases.1.share=1"], "phases=3: must be a list of tables"),
         (["phases=[{}]"], "phases.1.share: give a number above 0, its share of the run's budget (got None)"),
         (["phases=[{share=1},{share=\"x\"}]"], "phases.2.share: give a number above 0"),
         (["phases=[{share=1.0},{share=0.5}]"], "phases: their shares sum to 1.5; make it 1, or the run's budget, "),
@@ -166,6 +167,8 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
         ({"fp16": {"enabled": True}}, r"f\.json: fp16\.enabled=True contradicts the run's False"),
         ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param is not for .*remove it"),
+        ({"managed_gradient_accumulation": False}, r"managed_gradient_accumulation is not for .*remove it"),
     ):
         with pytest.raises(ValueError, match=message):
             c.merge_deepspeed(ours, user, "f.json")

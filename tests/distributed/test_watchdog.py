@@ -138,16 +138,16 @@ def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
     for number in range(60):
         beat(dog, 1, number)
         look(dog, 1)
-        assert dog._find() is None
+        assert dog._find(dog._limit) is None
     look(dog, int(LOST_SECONDS) - 1)
-    assert dog._find() is None
+    assert dog._find(dog._limit) is None
     look(dog, 1)
-    verdict = dog._find()
+    verdict = dog._find(dog._limit)
     assert verdict is not None and not verdict.hang
     assert verdict.text.startswith("rank 1 (host host1, pid 101) is lost") and verdict.kill == [1]
     beat(dog, 1, 60, left=True)
     look(dog, int(LOST_SECONDS) + 2)
-    assert dog._find() is None
+    assert dog._find(dog._limit) is None
 
 
 def test_silent_store_of_another_host_is_lost(tmp_path) -> None:
@@ -157,11 +157,11 @@ def test_silent_store_of_another_host_is_lost(tmp_path) -> None:
     dog._peers[1].namespace = "another"
     for silent, lost in ((LOST_SECONDS - 1, False), (LOST_SECONDS, True)):
         dog._store_silent = silent
-        verdict = dog._find()
+        verdict = dog._find(dog._limit)
         assert (verdict is not None) == lost
     assert verdict is not None and verdict.hosts == [dog._peers[0].host] and "its store does not answer" in verdict.text
     dog._peers[1].namespace = dog._peers[0].namespace
-    assert dog._find() is None  # on the same host the process is looked at
+    assert dog._find(dog._limit) is None  # on the same host the process is looked at
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_time_out_names_the_failed_rank(beats, first, second, kill, said, tmp_pa
         beat(dog, 2, second.get("beat", number), **second)
         dog._idle = 8.0
         look(dog, 1)
-    verdict = dog._find()
+    verdict = dog._find(dog._limit)
     assert verdict is not None and (verdict.text, verdict.kill, verdict.hang) == (said, kill, True)
 
 
@@ -203,7 +203,7 @@ def test_a_rank_that_works_is_waited_for(tmp_path) -> None:
             beat(dog, 2, number + int(idle), idle=9.0)
             dog._idle = 9.0
             look(dog, 1)
-        verdict = dog._find()
+        verdict = dog._find(dog._limit)
         assert (verdict is None) == (idle < 8)
     assert verdict is not None and verdict.hang and "rank 1 (host host1, pid 101) hangs" in verdict.text
 

@@ -121,6 +121,16 @@ def test_only_recoverable_ends_are_restarted(plan, starts, code, tmp_path) -> No
     assert ("2 restarts in a row made no new checkpoint" in errors) == (code in (4, 85))
 
 
+@pytest.mark.parametrize(("rank", "code"), [("4", 4), ("85", 85), ("", 85)])
+def test_a_stop_that_could_not_save_ends_with_its_code(rank, code, tmp_path) -> None:
+    leave = f"echo {rank} >$MEGABERT_EXIT_DIR/0;" if rank else ""
+    act = f'trap "{leave} exit 0" USR2; touch {tmp_path}/ready; while :; do sleep 0.05; done'
+    process = start("sh", "-c", act, "sham", "--run", tmp_path)
+    wait_until((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    end(process, code)
+
+
 def test_the_run_folder_is_found_however_spelled(tmp_path) -> None:
     for words in (["--run", tmp_path], [f"--run={tmp_path}"]):
         process = start("sh", "-c", "exit 4", "sham", *words, "--data", "D", MAX_RESTARTS="0")
