@@ -33,8 +33,9 @@ def split_text(stream: Stream) -> Iterator[Slice]:
 
 
 def with_line_feeds(text: bytes, head: bytes) -> bytes:
-    """`text` with line feeds for carriage returns if its file, which begins with `head`, has no line feeds (classic Mac OS)."""
-    return text.replace(b"\r", b"\n") if b"\r" in head and b"\n" not in head else text
+    """`text` with line feeds for carriage returns if its file, which begins with `head`, has no line feeds (classic Mac OS). The last byte
+    of `head` may be half of a line end."""
+    return text.replace(b"\r", b"\n") if b"\r" in head[:-1] and b"\n" not in head else text
 
 
 def find_start(read: Callable[[int, int], bytes], start: int, kind: str) -> int:

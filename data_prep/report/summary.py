@@ -39,7 +39,7 @@ def describe_corpora(
         for _, result in of_corpus:
             unknown_of.update(dict(result.facts["most unknown"]))
         if max(shares["token_share"], shares["character_share"]) > MAX_UNKNOWN:
-            most = "".join(f", most of them in {path}" for path, _ in unknown_of.most_common(1))
+            most = "".join(f", the most in {path}" for path, _ in unknown_of.most_common(1))
             log.warning(
                 f"{_unknown_text(shares)}{most}: the tokenizer lacks characters (give another --tokenizer, or train one with "
                 "--character-coverage 1 or a larger --vocab-size)"

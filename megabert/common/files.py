@@ -61,11 +61,9 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
     refuse_existing(target, mark, overwrite)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, replaced = _beside(target, "new"), _beside(target, "old")
-    temporary.mkdir()
-    writing = os.open(temporary, os.O_RDONLY)
+    replaced = _beside(target, "old")
+    temporary, writing = _locked_folder(target)
     try:
-        lock(writing, temporary, "what a kill leaves there is not removed")
         _remove_abandoned(target, temporary)
         yield temporary
         for path in sorted(temporary.rglob("*"), reverse=True):
@@ -135,6 +133,21 @@ def _beside(path: Path, kind: str) -> Path:
 
 def _hidden(target: Path, kind: str) -> list[Path]:
     return list(target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"))
+
+
+def _locked_folder(target: Path) -> tuple[Path, int]:
+    """A new hidden folder beside `target`, and the descriptor of its lock."""
+    while True:
+        temporary = _beside(target, "new")
+        temporary.mkdir()
+        try:
+            writing = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another process took it for an abandoned one before it was locked
+        lock(writing, temporary, "what a kill leaves there is not removed", wait=True)
+        if temporary.exists():
+            return temporary, writing
+        os.close(writing)
 
 
 def _remove_abandoned(target: Path, current: Path) -> None:

@@ -302,7 +302,8 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _class_names(schema: Any) -> dict[str, list[str]]:
     """Class names by column, from the description that `datasets` writes into a table."""
     by_column = {}
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = (about.get("info") or {}).get("features") or {}
     for name, node in features.items():
         while isinstance(node, dict) and isinstance(node.get("feature"), dict):
             node = node["feature"]

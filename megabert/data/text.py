@@ -59,7 +59,7 @@ SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
 GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
 CLOSING = CLOSERS + WIDE_CLOSERS
 # such a mark with text directly after it: a space is inserted
-GLUED_END = re.compile(rf"([{GLUED}]+[{re.escape(CLOSING)}]*)(?=[^\s{GLUED}{re.escape(CLOSING)}])")
+GLUED_END = re.compile(rf"(?<![{GLUED}])([{GLUED}]++[{re.escape(CLOSING)}]*+)(?=[^\s{GLUED}{re.escape(CLOSING)}])")
 # Blocks of scripts without spaces between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
 # Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
 # full-width forms, half-width kana; ideographs beyond the first plane.

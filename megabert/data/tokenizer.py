@@ -123,7 +123,7 @@ def read_casing(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is not a JSON object; remove it or save the tokenizer again") from None
     refuse_other_tokenizer(tree, path)
     form = tree.get(TRAINED_FIELDS["form"])
-    if form is not None and form not in FORMS:
+    if form is not None and form not in list(FORMS):
         raise ValueError(f"{path}: {TRAINED_FIELDS['form']} is {form!r:.40}, must be one of {', '.join(FORMS)}")
     return checked_casing(values, fields, str(path)) | {"form": form}
 

@@ -191,7 +191,7 @@ class FastTokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
-        self.path, self.tree, self._doubt = path, _object(data, path), doubt
+        self.path, self.tree, self._doubt = path, {"added_tokens": []} | _object(data, path), doubt
         try:
             self.processor = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception

@@ -184,11 +184,13 @@ class Keeper:
         shutil.rmtree(self.exits, ignore_errors=True)
         self.exits.mkdir()
         self._silent_host = ""
-        if self._standby is None or self._standby[0].poll() is not None:
-            self._standby = self._spawn()
-        (child, pipe), self._standby = self._standby, None
+        if self._standby is not None and self._standby[0].poll() is not None:
+            os.close(self._standby[1])
+            self._standby = None
+        (child, pipe), self._standby = self._standby or self._spawn(), None
         self._child = child
-        os.write(pipe, json.dumps(self.env).encode())
+        with contextlib.suppress(BrokenPipeError):  # it was killed just now, as its code says
+            os.write(pipe, json.dumps(self.env).encode())
         os.close(pipe)
         if self.asked is not None or self._last:  # asked before there was a child
             child.send_signal(signal.SIGTERM)

@@ -41,6 +41,13 @@ def write(folder, name, rows, features=True):
     return path
 
 
+@pytest.mark.parametrize("about", [{}, {"info": None}, {"info": {"features": None}}])
+def test_a_table_may_be_described_in_part(about, tmp_path):
+    table = pa.Table.from_pylist(ROWS).replace_schema_metadata({"huggingface": json.dumps(about)})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    assert [row[0] for _, row in tables.rows(tmp_path / "t.parquet", ["label"])] == [row["label"] for row in ROWS]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_have_values_and_class_names(name, tmp_path):
     path = write(tmp_path, name, ROWS)

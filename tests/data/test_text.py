@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from megabert.data.text import MAX_WORD, Form, clean_word, prepared, prepared_with_places
+from megabert.data.text import GLUED_END, MAX_WORD, Form, clean_word, prepared, prepared_with_places
 
 PARTS = ["a", "&amp;", "&lt", "\u200b", "\u2066", "\xad", "é", " ", "文", "\u0301", "\u0323", "\u1112\u1161", "\u11ab", "か", "\u3099", "。", "」", "\x0b", "\x01", "\x00", "ﬁ", "x²", "\uff76", "\uff9e", "㈱", "\u314f", "\u3131", "\u200c", "\xa8"]  # fmt: skip
 
@@ -32,6 +32,12 @@ def test_vowels_of_two_marks_are_reordered() -> None:
         found, places = prepared_with_places("\u0f40\u0f74\u0f73", form)
         assert found == prepared("\u0f40\u0f74\u0f73", form) == "\u0f40\u0f71\u0f72\u0f74"
         assert places.tolist() == [[0, 3]] * 4
+
+
+def test_a_long_run_of_sentence_ends_is_searched_once() -> None:
+    """It took minutes in a time that grows with the square of its length."""
+    marks = "。" * 200_000
+    assert GLUED_END.sub(r"\1 ", f"{marks}\n{marks}」a") == f"{marks}\n{marks}」 a"
 
 
 def test_code_and_addresses_stay_as_they_are() -> None:

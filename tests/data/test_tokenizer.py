@@ -269,6 +269,7 @@ def test_a_malformed_casing_config_is_named(tmp_path):
     for config, message in (
         ('{"do_lower_case": "no"}', r"tokenizer_config.json: do_lower_case is 'no', must be true or false"),
         ('{"unicode_form": "NFD"}', "unicode_form is 'NFD', must be one of NFC, NFKC, none"),
+        ('{"unicode_form": ["NFC"]}', r"unicode_form is \['NFC'\], must be one of NFC, NFKC, none"),
         ("[]", "is not a JSON object"),
     ):
         path.with_name("tokenizer_config.json").write_text(config)

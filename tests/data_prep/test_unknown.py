@@ -85,7 +85,7 @@ def test_unknown_characters_are_counted(tmp_path, capsys):
     assert mixed["character_share"] == round(30 / characters, 6)
     shown = capsys.readouterr()
     (warning,) = set(shown.err.splitlines())
-    assert warning.startswith("warning: 15 tokens are [UNK] (") and f"most of them in {russian}: " in warning
+    assert warning.startswith("warning: 15 tokens are [UNK] (") and f"the most in {russian}: " in warning
     assert "--tokenizer" in warning and "--character-coverage 1" in warning
     summary = [line for line in shown.out.splitlines() if line.startswith("unknown ")]
     assert len(summary) == 2 and "15 tokens are [UNK]" in summary[0] and "30 characters" in summary[0]

@@ -4,6 +4,7 @@ import pytest
 
 from data_prep.readers import tasks
 from data_prep.readers.boundaries import TextSample, decide
+from data_prep.readers.streams import HEAD
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, write, write_all
 
 WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"
@@ -94,6 +95,12 @@ def test_carriage_returns_end_lines(kind, size, tmp_path, monkeypatch):
     assert len(whole) == size and sum(text.count("format") for text in whole) == 30
     monkeypatch.setattr(tasks, "RANGE_BYTES", 150)
     assert read_all([path], text_documents=kind)[0] == whole
+
+
+def test_a_carriage_return_at_the_end_of_the_head_may_be_half_of_a_line_end(tmp_path):
+    text = "a" * (HEAD - 1) + "\r\n" + "Second line.\r\nThird line.\r\n"
+    texts, _ = read_all([write(tmp_path / "dos.txt", text)], text_documents="blank-line")
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize(
