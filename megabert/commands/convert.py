@@ -51,6 +51,7 @@ def convert(
     from megabert.data.shards import MANIFEST, Dataset
     from megabert.hf import read, vocabulary
 
+    read.refuse_finetuned(folder, source)
     if not vocab or is_model_folder(folder):
         foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else (), drop)
     elif not nsp:

@@ -119,11 +119,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     naming what is missing or does not belong to the rest.
     """
     path = model_folder(source)
-    if any((folder / "task.json").is_file() for folder in (path, path / "best")):
-        raise ValueError(
-            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "
-            "train it on another task with megabert finetune"
-        )
+    refuse_finetuned(path, source)
     if is_model_folder(path):
         return read(path, tokenizer)
     run_dir = path.resolve().parents[1] if (path / "manifest.json").is_file() else path
@@ -186,6 +182,15 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
         sha256.update(name.encode())
         sha256.update(weights[name].contiguous().view(torch.uint8).numpy().data)
     return sha256.hexdigest()
+
+
+def refuse_finetuned(path: Path, source: str | Path) -> None:
+    """Raises ValueError for the folder of a fine-tuned model, which has no head that predicts words."""
+    if any((folder / "task.json").is_file() for folder in (path, path / "best")):
+        raise ValueError(
+            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "
+            "train it on another task with megabert finetune"
+        )
 
 
 def read(

@@ -11,7 +11,7 @@ import transformers
 from scipy import special
 
 import megabert
-from megabert.commands import export
+from megabert.commands import convert, export
 from megabert.distributed.ranks import discover
 from megabert.finetune import files, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
@@ -182,6 +182,8 @@ def test_frozen_models_that_read_other_layers_stay(tmp_path: Path, capsys) -> No
     for folder in (source, source.parent):
         with pytest.raises(ValueError, match="is a fine-tuned model; predict with megabert finetune --predict"):
             megabert.load(folder)
+        said = refusal(capsys, convert.main, "--model", folder, "--run", tmp_path / "run")
+        assert f"{folder}: is a fine-tuned model; predict with" in said
     # the number of the last layer
     exported("classify", tmp_path, settings={"freeze": True, "layers": "2"})
 
