@@ -6,7 +6,7 @@
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model.
 The score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown
 too. The records file is written after each seed, and the same command trains missing ones; a killed run of ours resumes from its
-newest checkpoint. Tracks of minutes need an otherwise idle machine, whose load at the start of each run is in the file; tracks of
+newest checkpoint. Tracks of minutes need an otherwise idle machine; how busy it is before each run is in the file. Tracks of
 tokens do not. `--against` shows time and tokens of the others until a peer's last loss.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.race.recipes import RaceRecipe, Track
 from benchmarks.race.records import Records
 
 FIRST_SEED = 42
-# load average of the last minute
+# cores that others use
 BUSY = 0.5
 
 
@@ -65,8 +65,8 @@ def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Reco
         if str(seed) in entry["seeds"]:
             continue
         about = records.circumstances()
-        if track.minutes and about["load"] > BUSY:
-            print(f"warning: the machine is busy (load {about['load']}): its minutes are unreliable", file=sys.stderr)
+        if track.minutes and about["busy_cores"] > BUSY:
+            print(f"warning: others use {about['busy_cores']} cores: the minutes are unreliable", file=sys.stderr)
         print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
         run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
         entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)

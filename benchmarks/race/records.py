@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import statistics
+import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -98,13 +99,25 @@ def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Date, revision, machine, and its load at the start of the run."""
+    """Date, revision, machine, and how many of its cores others use before the run."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "revision": hardware.revision(),
         "hardware": hardware.describe(),
-        "load": round(os.getloadavg()[0], 2),
+        "busy_cores": round(busy_cores(), 2),
     }
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """Cores that are in use during `seconds` of doing nothing, or taken by other machines on the same host."""
+
+    def ticks() -> int:
+        user, nice, system, _idle, _wait, *others = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+        return user + nice + system + sum(others)
+
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def mean(entry: Entry, figure: str) -> float:
