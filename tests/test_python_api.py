@@ -205,6 +205,7 @@ for end in (4, None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_is_trained_update_by_update(tmp_path):
     """In one process, stopped and opened again: the losses of `megabert train` on the same data."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, refuse_missing
 from megabert.common.errors import command
 from megabert.common.files import refuse_existing
-from megabert.common.hub import WEIGHTS, is_model_folder, model_folder
+from megabert.common.hub import WEIGHTS, is_model_folder, model_folder, refuse_finetuned
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -43,6 +43,7 @@ def convert(
     the second, unless `nsp` is false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's, which may be a run then.
     """
     folder, run = model_folder(source), Path(run)
+    refuse_finetuned(folder, source)
     if not vocab and not is_model_folder(folder):
         raise ValueError(
             f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is not a Hugging Face folder; a run needs --vocab"
@@ -51,7 +52,6 @@ def convert(
     from megabert.data.shards import MANIFEST, Dataset
     from megabert.hf import read, vocabulary
 
-    read.refuse_finetuned(folder, source)
     if not vocab or is_model_folder(folder):
         foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else (), drop)
     elif not nsp:

@@ -49,6 +49,15 @@ def model_folder(source: str | Path) -> Path:
     return download(str(source))
 
 
+def refuse_finetuned(path: Path, source: str | Path) -> None:
+    """Raises ValueError for the folder of a fine-tuned model, which has no head that predicts words."""
+    if any((folder / "task.json").is_file() for folder in (path, path / "best")):
+        raise ValueError(
+            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "
+            "train it on another task with megabert finetune"
+        )
+
+
 def copied(url: str, weights: bool = True) -> Path:
     """A copy of a model's folder in a store, or of a run's newest whole checkpoint and files beside it (without `weights` these alone),
     in $XDG_CACHE_HOME/megabert or ~/.cache/megabert. Raises ValueError where there is neither."""

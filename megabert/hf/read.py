@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megabert import checkpoint, config
 from megabert.common.files import appearing, canonical
-from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, weights_in
+from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, refuse_finetuned, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
@@ -182,15 +182,6 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
         sha256.update(name.encode())
         sha256.update(weights[name].contiguous().view(torch.uint8).numpy().data)
     return sha256.hexdigest()
-
-
-def refuse_finetuned(path: Path, source: str | Path) -> None:
-    """Raises ValueError for the folder of a fine-tuned model, which has no head that predicts words."""
-    if any((folder / "task.json").is_file() for folder in (path, path / "best")):
-        raise ValueError(
-            f"{source}: is a fine-tuned model; predict with megabert finetune --predict, export it with megabert export, or "
-            "train it on another task with megabert finetune"
-        )
 
 
 def read(

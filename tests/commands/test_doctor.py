@@ -39,6 +39,7 @@ def test_this_machine_is_reported_as_it_is() -> None:
         assert backend in ("sdpa", "varlen", "native", "torch") and reason
 
 
+@pytest.mark.slow
 def test_apex_is_imported_as_training_does(tmp_path, monkeypatch) -> None:
     line = doctor.apex()
     assert (line.state, line.value) == ("note", "not used: ModuleNotFoundError: No module named 'amp_C'") and line.fix

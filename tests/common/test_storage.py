@@ -80,7 +80,9 @@ def test_of_two_that_create_an_object_one_does(proxy):
     storage.remove("s3://shelf/lock")
 
 
-@pytest.mark.parametrize("what", [DROP, UNAVAILABLE, TRUNCATE])
+@pytest.mark.parametrize(
+    "what", [DROP, *(pytest.param(what, marks=pytest.mark.slow) for what in (UNAVAILABLE, TRUNCATE))]
+)
 def test_failing_requests_lose_no_byte(proxy: Proxy, tmp_path: Path, what: str) -> None:
     url = f"s3://shelf/faults/{what}"
     proxy.fault = lambda method, path, number: what if zlib.crc32(b"%d" % number) % 5 == 0 else PASS

@@ -147,6 +147,7 @@ def test_shards_are_fetched_before_they_are_needed(url, tmp_path):
     assert len(copies(cache)) == 100
 
 
+@pytest.mark.slow
 def test_datasets_of_a_mixture_share_the_cache(folder, url, tmp_path):
     mix = {upload(sample.make_dataset(tmp_path / "other", 6_400 - 3, seed=2), "s3://data/other"): 0.5}
     with pytest.raises(ValueError, match=r"data.cache_gib=.*64 shards of .* are in use at a time; give at least"):

@@ -142,8 +142,13 @@ def undisturbed(corpus, tokenizer_file, tmp_path_factory):
     return contents(out)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("limit", [1_500_000, 3_000_000])
+@pytest.mark.parametrize(
+    ("limit", "workers"),
+    [
+        (1_500_000, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1_500_000, 1), (3_000_000, 1), (3_000_000, 2))),
+    ],
+)
 def test_build_resumes_after_a_full_disk(workers, limit, corpus, tokenizer_file, undisturbed, tmp_path):
     """A limit on the size of a file stops the build while it reads, and while it writes shards."""
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))

@@ -97,7 +97,7 @@ def test_interrupt_and_dead_workers_leave_no_traceback(monkeypatch) -> None:
     assert not shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("instants", [pytest.param(2, id="some"), pytest.param(30, id="many", marks=pytest.mark.slow)])
 def test_signal_at_any_instant_leaves_no_traceback(number: int, instants: int, tmp_path) -> None:
     # two tasks of reading, or four

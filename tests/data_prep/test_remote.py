@@ -76,7 +76,7 @@ def upload(folder: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("what", "glob"),
     [
-        ("", ""),
+        pytest.param("", "", marks=pytest.mark.slow),
         (UNAVAILABLE, "*.jsonl*"),
         *(pytest.param(what, "", marks=pytest.mark.slow) for what in (DROP, UNAVAILABLE, TRUNCATE)),
     ],
@@ -133,6 +133,7 @@ def test_nothing_there_is_one_line(proxy, tmp_path) -> None:
         assert error == f"error: --input {url}: no such object or folder, and no object matches it"
 
 
+@pytest.mark.slow
 def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_path) -> None:
     url, order = "s3://texts/out/data", []
     expected = local()
@@ -164,7 +165,7 @@ def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_pa
     assert storage.read(f"{url}/notes.txt") == b"mine" and storage.exists(f"{url}/manifest.json")
 
 
-@pytest.mark.parametrize("puts", [0, 2, 4, 6])
+@pytest.mark.parametrize("puts", [4, *(pytest.param(puts, marks=pytest.mark.slow) for puts in (0, 2, 6))])
 def test_a_build_killed_during_an_upload_goes_on(puts, mixed, proxy, options) -> None:
     url = f"s3://texts/killed/{puts}"
     words = build_words(mixed, url, **options)

@@ -39,6 +39,7 @@ def whole(words, tmp_path_factory):
     return time.monotonic() - began, found
 
 
+@pytest.mark.slow
 def test_killed_builds_give_the_same_bytes(words, whole, tmp_path):
     """Builds killed at five random instants."""
     seconds, want = whole

@@ -180,6 +180,7 @@ os._exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """.replace("SCRIPT", SCRIPT)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
     """Without a rendezvous backend torchrun keeps its store, with the addresses of the ranks that failed."""

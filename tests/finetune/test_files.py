@@ -269,10 +269,8 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"r\.jsonl, line 1: (has \d scores of 1 texts|is not a query)"):
             read(PRESETS["ranking"], path)
     with pytest.raises(ValueError, match=r"line 1: --id key: a list of texts has no ids"):
-        read(
-            replace(PRESETS["ranking"], id="key"),
-            write(tmp_path, "k.jsonl", json.dumps({"query": "q", "key": 1} | scored)),
-        )
+        keyed = write(tmp_path / "k.jsonl", json.dumps({"query": "q", "key": 1} | scored))
+        read(replace(PRESETS["ranking"], id="key"), keyed)
 
 
 def test_labels_of_json_and_label_sets(tmp_path) -> None:
@@ -290,14 +288,14 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
         (["a, b"], "label 'a, b' holds a comma"),
         (["a\tb"], "column 'y' holds 'a\\\\tb', with a tab"),
     ):
-        path = write(tmp_path, "odd.jsonl", json.dumps({"t": "x", "y": label}))
+        path = write(tmp_path / "odd.jsonl", json.dumps({"t": "x", "y": label}))
         with pytest.raises(ValueError, match=message):
             read(task, path)
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
     # the label is any column where it is not read, as in a prediction
     with pytest.raises(ValueError, match=r"line 3: column 't' is empty"):
-        read(custom("multilabel", ["t"], "t"), write(tmp_path, "empty.tsv", "t\nx\n \n"), labelled=False)
+        read(custom("multilabel", ["t"], "t"), write(tmp_path / "empty.tsv", "t\nx\n \n"), labelled=False)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

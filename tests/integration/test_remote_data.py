@@ -35,6 +35,7 @@ def figures(run: Path) -> list[dict[int, object]]:
     return [logged(run, name) for name in ("train/loss", "data/row_digest", "eval/mlm_loss")]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_train_from_a_bucket(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:
     for path in dataset.rglob("*"):

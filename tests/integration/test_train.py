@@ -44,6 +44,7 @@ def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     assert alone["step"] == 16 and alone["eval/mlm_loss"] == pytest.approx(final[16], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_run_starts_from_the_weights_of_another(dataset, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     shown = train(dataset, first, *SHORT)
@@ -76,7 +77,7 @@ def test_causal_run_learns_and_is_replayed(dataset, tmp_path):
         assert json.loads(shown.splitlines()[-2])["train/mlm_loss"] == losses[step]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_saves_and_run_resumes(number, dataset, tmp_path):
     run = tmp_path / "run"
     job = Job(dataset, run, *SMALL, ENDLESS, ranks=1)
@@ -108,6 +109,7 @@ sinks.JsonLines.close, ranks.shutdown = close, shutdown
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_leave_after_rank_0_closed_its_sinks(dataset, tmp_path):
     """`srun --wait=10` would kill a rank 0 that still uploads when the others have ended."""

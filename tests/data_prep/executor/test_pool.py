@@ -49,7 +49,7 @@ def mpi(ranks, items):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("slow", [0, 30])
+@pytest.mark.parametrize("slow", [30, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_slow_item_holds_up_one_rank_alone(slow):
     items = [1.5 if i == slow else 0.01 for i in range(31)]
     ranks = mpi(3, items).stdout.split()[1:]

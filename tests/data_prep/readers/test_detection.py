@@ -72,7 +72,8 @@ def test_numbered_lines_are_no_index(tmp_path):
 
 def test_many_comments_are_read_in_linear_time(tmp_path):
     comments = "<!-- A line of a license - or so. -->\n" * 60
-    assert read_all([write(tmp_path / "a.md", comments + "Words.")])[0] == [comments + "Words."]
+    path = write(tmp_path / "a.md", comments + "Words.")
+    assert read_all([path], text_documents="file")[0] == [comments + "Words."]
     refuse(write(tmp_path / "a.html", comments + "<html>"), "HTML, which is not read")
 
 
