@@ -101,6 +101,8 @@ def test_rows_are_read_by_loaders_numbers_and_slices():
     for outside in (dataset.rows, -dataset.rows - 1):
         with pytest.raises(IndexError, match=f"has rows 0 to {dataset.rows - 1}"):
             dataset[outside]
+    with pytest.raises(TypeError, match="a row is a number or a slice, not str"):
+        dataset["ids"]  # type: ignore[index]
 
 
 def test_batches_are_those_of_a_run():

@@ -145,9 +145,11 @@ class Dataset:
         return f"Dataset({self.place!r}: {self.rows:,} rows of {self.manifest.seq_len}, {self.manifest.vocab_size:,} tokens)"
 
     def __getitem__(self, row_id: int | slice) -> Any:
-        """The row, counted from the end if negative, or a list of rows, as of `__getitems__`."""
+        """The row, counted from the end if negative, or a list of rows, as of `__getitems__`. Raises TypeError for anything else."""
         if isinstance(row_id, slice):
             return self.__getitems__(range(self.rows)[row_id])
+        if not hasattr(row_id, "__index__"):
+            raise TypeError(f"{self.folder}: a row is a number or a slice, not {type(row_id).__name__}")
         return self.__getitems__([row_id + self.rows if -self.rows <= row_id < 0 else row_id])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
