@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -62,7 +62,13 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     replaced = _beside(target, "old")
-    temporary, writing = _locked_folder(target)
+
+    def make() -> Path:
+        folder = _beside(target, "new")
+        folder.mkdir()
+        return folder
+
+    temporary, writing = locked_folder(make)
     try:
         _remove_abandoned(target, temporary)
         yield temporary
@@ -135,19 +141,23 @@ def _hidden(target: Path, kind: str) -> list[Path]:
     return list(target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"))
 
 
-def _locked_folder(target: Path) -> tuple[Path, int]:
-    """A new hidden folder beside `target`, and the descriptor of its lock."""
+def locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
+    """A new folder, as `make` makes one, and the descriptor of its lock. Where such folders without a lock are removed as those of
+    killed processes, another process may do so before this one has the lock: then there is another new one."""
     while True:
-        temporary = _beside(target, "new")
-        temporary.mkdir()
+        folder = make()
         try:
-            writing = os.open(temporary, os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # another process took it for an abandoned one before it was locked
-        lock(writing, temporary, "what a kill leaves there is not removed", wait=True)
-        if temporary.exists():
-            return temporary, writing
-        os.close(writing)
+            continue
+        try:
+            lock(descriptor, folder, "what a kill leaves there is not removed", wait=True)
+        except OSError:
+            os.close(descriptor)
+            raise
+        if folder.exists():
+            return folder, descriptor
+        os.close(descriptor)
 
 
 def _remove_abandoned(target: Path, current: Path) -> None:

@@ -154,9 +154,8 @@ def _ranked(
     """Each text of a query with its score: `values` are the scores, or negatives with score 0 while `texts` have 1. Negatives that
     equal the query or a positive are dropped."""
     values = values if labelled else []
-    if not (
-        texts and isinstance(values, list) and all(isinstance(one, str) and one.strip() for one in [query, *texts])
-    ):
+    named = all(isinstance(one, str) and one.strip() for one in [query, *texts])
+    if not (texts and named and isinstance(values, list)):
         raise ValueError(f"{where}: is not a query, a list of its texts, and a list of their scores or of negatives")
     if not labelled:
         yield from ((text, None) for text in texts)

@@ -37,7 +37,7 @@ from typing import Any
 
 from megabert.common import environment, logs
 from megabert.common.errors import FAILED, describe
-from megabert.common.files import write_whole
+from megabert.common.files import locked_folder, write_whole
 from megabert.common.logs import log
 from megabert.distributed import signals
 from megabert.inplace import kept_rank
@@ -69,7 +69,7 @@ def keep(run_dir: Path) -> int:
     logs.setup()
     os.environ[signals.STARTED] = repr(time.time())
     remove_abandoned()
-    folder, lock = _make_folder()
+    folder, lock = locked_folder(_make_folder)
     keeper = Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]])
     try:
         return keeper.run()
@@ -87,19 +87,8 @@ def _memory() -> Path:
     return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def _make_folder() -> tuple[Path, int]:
-    """A new folder in memory, and the descriptor of its lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=_memory()))
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock).st_nlink:
-                return folder, lock
-            os.close(lock)
-        except FileNotFoundError:
-            log.debug(f"{folder} was removed")
-        # another keeper took it for an abandoned one before it was locked
+def _make_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=_memory()))
 
 
 def remove_abandoned() -> None:
@@ -580,10 +569,8 @@ def _wait_for_end(children: Iterable[subprocess.Popen[bytes]], seconds: float | 
                 descriptor = os.pidfd_open(child.pid)
             except ProcessLookupError:  # `Popen.kill` in another thread has waited for it
                 return
-            except (
-                AttributeError,
-                OSError,
-            ):  # kernels before 5.3, and Pythons that were built for them, as of conda and uv
+            except (AttributeError, OSError):
+                # of kernels before 5.3, and of Pythons that were built for them, as of conda and uv
                 time.sleep(POLL)
                 return
             stack.callback(os.close, descriptor)
