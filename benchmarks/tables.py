@@ -90,17 +90,17 @@ def minutes(track: str, recipe: str, speedrun: Any) -> float:
     return max(run["seconds"] for run in seeds(speedrun, track, recipe).values()) / 60
 
 
-def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float:
-    """Minutes at which a curve first reaches `loss`, interpolated linearly."""
+def reached(curve: Sequence[Mapping[str, float]], bits: float) -> float:
+    """Minutes at which a curve first reaches these bits a byte, interpolated linearly."""
     for a, b in pairwise(curve):
-        if b["loss"] <= loss < a["loss"]:
-            return (a["seconds"] + (a["loss"] - loss) / (a["loss"] - b["loss"]) * (b["seconds"] - a["seconds"])) / 60
-    raise ValueError(f"a curve ends at a loss of {curve[-1]['loss']}, above {loss}")
+        if b["bits"] <= bits < a["bits"]:
+            return (a["seconds"] + (a["bits"] - bits) / (a["bits"] - b["bits"]) * (b["seconds"] - a["seconds"])) / 60
+    raise ValueError(f"a curve ends at {curve[-1]['bits']} bits a byte, above {bits}")
 
 
 def minutes_to_modern(speedrun: Any) -> dict[str, float]:
-    """Minutes until the last loss of the curve of the peer's best seed."""
-    best = min(run["curve"][-1]["loss"] for run in seeds(speedrun, "20min-1cores", "hf-modern").values())
+    """Minutes until the last bits a byte of the curve of the peer's best seed."""
+    best = min(run["curve"][-1]["bits"] for run in seeds(speedrun, "20min-1cores", "hf-modern").values())
     return over_seeds([reached(run["curve"], best) for run in seeds(speedrun, "20min-1cores", "modern-128").values()])
 
 

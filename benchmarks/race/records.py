@@ -173,25 +173,26 @@ def with_spread(entry: Entry, figure: str, form: str) -> str:
     return format(statistics.fmean(values), form) + deviation
 
 
-def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None:
-    """`what` ("seconds" or "tokens") at which a curve first reaches `loss`, interpolated linearly; None: never."""
+def reached(curve: list[dict[str, Any]], bits: float, what: str) -> float | None:
+    """`what` ("seconds" or "tokens") at which a curve first reaches these bits a byte, interpolated linearly; None: never."""
     for before, after in pairwise(curve):
-        if after["loss"] <= loss < before["loss"]:
-            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+        if after["bits"] <= bits < before["bits"]:
+            share = (before["bits"] - bits) / (before["bits"] - after["bits"])
             return before[what] + share * (after[what] - before[what])
     return None
 
 
 def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
-    """Seconds of training and tokens of the entries until the last loss of the peer's curve; `ratio` is the peer's over theirs,
-    above 1 is better. The quotient of the two ratios is that of throughput."""
-    (theirs, *_) = peer["seeds"].values()
-    end, rows = theirs["curve"][-1], []
+    """Seconds of training and tokens of the entries until the last bits a byte of the peer's curves, the mean over its seeds; `ratio` is
+    the peer's over theirs, above 1 is better. The quotient of the two ratios is that of throughput."""
+    ends = [run["curve"][-1] for run in peer["seeds"].values()]
+    end = {name: statistics.fmean(point[name] for point in ends) for name in ("bits", "seconds", "tokens")}
+    rows = []
     for entry in entries:
         for seed, run in entry["seeds"].items() if entry is not peer else ():
             sides = {"ours": entry["recipe"], "peer": peer["recipe"], "seed": seed}
             for what in ("seconds", "tokens"):
-                if taken := reached(run["curve"], end["loss"], what):
+                if taken := reached(run["curve"], end["bits"], what):
                     figures = {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken}
                     rows.append(sides | {"what": f"{what} to the peer's loss"} | figures)
     return rows
@@ -233,9 +234,9 @@ def plot(entries: list[Entry], path: Path) -> None:
         for number, run in enumerate(entry["seeds"].values()):
             points = [point for point in run["curve"] if point[what] > 0 or not several]
             across = [point[what] / unit for point in points]
-            for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
+            for panel, name in zip(panels, ("bits", "accuracy"), strict=True):
                 panel.plot(across, [point[name] for point in points], label=None if number else label, **look)
-    for panel, title in zip(panels, ("held-out loss (masked LM, nats)", "held-out accuracy"), strict=True):
+    for panel, title in zip(panels, ("held-out loss (masked LM, bits a byte)", "held-out accuracy"), strict=True):
         panel.set(xlabel=axis, title=title)
         if several:
             panel.set_xscale("log")

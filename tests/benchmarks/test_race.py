@@ -156,7 +156,7 @@ def test_a_wrong_recipe_names_file_and_field(tmp_path: Path, text: str, message:
 
 
 def result(bits: float) -> dict:
-    curve = [{"seconds": 6.0 * n, "tokens": 1000 * n, "loss": 9.0 - n, "accuracy": 0.1 * n} for n in range(3)]
+    curve = [{"seconds": 6.0 * n, "tokens": 1000 * n, "bits": 3.0 - n, "accuracy": 0.1 * n} for n in range(3)]
     figures = {"bits": bits, "loss": 3 * bits, "accuracy": 0.2, "tokens": 2e6}
     return {"date": "2026-11-01", "hardware": "2 cores, X; no GPU", "curve": curve} | figures
 
@@ -191,13 +191,14 @@ def test_plots_are_of_minutes_or_of_tokens(tmp_path: Path) -> None:
 
 
 def test_time_and_tokens_to_the_peers_loss() -> None:
-    """Twice as fast and token for token the same: 2 in seconds, 1 in tokens."""
+    """Twice as fast and token for token the same: 2 in seconds, 1 in tokens, to the mean of the peer's seeds."""
 
     def entry(name: str, *points: tuple[float, float, float]) -> dict:
-        curve = [dict(zip(("seconds", "tokens", "loss"), point, strict=True)) for point in points]
+        curve = [dict(zip(("seconds", "tokens", "bits"), point, strict=True)) for point in points]
         return {"recipe": name, "seeds": {"42": {"curve": curve}}}
 
-    peer = entry("peer", (0, 0, 10.0), (600, 1000, 6.0))
+    peer = entry("peer", (0, 0, 10.0), (540, 900, 5.0))
+    peer["seeds"] |= {"43": entry("peer", (0, 0, 10.0), (660, 1100, 7.0))["seeds"]["42"]}
     fast = entry("fast", (0, 0, 10.0), (150, 500, 7.0), (200, 600, 8.0), (400, 1400, 4.0))
     found = [(c["what"].split()[0], c["taken"], c["ratio"]) for c in records.comparisons([fast, peer], peer)]
     assert found == [("seconds", 300.0, 2.0), ("tokens", 1000.0, 1.0)]

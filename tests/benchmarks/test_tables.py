@@ -67,10 +67,10 @@ def test_every_result_named_exists(page: str) -> None:
 
 
 def test_minutes_to_a_loss_are_interpolated() -> None:
-    curve = [{"seconds": 60.0, "loss": 7.0}, {"seconds": 120.0, "loss": 6.0}, {"seconds": 180.0, "loss": 5.0}]
-    assert tables.reached(curve, 5.5) == 2.5 and tables.reached(curve, 6.0) == 2
-    with pytest.raises(ValueError, match=r"ends at a loss of 5.0, above 4.9"):
-        tables.reached(curve, 4.9)
+    curve = [{"seconds": 60.0, "bits": 3.0}, {"seconds": 120.0, "bits": 2.0}, {"seconds": 180.0, "bits": 1.0}]
+    assert tables.reached(curve, 1.5) == 2.5 and tables.reached(curve, 2.0) == 2
+    with pytest.raises(ValueError, match=r"ends at 1.0 bits a byte, above 0.9"):
+        tables.reached(curve, 0.9)
 
 
 def test_a_ratio_is_above_1_if_ours_is_better(tmp_path: Path) -> None:
