@@ -57,7 +57,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     problems = Problems(plan.on_error)
     ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
-    if plan.url and output_folder.is_published(plan.url, account, overwrite):
+    if plan.url and not output_folder.opened_url(plan.url, account, overwrite):
         return None
     with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges)) as work:
         if work is None:

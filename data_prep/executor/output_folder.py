@@ -27,7 +27,7 @@ from data_prep.executor.work_files import ItemResult
 from megabert.common import storage
 from megabert.common.environment import source, version
 from megabert.common.errors import describe
-from megabert.common.files import cache_folder, files_below, lock
+from megabert.common.files import cache_folder, canonical, files_below, lock
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
@@ -250,25 +250,28 @@ def _remove_work(work: Path) -> None:
         log.warning(f"the dataset is complete, but {describe(error)}: remove {work} by hand")
 
 
-def is_published(url: str, account: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the datasets of `account` are complete there. Of others, with `overwrite`, the manifests are removed, so that a dataset
-    is never mixed; else raises BadInput, as for objects that are not of a build, which `publish` would remove."""
+def opened_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
+    """Whether datasets of `account` are to be uploaded there, or False: they are complete. The account is written first, since shards are
+    kept for their size alone: with `overwrite` all objects of another build, or of one without its account, are removed, manifests
+    first; else raises BadInput, as for objects that are not of a build, which `publish` would remove."""
     found = storage.below(url)
-    manifests = [name for name in found if os.path.basename(name) == MANIFEST]
-    changed = "without its account" if manifests else ""
-    if manifests and ACCOUNT in found:
+    changed = "without its account" if found else ""
+    if ACCOUNT in found:
         place = storage.join(url, ACCOUNT)
         changed = _changes(storage.read(place), place, account)
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
-        return True
-    if changed and not overwrite:
-        raise BadInput(f"--output {url}: holds a dataset of another build ({changed}); --overwrite replaces it")
+        return False
     if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
         raise BadInput(f"--output {url}: holds {foreign[0]}, which is not of a build; name another place")
-    for name in sorted(manifests, key=len) if changed else ():  # a dataset's before that of its held-out part
+    if changed and not overwrite:
+        raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")
+    # a dataset's manifest before that of its held-out part
+    for name in sorted(found, key=lambda name: (os.path.basename(name) != MANIFEST, len(name))) if changed else ():
         storage.remove(storage.join(url, name))
-    return False
+    if changed or not found:
+        storage.write(storage.join(url, ACCOUNT), canonical(account))
+    return True
 
 
 def publish(url: str, folder: Path, progress: bool) -> None:

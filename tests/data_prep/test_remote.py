@@ -155,7 +155,7 @@ def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_pa
     command("inspect", url)
     assert "complete already" in build(mixed, url, **options).stdout
     options = options | {"seed": 6}
-    assert "holds a dataset of another build" in build(mixed, url, code=2, **options).stderr
+    assert "holds a build with other options or code" in build(mixed, url, code=2, **options).stderr
     storage.write(f"{url}/shard-000099.tar", b"of an older build")
     build(mixed, url, overwrite=True, **options)
     command("verify", url)
@@ -187,6 +187,23 @@ def test_a_build_killed_during_an_upload_goes_on(puts, mixed, proxy, options) ->
     proxy.fault = lambda *_: PASS
     command(*words)
     assert list(verify(url)) == []
+
+
+@pytest.mark.parametrize("account", [False, True])
+def test_shards_of_another_build_are_not_kept_for_their_size(account, mixed, proxy, options, tmp_path) -> None:
+    """What a killed upload of another build left: shards as large as this one's, no manifest, and its account or none."""
+    url = f"s3://texts/as-large/{account}"
+    build(mixed, tmp_path / "data", **options)
+    shard = (tmp_path / "data/shard-000000.tar").read_bytes()
+    storage.write(f"{url}/shard-000000.tar", shard[::-1])
+    if account:
+        changed = json.loads((tmp_path / "data/build.json").read_text())
+        changed["options"]["seed"] = 6
+        storage.write(f"{url}/build.json", json.dumps(changed).encode())
+    reason = "options: seed was 6, is 5" if account else "without its account"
+    assert f"holds a build with other options or code ({reason})" in error_of(build(mixed, url, code=2, **options))
+    build(mixed, url, overwrite=True, **options)
+    assert storage.read(f"{url}/shard-000000.tar") == shard and list(verify(url)) == []
 
 
 def test_a_dataset_of_the_hub_by_its_name(topics, options, tmp_path, monkeypatch) -> None:
