@@ -105,6 +105,14 @@ class Mirror:
             return
         raise ValueError(f"{self.url}: no checkpoint is whole ({'; '.join(reasons)}); name another place")
 
+    def replace_step(self, step: str) -> bool:
+        """Replace a checkpoint here by the one there; whether there is one, and it is whole. Raises Failed if the store fails."""
+        if self._fetch_step(step):
+            return False
+        self._put_step(step)
+        shutil.rmtree(self.run_dir / "checkpoints" / f"{REPLACED}{step}")
+        return True
+
     def _whole_steps(self, files: list[str]) -> list[str]:
         """The checkpoints that have a manifest there, oldest first: those that the store lists, and the newest, which a list may lack."""
         steps = {match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST}

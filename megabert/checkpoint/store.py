@@ -338,7 +338,8 @@ class Checkpoints:
         """The newest checkpoint, of step `limit` at most, that is not damaged; None if there are no checkpoints. A collective.
         `weights_only`: its moments are not verified.
 
-        Falls back to an older one with a warning. Raises ValueError if there are checkpoints but all are damaged.
+        A damaged one is replaced by the mirror's; where that has none, an older one is taken, with a warning. Raises ValueError if there
+        are checkpoints but all are damaged.
         """
         steps, pointer = on_main(self.world, lambda: (self.steps(), committed_step(self.folder)))
         if limit is not None:
@@ -349,6 +350,8 @@ class Checkpoints:
         for step in steps:
             path = self.folder / checkpoint_name(step)
             problem = self.problem(path, weights_only)
+            if problem and self._take_from_mirror(path, problem):
+                problem = self.problem(path, weights_only)
             if not problem:
                 if reasons and self.world.is_main:
                     log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
@@ -360,6 +363,19 @@ class Checkpoints:
                 f"{self.folder}: no checkpoint is whole ({'; '.join(reasons)}); restore one, or name another run folder"
             )
         return None
+
+    def _take_from_mirror(self, path: Path, problem: str) -> bool:
+        """Replace a damaged checkpoint by the copy in the run's mirror; whether it has a whole one. A collective."""
+        if self.settings is None or not self.settings.mirror:
+            return False
+
+        def replaced() -> bool:
+            if self.mirror is None or not self.mirror.replace_step(path.name):
+                return False
+            log.warning(f"{problem}: the copy in {self.mirror.url} is taken")
+            return True
+
+        return on_main(self.world, replaced)
 
     @property
     def step(self) -> int:

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from megabert.checkpoint import mirror
+from megabert.checkpoint import Checkpoints, mirror
 from megabert.checkpoint.format import file_name, seal
 from megabert.checkpoint.mirror import Mirror
 from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import hash_file
 from megabert.config import CheckpointConfig
+from tests.checkpoint.test_store import saved_run
+from tests.helpers import prep_reading
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
+from tests.helpers.simulated_ranks import ALONE
 
 pytest.importorskip("s3fs")
 FILE = file_name("weights", 0, 1)
@@ -98,6 +101,26 @@ def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path:
     second.close()
     assert steps(url) == [10, 20, 25, 30]
     assert not list(here.glob("checkpoints/.*"))
+
+
+@pytest.mark.parametrize("name", [FILE, "manifest.json"])
+def test_a_damaged_checkpoint_is_taken_from_the_mirror(name: str, proxy: Proxy, tmp_path: Path, caplog) -> None:
+    url, newest = f"s3://runs/damaged/{name}", tmp_path / "checkpoints/step-00000020"
+    saved_run(tmp_path, (10, 20))
+    made = opened(url, tmp_path)
+    made.upload()
+    whole = prep_reading.contents(newest)
+
+    def latest() -> str:
+        (newest / name).write_bytes(b"something else")
+        found = Checkpoints(tmp_path, ALONE, made.settings, made).latest()
+        assert found is not None
+        return found.name
+
+    assert latest() == newest.name and f"the copy in {url} is taken" in caplog.text
+    assert prep_reading.contents(newest) == whole and not list(newest.parent.glob(".*"))
+    storage.remove(f"{url}/checkpoints/{newest.name}/{FILE}")
+    assert latest() == "step-00000010" and "going back to step-00000010" in caplog.text
 
 
 def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> None:
