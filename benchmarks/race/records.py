@@ -200,7 +200,8 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
 
 # peers' names in plots
 NAMES = {
-    "hf-modern": "Hugging Face ModernBERT",
+    "hf-modern-8000": "Hugging Face ModernBERT",
+    "hf-modern": "Hugging Face ModernBERT, 30,000 tokens",
     "hf-tuned": "Hugging Face BERT",
     "hf-loop": "Hugging Face BERT, not tuned",
 }
