@@ -54,7 +54,7 @@ def main() -> int:
     add("--records", type=Path, default=records.RECORDS, help="records file")
     add("--text", type=Path, default=dataset.default_text(), help="as of benchmarks/speedrun.py")
     add("--run", type=Path, default=Path("runs/reproduce"), help="folder of shards and runs")
-    add("--seed", type=int, default=speedrun.FIRST_SEED)
+    add("--seed", type=int, help="default: one that the record has not, as its band supposes")
     add("--in-tokens", action="store_true", help="train for the record's tokens instead of its minutes")
     add("--share", type=float, default=1.0, help="share of the budget; below 1 nothing is compared")
     args = parser.parse()
@@ -68,6 +68,7 @@ def main() -> int:
     revisions = sorted({seed["revision"] for seed in entry["seeds"].values()})
     print(f"code: revision {hardware.revision()}, the record's {', '.join(revisions)}", flush=True)
     track = budget(entry, args.in_tokens, args.share)
+    args.seed = args.seed if args.seed is not None else max(map(int, entry["seeds"])) + 1
     run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{args.seed}"
     result = records.circumstances() | speedrun.run_seed(track, recipe, data, run, args.seed)
     hardware.write_json(args.json, {"record": args.record, "track": track.name, "seed": args.seed} | result)

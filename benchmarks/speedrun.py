@@ -1,7 +1,7 @@
 """Race to held-out quality: recipes with the same text and budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg --against hf-loop
-    python benchmarks/speedrun.py --track 1.8min-2cores 30min-2cores 120min-2cores --show --against hf-tuned --plot FILE.svg
+    python benchmarks/speedrun.py --track 4min-1cores 20min-1cores --show --against hf-modern-8000 --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model.
 The score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown
@@ -38,7 +38,8 @@ def parse() -> argparse.Namespace:
     text = "folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python"
     as_set = f"the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before"
     add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
-    add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
+    which = f"{', '.join(recipes.names())}, or a .toml file; default: plain, and all with --show"
+    add("--recipe", nargs="+", default=[], metavar="NAME", help=which)
     add("--seeds", type=int, default=1, help="runs of each recipe")
     add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")
     add("--text", type=Path, default=dataset.default_text(), help=text)
@@ -115,14 +116,15 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the training run is ended too
     track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
-    chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
+    chosen = [] if args.show else [recipes.load(name) for name in args.recipe or ["plain"]]
     if track.cores > (os.cpu_count() or 1):
         raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
     kept = Records(args.json)
     for recipe in chosen:
         enter(args, track, recipe, kept)
     if args.plot:
-        records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
+        entries = [entry for name in args.track for entry in kept.of(name)]
+        records.plot([entry for entry in entries if entry["recipe"] in (args.recipe or [entry["recipe"]])], args.plot)
     table = records.history_table if args.history else records.table
     for name in args.track:
         print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))

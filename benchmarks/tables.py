@@ -98,16 +98,19 @@ def reached(curve: Sequence[Mapping[str, float]], bits: float) -> float:
     raise ValueError(f"a curve ends at {curve[-1]['bits']} bits a byte, above {bits}")
 
 
+PEER, OWN = ("20min-1cores", "hf-modern-8000"), ("4min-1cores", "modern-128-8000")
+
+
 def minutes_to_modern(speedrun: Any) -> dict[str, float]:
     """Minutes until the last bits a byte of the curve of the peer's best seed."""
-    best = min(run["curve"][-1]["bits"] for run in seeds(speedrun, "20min-1cores", "hf-modern").values())
-    return over_seeds([reached(run["curve"], best) for run in seeds(speedrun, "20min-1cores", "modern-128").values()])
+    best = min(run["curve"][-1]["bits"] for run in seeds(speedrun, *PEER).values())
+    return over_seeds([reached(run["curve"], best) for run in seeds(speedrun, *OWN).values()])
 
 
 STEPS = [Pair(f"step_base{name}", "results/0/results/*/real_tokens_per_sec/p50", "ours", "hf BertForPreTraining",
     ratio="results/0/comparisons/0/ratio") for name in
     ("128_cpu2_2026-11-20", "128_rows32_cpu2_2026-11-22", "128_fp32_cpu2_2026-11-24", "512_cpu2_2026-11-22")]  # fmt: skip
-MODERN = Pair("speedrun", "", minutes_to_modern, partial(minutes, "20min-1cores", "hf-modern"), ".1f", better="less")
+MODERN = Pair("speedrun", "", minutes_to_modern, partial(minutes, *PEER), ".1f", better="less")
 BERT = Pair("speedrun", "", partial(minutes, "1.8min-2cores", "muon-128"), partial(minutes, "120min-2cores", "hf-tuned"),
     ".1f", better="less")  # fmt: skip
 LONG = [Pair("long_cpu2_2026-11-26", f"results/{n}/results/*/microseconds_per_token", "ours", "hf sdpa",
@@ -163,8 +166,10 @@ PEERS: Sequence[Row] = (
     ("% of `muon-128` on SST-2; WNUT-17; SQuAD", "`adamw-tuned`", TUNED),
 )  # fmt: skip
 TRAINERS = [(f"{task}, {model}", "", pairs) for (task, model), pairs in FINETUNED.items() if task != "RTE"]
-RUNS = (("1.8min-2cores", "muon-128"), ("3min-2cores", "modern-128-rows-16"), ("30min-2cores", "modern-192-init"),
-    ("120min-2cores", "hf-tuned"), ("20min-1cores", "modern-128"), ("20min-1cores", "hf-modern"))  # fmt: skip
+RUNS = (("1.8min-2cores", "muon-128"), ("3min-2cores", "modern-128-rows-16"), ("3min-2cores", "modern-128-8000"),
+    ("30min-2cores", "modern-192-init"), ("120min-2cores", "hf-tuned"), OWN, PEER, ("20min-1cores", "modern-128"),
+    ("20min-1cores", "hf-modern"))  # fmt: skip
+TRIALS = "trials_modern-128-8000_cpu1_2026-11-30"
 OURS, FP32, BY = "muon-128", "muon-128, precision=fp32", "objectives_{}_cpu1_2026-11-28"
 MASKED = f"{BY.format('masked_bell')}/masked"
 CHANGES = (  # label, entry of the race or FILE/OBJECTIVE, the same without the change, remark
@@ -219,12 +224,23 @@ def changes(results: Results) -> Cells:
         yield label, show(over_seeds([old[seed] - new[seed] for seed in new]), "+.3f"), remark
 
 
+def trials(results: Results) -> Cells:
+    """Changes of the race's recipe of three minutes of one core, by their mean, the recipe itself among them."""
+    yield "change", "bits a byte", "tokens", "seeds"
+    rows = results(TRIALS, "rows")
+    for row in sorted(rows, key=lambda row: statistics.fmean(run["bits"] for run in row["seeds"].values())):
+        runs = row["seeds"].values()
+        bits, tokens = (over_seeds([run[name] for run in runs]) for name in ("bits", "tokens"))
+        yield row["change"] or "none", show(bits, ".3f"), f"{tokens['mean'] / 1e6:.1f} M", str(len(runs))
+
+
 TABLES: dict[str, Callable[[Results], Cells]] = {
     "readme": partial(compared, README),
     "peers": partial(compared, PEERS),
     "trainer": partial(compared, TRAINERS, third="the Trainer", peers=""),
     "race": race,
     "changes": changes,
+    "trials": trials,
 }
 
 

@@ -231,7 +231,8 @@ def plot(entries: list[Entry], path: Path) -> None:
         ours, recipe = entry["system"] == "megabert", str(entry["recipe"])
         look = {"linestyle": "-" if ours else "--", "color": f"C{colour}", "marker": "."}
         label = f"MegaBERT, {recipe}" if ours else NAMES.get(recipe, recipe)
-        label += f", {entry['track']}" if several else ""
+        track = track_of(entry["track"])
+        label += f", {track.minutes:g} minutes" if several and track.minutes else f", {track.name}" * several
         for number, run in enumerate(entry["seeds"].values()):
             points = [point for point in run["curve"] if point[what] > 0 or not several]
             across = [point[what] / unit for point in points]
