@@ -139,6 +139,11 @@ def _list_input(plan: BuildPlan, problems: Problems) -> list[RangeList]:
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         found = errors.describe_losses(problems.counts, problems.lost)
         raise BadInput(f"--input {paths}: no text there ({'no files' if found == 'none' else found})")
+    for corpus, its_ranges in zip(plan.corpora, ranges, strict=True):
+        if not its_ranges:
+            raise BadInput(
+                f"--input {corpus.name}=…: no text that an earlier corpus lacks; name it first, or leave it out"
+            )
     return ranges
 
 

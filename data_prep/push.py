@@ -73,7 +73,10 @@ def push(source: str, name: str, private: bool) -> None:
 def _parts(source: str) -> Iterator[tuple[str, Dataset]]:
     """The datasets of a folder or URL and their held-out parts, by the beginning of their paths in the repository."""
     for place in datasets(source):
-        at = "" if str(place).rstrip("/") == source.rstrip("/") else f"{posixpath.basename(str(place))}/"
+        is_source = (
+            Path(place) == Path(source) if isinstance(place, Path) else str(place).rstrip("/") == source.rstrip("/")
+        )
+        at = "" if is_source else f"{posixpath.basename(str(place))}/"
         dataset = Dataset(place)
         if dataset.manifest.tokenizer["file"].startswith("../") and not at:
             raise BadInput(

@@ -53,6 +53,12 @@ class WorkerDied(Unfinished):
     exit_code = FAILED
 
 
+def refuse_failure(error: BaseException) -> None:
+    """Raises `error` if a disk or store failed, which is not the input's damage."""
+    if isinstance(error, OSError) and exit_code(error) == FAILED:
+        raise error
+
+
 class Problems:
     """Policy for bad input, and counts of skipped parts.
 
@@ -87,8 +93,7 @@ class Problems:
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
         """Report a file or folder that can't be read. Raises `error` if its disk or store failed, under both policies."""
-        if exit_code(error) == FAILED:
-            raise error
+        refuse_failure(error)
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
 
 

@@ -63,18 +63,25 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
     record = _load(path)
     if record and record["key"] == key:
         result = ItemResult.from_json(record["result"])
-        if work_files.is_whole(job.work, result.files):
+        if _holds(job, record, [result]) and work_files.is_whole(job.work, result.files):
             return result
     result = function(job, item)
     result.peak = work_files.peak_memory()
     # Not synced: a record or a file of it that was truncated by a loss of power does not match.
     with appearing_file(path, synced=False) as file:
-        file.write(json.dumps({"key": key, "result": result.as_json()}, sort_keys=True).encode())
+        record = {"key": key, "on_error": job.on_error, "result": result.as_json()}
+        file.write(json.dumps(record, sort_keys=True).encode())
     return result
+
+
+def _holds(job: BuildJob, record: dict[str, Any], results: list[ItemResult]) -> bool:
+    """Whether results are those of the job's policy for bad input: what was dropped under "skip" stops a build under "stop"."""
+    return job.on_error == "skip" or record["on_error"] == "stop" or not any(result.problems for result in results)
 
 
 class _Finished(NamedTuple):
     key: str
+    on_error: str
     results: list[ItemResult]
 
 
@@ -111,13 +118,11 @@ class Stages:
         """
         began = time.perf_counter()
         key = _digest(name, function.__name__, job, self._digest, *items)
-        record = _load(self._records / f"{name}.json")
-        if record and record["key"] == key:
-            results = [ItemResult.from_json(raw) for raw in record["results"]]
-        else:
+        results = self._recorded(name, key, job)
+        if results is None:
             results = self._compute(name, function, job, list(enumerate(items)), unit)
         self._digest = _digest(json.dumps([key, [result.identity() for result in results]], sort_keys=True))
-        self._finished[name] = _Finished(key, results)
+        self._finished[name] = _Finished(key, job.on_error, results)
         peak = max((result.peak for result in results), default=0)
         self.figures[name] = {"seconds": time.perf_counter() - began, "peak_memory": peak}
         self.everything = total([self.everything, *results])
@@ -126,8 +131,18 @@ class Stages:
     def map_part(
         self, name: str, function: StageFunction, job: BuildJob, items: Sequence[Any], part: tuple[int, int]
     ) -> None:
-        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs compute the others."""
-        self._compute(name, function, job, list(enumerate(items))[part[0] - 1 :: part[1]], "B")
+        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1, unless the whole stage is recorded; other jobs
+        compute the others."""
+        if self._recorded(name, _digest(name, function.__name__, job, self._digest, *items), job) is None:
+            self._compute(name, function, job, list(enumerate(items))[part[0] - 1 :: part[1]], "B")
+
+    def _recorded(self, name: str, key: str, job: BuildJob) -> list[ItemResult] | None:
+        """The results of a stage whose files may be gone; None without a record."""
+        record = _load(self._records / f"{name}.json")
+        if not record or record["key"] != key:
+            return None
+        results = [ItemResult.from_json(raw) for raw in record["results"]]
+        return results if _holds(job, record, results) else None
 
     def _compute(
         self, name: str, function: StageFunction, job: BuildJob, numbered: list[tuple[int, Any]], unit: str
@@ -152,8 +167,9 @@ class Stages:
     def keep(self, name: str) -> None:
         """Record all results of a stage, if it was run, so that other processes can use them without reading its files."""
         if name in self._finished:
-            key, results = self._finished[name]
-            write_json(self._records / f"{name}.json", {"key": key, "results": [one.as_json() for one in results]})
+            key, on_error, results = self._finished[name]
+            record = {"key": key, "on_error": on_error, "results": [one.as_json() for one in results]}
+            write_json(self._records / f"{name}.json", record)
 
     def consume(self, *names: str) -> None:
         """Delete the files of these stages, of those that were run and are large; no later stage will read them.

@@ -202,6 +202,8 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
     top = os.path.join(os.path.realpath(output), "")
     real_folder = cache(os.path.realpath)  # an input has millions of files in few folders
     for path in sources:
+        if storage.is_url(path):
+            continue
         folder, name = os.path.split(path)
         real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
         if real.startswith(top):

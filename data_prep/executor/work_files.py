@@ -36,7 +36,7 @@ class BuildJob:
     # a path; `tokenizer_sha256` identifies its content
     tokenizer: str = field(repr=False)
     work: str = field(repr=False)
-    # an item that finished under "stop" is the same under "skip"
+    # an item that finished under "stop" is the same under "skip", and in reverse if it has no problems
     on_error: str = field(repr=False)
     tokenizer_sha256: str = ""
     # documents, or passages of this many tokens, whose 64-bit hash is below the limit are held out

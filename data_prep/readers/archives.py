@@ -6,7 +6,6 @@ an error with the member's name. A zip's members can be read one without another
 
 from __future__ import annotations
 
-import contextlib
 import lzma
 import tarfile
 import zipfile
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any, cast
 
-from data_prep.common.errors import BadInput, Damaged
+from data_prep.common.errors import BadInput, Damaged, refuse_failure
 from data_prep.common.records import FileRange
 from data_prep.readers import decompress
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, detect_compression
@@ -34,11 +33,14 @@ class DamagedArchive(BadInput):
 def names_and_size(path: str) -> tuple[set[str], int]:
     """The names in a zip archive, and the unpacked bytes of the members that are read; nothing if it is damaged, which its reader
     reports."""
-    with open_regular(path) as file, contextlib.suppress(*ERRORS):
-        infos = zipfile.ZipFile(file).infolist()
-        read = (info for info in infos if _is_shown(info.filename) and not _is_bomb(info))
-        return {info.filename for info in infos}, sum(info.file_size for info in read)
-    return set(), 0
+    try:
+        with open_regular(path) as file:
+            infos = zipfile.ZipFile(file).infolist()
+    except ERRORS as error:
+        refuse_failure(error)
+        return set(), 0
+    read = (info for info in infos if _is_shown(info.filename) and not _is_bomb(info))
+    return {info.filename for info in infos}, sum(info.file_size for info in read)
 
 
 def members(part: FileRange) -> Iterator[Member]:
@@ -55,6 +57,7 @@ def chunks(path: str, member: Any, size: int) -> Iterator[bytes]:
             left -= 0 if compression else len(chunk)
             yield chunk
     except ERRORS as error:
+        refuse_failure(error)
         raise Damaged(f"{path}: damaged in its archive ({error})", left) from None
     except tarfile.TarError as error:
         raise DamagedArchive(f"{path}: damaged in its archive ({error})") from None
@@ -73,6 +76,7 @@ def _zip_members(path: str) -> Iterator[Member]:
         try:
             archive = zipfile.ZipFile(file)
         except ERRORS as error:
+            refuse_failure(error)
             raise DamagedArchive(f"{path}: damaged zip archive ({error})") from None
         for info in archive.infolist():
             if not info.is_dir() and _is_shown(info.filename):
@@ -85,6 +89,7 @@ def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> 
     try:
         return archive.open(info)
     except ERRORS as error:
+        refuse_failure(error)
         raise BadInput(f"{path}: {info.filename}: cannot be read ({error})") from None
 
 
@@ -119,5 +124,10 @@ def _tar_members(part: FileRange) -> Iterator[Member]:
                 archive.members.clear()  # type: ignore[attr-defined]
                 if info.isreg() and _is_shown(info.name):
                     yield info.name, info.size, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
+            rest = iter(partial(cast(IO[bytes], archive.fileobj).read, 1 << 20), b"")
+            if any(chunk.strip(b"\0") for chunk in rest):
+                raise DamagedArchive(
+                    f"{part.path}: more data behind the end of the tar archive; name its parts one by one"
+                )
     except tarfile.TarError as error:
         raise DamagedArchive(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None

@@ -14,20 +14,22 @@ Several files with few blocks or lines each are one document each, however they 
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from statistics import median
 from typing import NamedTuple
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, refuse_failure
 from data_prep.common.records import AUTO, Corpus, FileRange, RangeList, ReadOptions, find_folder, normalized
 from data_prep.readers import archives, decompress, files
 from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.detection import detect, identify
 from data_prep.readers.lines import CLOSERS, HEADING_LINE, SENTENCE_END, with_line_feeds
+from megabert.common import storage
 
 # most files of a sample, and the bytes of all; documents may be long
 SAMPLED_FILES, SAMPLED_BYTES = 32, 4 << 20
@@ -72,8 +74,11 @@ def text_documents(
     """
     if options.text_documents != AUTO:
         return ()
-    paths = chain.from_iterable(corpus.paths for corpus in corpora)
-    sampled: dict[str, list[FileRange]] = {normalized(files.folder_of_input(path)): [] for path in paths}
+    inputs = list(dict.fromkeys(chain.from_iterable(corpus.paths for corpus in corpora)))
+    urls = set(filter(storage.is_url, inputs))
+    objects = {part.path for part in chain.from_iterable(ranges) if part.path in urls} if urls else set()
+    folders = (posixpath.dirname(path) if path in objects else files.folder_of_input(path) for path in inputs)
+    sampled: dict[str, list[FileRange]] = {normalized(folder): [] for folder in folders}
     seen, step = dict.fromkeys(sampled, 0), dict.fromkeys(sampled, 1)
     for part in chain.from_iterable(ranges):
         folder = find_folder(part.path, sampled)
@@ -94,13 +99,22 @@ def decide_files(some: Sequence[FileRange], options: ReadOptions) -> str:
     for tried, file in enumerate(some):
         if tried == OTHERS and not samples:
             break
-        with contextlib.suppress(BadInput, OSError):
+        with _left_to_its_reader():
             file = file if file.opened else identify(file, options)
             if file.format in (AUTO, "text"):
                 first = next(decompress.read_chunks(file.path, file.compression), b"")
                 size = file.size * (EXPANSION if file.compression else 1)
                 samples += _samples(file.path, first, size, len(some), options, file.compression)
     return decide(samples) if samples else ""
+
+
+@contextlib.contextmanager
+def _left_to_its_reader() -> Iterator[None]:
+    """Passes over errors of a file in the block, which its reader reports; not over those of a disk or store."""
+    try:
+        yield
+    except (BadInput, OSError) as error:
+        refuse_failure(error)
 
 
 def decide_members(part: FileRange, options: ReadOptions) -> str:

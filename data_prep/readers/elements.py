@@ -12,6 +12,8 @@ from data_prep.readers.streams import LONG_DOCUMENT, UNCLOSED, Slice, Stream
 
 # formats whose documents are elements: they can be found from any byte on, and their paragraphs are lines
 ELEMENTS = ("wiki", "mediawiki")
+# a change of text
+OUTSIDE = "text behind an end tag"
 DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
 TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 
@@ -19,13 +21,14 @@ TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]:
     """Elements `name`, without their end tag, that begin before the end of the range.
 
-    `opening` is the pattern of their first tag, up to the attributes. Text outside of elements is ignored. An element is unclosed if
-    another begins or the file ends inside it.
+    `opening` is the pattern of their first tag, up to the attributes. Text outside of elements is ignored, and counted in front of a
+    second end tag. An element is unclosed if another begins or the file ends inside it.
     """
     closing = b"</%s>" % name.encode()
     tags = re.compile(opening + b"|" + closing)
     base = stream.begin  # offset of the buffer
     begin: int | None = None  # offset of the open element
+    inside = base > 0  # the range may begin in an element of the one before
     is_long = False  # the open element, which is reported with its bytes at the next tag
     buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
@@ -53,7 +56,9 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
                 else:
                     yield begin, buffer[begin - base : match.start()]
                 begin = None
-            is_long, at = False, match.end()
+            elif not inside and buffer[at : match.start()].strip():
+                stream.problems.changed[OUTSIDE] += 1
+            inside, is_long, at = False, False, match.end()
         at = max(at, len(buffer) - len(closing) + 1)  # behind it may be a partial tag
         if begin is not None and not is_long and base + at - begin > streams.MAX_DOCUMENT:
             bad(begin, begin + streams.MAX_DOCUMENT + 1)
@@ -72,7 +77,7 @@ def split_wiki(stream: Stream) -> Iterator[Slice]:
     The title is the first line if it equals the tag's `title`, or if a blank line follows it and it does not end like a sentence.
     Without `title` all lines are text.
     """
-    for offset, element in split_elements(stream, "doc", rb"<doc(?=[ >])"):
+    for offset, element in split_elements(stream, "doc", rb"<doc(?=[\s>])"):
         tag = DOC_TAG.match(element)
         first_line = element.find(b"\n") + 1 or len(element)
         # a title may hold quotation marks
@@ -82,7 +87,7 @@ def split_wiki(stream: Stream) -> Iterator[Slice]:
         line, _, rest = text.partition(b"\n")
         if title:
             named, shown = (html.unescape(part.decode(errors="replace")).split() for part in (title[1], line))
-            apart = not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(" ".join(shown))
+            apart = rest.strip() and not rest.partition(b"\n")[0].strip() and not SENTENCE_END.search(" ".join(shown))
             if shown and (named == shown or apart):
                 stream.problems.changed["title of a <doc>"] += 1
                 text = rest

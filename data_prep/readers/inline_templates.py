@@ -96,7 +96,7 @@ KNOWN_NAME = re.compile(r"(?:lang|langue|script)[-/].+|(?:formatnum|lc|uc|lcfirs
 # a reference in English, a quotation in French; templates that are also used without a text
 MAY_BE_EMPTY = ("citation", "lang", "vanchor")
 # a name of an argument; a number is a place
-NAME = re.compile(r"\s*(?!\d+\s*$)[\w -]{1,30}\s*")
+NAME = re.compile(r"(?!\d+$)[\w -]{1,30}")
 # quotations in paragraphs of their own
 BLOCKS = by_name((
     ("", "quote|blockquote|bquote|cquote|quotation|poemquote|poem quote|pull quote|zitat|citation bloc|cita|citazione|цитата|alıntı|اقتباس|引用"),
@@ -124,7 +124,7 @@ def expand_call(call: str) -> str | None:
     named: Named = {}
     for argument in rest.split("|") if bar else ():
         key, is_named, value = argument.partition("=")
-        if is_named and NAME.fullmatch(key):
+        if is_named and NAME.fullmatch(key.strip()):
             named[key.strip().lower()] = value.strip()
         else:
             values.append((value if is_named and key.strip().isdecimal() else argument).strip())

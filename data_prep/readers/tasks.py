@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, islice, pairwise, repeat
 
-from data_prep.common.errors import BadInput, Problems, add_losses
+from data_prep.common.errors import BadInput, Problems, add_losses, refuse_failure
 from data_prep.common.records import (
     AUTO,
     PYDOC,
@@ -80,6 +80,8 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                 planned = _plan_all(files.expand(item, problems, notices), options, problems.policy, threads)
             for real, parts, its_problems in planned:
                 if seen.add(real):
+                    for part in parts:
+                        _check_size(part, max(1.0, corpus.weight))
                     problems.counts += its_problems.counts
                     add_losses(problems.lost, its_problems.lost)
                     yield from (replace(part, source=source) for part in parts)
@@ -105,7 +107,7 @@ def _plan_all(
 
 
 def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
-    """The ranges of one file; none if it is empty or bad. Raises BadInput, under both policies for a file that is too large."""
+    """The ranges of one file; none if it is empty or bad. Raises BadInput."""
     problems = Problems(policy)
     ranges: list[FileRange] = []
     size = 0
@@ -131,8 +133,6 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
         problems.add(path, documents.UNKNOWN, size)
     except OSError as error:
         problems.unreadable(path, error)
-    for part in ranges:
-        _check_size(part)
     return _real(path), ranges, problems
 
 
@@ -201,17 +201,18 @@ def cut(file: FileRange, size: int) -> list[FileRange]:
     return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
 
 
-def _check_size(part: FileRange) -> None:
-    """Raises BadInput for a file of UNCUT with more text than MAX_UNCUT, estimated for a compressed one."""
+def _check_size(part: FileRange, weight: float) -> None:
+    """Raises BadInput for a file of UNCUT with more text than MAX_UNCUT in all its copies, estimated for a compressed one."""
     if part.format not in UNCUT or not part.opened:
         return
     if part.format == "zip":
         size: float = archives.names_and_size(part.path)[1]
     else:
         size = part.size * (_ratio(part) if part.compression else 1)
-    if size > MAX_UNCUT:
+    if size * weight > MAX_UNCUT:
+        copies = f" {weight:g} times" * (weight > 1)
         raise BadInput(
-            f"{part.path}: has about {size / 2**30:.1f} GiB of text; one worker reads a {part.format} file and holds its tokens in "
+            f"{part.path}: has about {size / 2**30:.1f} GiB of text{copies}; one worker reads a {part.format} file and holds its tokens in "
             f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
         )
 
@@ -257,5 +258,6 @@ def _ratio(part: FileRange) -> float:
             return tables.ratio(part.path)
         with files.open_regular(part.path) as file:
             return decompress.ratio(file.read(detection.HEAD_BYTES), part.compression)
-    except (BadInput, OSError):
+    except (BadInput, OSError) as error:
+        refuse_failure(error)
         return EXPANSION

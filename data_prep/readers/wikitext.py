@@ -244,7 +244,7 @@ def _lines(text: str, changed: Counter[str]) -> str:
     skipped = 0  # level of the heading of the dropped section
     for raw in text.split("\n"):
         line = raw.strip()
-        if not line or line[0] in "|!}":
+        if not line or line[0] in "|}" or (line[0] == "!" and not _is_sentence(line)):
             continue
         if line[0] == line[-1] == "=":
             level = len(line) - len(line.lstrip("="))
@@ -275,7 +275,7 @@ def _lines(text: str, changed: Counter[str]) -> str:
 
 
 def _is_sentence(line: str) -> bool:
-    """Whether a list item has the end and the length of a sentence; two characters of a script without spaces count as a word."""
+    """Whether a line has the end and the length of a sentence; two characters of a script without spaces count as a word."""
     end = line.rstrip(CLOSING + TEMPLATE_GAP)[-1:]
     if end not in (".", "!", "?", "…") and end not in SCRIPT_TERMINALS:
         return False

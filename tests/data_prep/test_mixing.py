@@ -10,7 +10,7 @@ from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers.prep_builds import build_here
+from tests.helpers.prep_builds import build, build_here, error_of
 from tests.helpers.prep_reading import write_all
 
 
@@ -21,6 +21,12 @@ def test_named_inputs_and_weights():
     for weight, words in (("books=2", "no corpus of that name"), ("wiki=0", "above 0"), ("wiki", "NAME=W")):
         with pytest.raises(BadInput, match=words):
             corpora(["wiki=a"], [weight])
+
+
+def test_a_corpus_whose_files_an_earlier_one_has_is_refused(tmp_path):
+    folder = write_all(tmp_path / "all", {"books/a.txt": "Text of a book.", "b.txt": "Other text."})
+    result = build([f"all={folder}", f"books={folder / 'books'}"], tmp_path / "out", code=2, weight="books=2")
+    assert error_of(result).startswith("error: --input books=…: no text that an earlier corpus lacks; name it first")
 
 
 def test_two_corpora_by_weight_in_two_row_lengths(corpus, topics, tokenizer_file, tmp_path, capsys):

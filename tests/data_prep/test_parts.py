@@ -3,13 +3,16 @@
 import gzip
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from data_prep import build as building
 from data_prep.__main__ import main
 from data_prep.build import BuildPlan, build, build_part
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
+from data_prep.executor import journal
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
@@ -36,6 +39,21 @@ def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
     summary = build(plan, Pool(1), progress=False)  # reads part 2 as well
     assert summary["resumed"] and contents(plan.folder) == contents(tmp_path / "at once")
     assert build_part(plan, Pool(1), (2, 3), progress=False) is False
+
+
+def test_part_reads_nothing_again_behind_reading(given, tmp_path, monkeypatch):
+    """Resubmitted after the last job, which has deleted the files of reading, met its time limit."""
+    plan = given(tmp_path / "out")
+    monkeypatch.setattr(journal, "SWEPT", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(building, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError):
+            build(plan, Pool(1), progress=False)
+    work = plan.folder / ".work"
+    assert (work / "journal/read.json").exists() and not (work / "journal/read").exists()
+    assert build_part(plan, Pool(1), (1, 2), progress=False)
+    assert not (work / "journal/read").exists()
+    assert build(plan, Pool(1), progress=False)
 
 
 def test_part_that_begins_meanwhile_is_of_the_build(given, tmp_path, monkeypatch):

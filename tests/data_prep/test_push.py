@@ -59,6 +59,12 @@ def test_second_push_reads_no_shards_and_commits_nothing(model_hub: Hub, tmp_pat
     assert "all there already" in capsys.readouterr().out
 
 
+def test_a_folder_may_be_named_in_any_way(model_hub: Hub, monkeypatch) -> None:
+    monkeypatch.chdir(DATA.parent)
+    assert push(f"./{DATA.name}/") == 0
+    assert pushed(model_hub).keys() - {".gitattributes"} == contents(DATA).keys()
+
+
 @pytest.mark.parametrize("requests", [2, 3, 5])
 def test_killed_push_leaves_no_manifest_and_is_completed(requests: int, model_hub: Hub, tmp_path: Path) -> None:
     folder = random_rows(tmp_path / "data", 400, seed=3)

@@ -92,9 +92,9 @@ def stop(topics, tokenizer_file, tmp_path, monkeypatch):
     write_all(tmp_path / "in", {f"{i}.txt": text for i, text in enumerate(topics[:20])})
     options = {"tokenizer": tokenizer_file, "save_text": True, "rows_per_shard": 256, "held_out": 0.1, "workers": 1}
 
-    def stop(*lengths):
-        def run(name, code=0):
-            return build_here(tmp_path / "in", tmp_path / name, code, seq_len=lengths, **options)
+    def stop(*lengths, **given):
+        def run(name, code=0, **more):
+            return build_here(tmp_path / "in", tmp_path / name, code, seq_len=lengths, **options | given | more)
 
         with monkeypatch.context() as patched:
             patched.setattr(build, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
@@ -102,6 +102,18 @@ def stop(topics, tokenizer_file, tmp_path, monkeypatch):
         return run
 
     return stop
+
+
+@pytest.mark.parametrize("swept", [1, 1 << 40])
+def test_what_was_dropped_stops_a_build_that_stops(swept, stop, tmp_path, monkeypatch, capsys):
+    """Bad input that a killed build dropped with `--on-error skip`, by the records of its tasks or of the whole stage."""
+    monkeypatch.setattr(journal, "SWEPT", swept)
+    write(tmp_path / "in/bad.jsonl", '{"text": "Good."}\n{"text": 5}\n')
+    run = stop(32, on_error="skip")
+    assert (tmp_path / "out/.work/journal/read.json").exists() == (swept == 1)
+    run("out", 2, on_error="stop")
+    assert "field 'text' is not a string" in capsys.readouterr().err
+    run("out")
 
 
 @pytest.mark.parametrize("left", [3, 1])

@@ -1,10 +1,13 @@
 """Members of zip and tar archives and rows of CSV files are documents; what is damaged in any file is named with its place."""
 
+import io
 import random
 from functools import partial
 
 import pytest
 
+from data_prep.readers import archives, decompress
+from megabert.common.errors import Failed
 from tests.helpers.prep_reading import PACK, archive, read_all, refuse, write
 
 gz, tar, packed_zip = PACK["gz"], partial(archive, "tar"), partial(archive, "zip")
@@ -44,6 +47,8 @@ DAMAGED[500] ^= 1
         ("a.tar", tar(MEMBERS)[:700], r"a\.tar: a/one\.txt: damaged in its|tar archive behind a/one\.txt"),
         ("a.tar", tar({"x.txt": b"x" * 600})[:1536], r"a\.tar: damaged or truncated tar archive behind x\.txt"),
         ("a.tar", tar({"x.txt": b"x", "y.txt": b"y"})[:1024] + b"\1" * 2048, r"a\.tar: damaged or .* behind x\.txt"),
+        ("a.tar", tar({"x.txt": b"x"}) + tar({"y.txt": b"y"}), r"a\.tar: more data behind the end of the tar"),
+        ("a.tar", tar({"x.txt": b"x"}).rstrip(b"\0") + bytes(2048) + b"rest", r"a\.tar: more data behind the end"),
         ("a.tar.gz", gz(tar(MEMBERS))[:-40], r"a\.tar\.gz: truncated: the gz stream"),
         ("a.zip", packed_zip({"x.txt": b"x"})[:-4], r"a\.zip: damaged zip archive"),
         ("a.zip", packed_zip({"x.txt": bytes(200 << 20)}), r"a\.zip: x\.txt: unpacks to more than 200 times"),
@@ -95,6 +100,26 @@ def test_text_before_damage_of_a_member_is_kept(tmp_path):
     kept = len(found) - 1
     assert kept > 200_000 and [text.encode() + b"\n" for text in found[:kept]] == lines[:kept]
     assert 0 <= problems.lost["unreadable member of an archive"]["bytes"] < sum(map(len, lines)) / 3
+
+
+class Failing(io.FileIO):
+    """A file of which a part cannot be read, for a reason that is not in it."""
+
+    def readinto(self, buffer):
+        if 3 << 20 < self.tell() < 5 << 20:
+            raise Failed("the store did not answer")
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_failing_store_is_no_damage(kind, policy, tmp_path, monkeypatch):
+    members = {f"{i}.txt": random.Random(i).randbytes(2 << 20).hex().encode() for i in range(4)}
+    path = write(tmp_path / f"a.{kind}", archive(kind, members))
+    for module in (archives, decompress):
+        monkeypatch.setattr(module, "open_regular", lambda path: io.BufferedReader(Failing(path)))
+    with pytest.raises(Failed, match="the store did not answer"):
+        read_all([path], policy)
 
 
 QUOTES = b'text\n"To be, or not," he said.\n"One more\nLast.\n'

@@ -2,7 +2,8 @@
 
 import pytest
 
-from data_prep.readers import tasks
+from data_prep.common.records import Corpus, FileRange, RangeList, ReadOptions
+from data_prep.readers import boundaries, tasks
 from data_prep.readers.boundaries import TextSample, decide
 from data_prep.readers.streams import HEAD
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, write, write_all
@@ -111,12 +112,22 @@ def test_a_carriage_return_at_the_end_of_the_head_may_be_half_of_a_line_end(tmp_
         ("", "\nFirst line.\nSecond line.\n", "First line.\nSecond line.\n"),
         ('title="A &amp; B"', "\nA & B\n\nText.\n", "\nText.\n"),
         ('title="A"', "\nA\nText.\n", "Text.\n"),
+        ('\ttitle="A"', "\nA\nText.\n", "Text.\n"),
         ('title="A "quoted" > B" url="u"', '\nA "quoted" > B\n\nText > more.\n', "\nText > more.\n"),
         ('title="Other"', "\nA title\n\nText.\n", "\nText.\n"),
         ('title="Other"', "\nA sentence of the text.\n\nText.\n", "A sentence of the text.\n\nText.\n"),
+        ('title="Other"', "\nข้อความเดียว\n", "ข้อความเดียว\n"),
         ('title="Other"', "\nNo title, for text follows\nText.\n", "No title, for text follows\nText.\n"),
     ],
 )
 def test_the_title_of_a_doc_element(head, body, text, tmp_path):
     element = f"<doc {head}>{body}</doc>" if head else f"<doc>{body}</doc>"
     assert read_all([write(tmp_path / "wiki_00", element)])[0] == [text]
+
+
+def test_objects_named_one_by_one_have_their_folder(monkeypatch):
+    monkeypatch.setattr(boundaries, "decide_files", lambda some, options: "line" if len(some) == 2 else "")
+    paths = ("s3://b/d/x.txt", "s3://b/d/y.txt", "s3://b/all")
+    ranges = RangeList(FileRange(path, size=9) for path in (*paths[:2], "s3://b/all/z.txt"))
+    found = boundaries.text_documents([Corpus("input", paths)], [ranges], ReadOptions())
+    assert found == (("s3://b/d", "line"),)

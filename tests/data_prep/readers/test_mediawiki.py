@@ -105,6 +105,8 @@ FORMULAS = [
         ("before {{never closed\nafter", "before never closed\nafter"),
         ("text [[never closed\nmore", "text never closed\nmore"), ("a<ref>never closed\nb", "anever closed\nb"),
         ("a<ref>x</ref >b<REF name=x/>c<ref name='y'>d</Ref>e", "abce"),
+        ("'''!!!''' is an American rock band that was formed in California.\n! head",
+         "!!! is an American rock band that was formed in California."),
         ("{|\n| never closed\n! head\n|-\ntext", "text"), ("{|\n| a {|\n| b\n|}\n|}\ntext", "text"),
         ("<div class='x'>one</div>two<br/>three", "one\ntwo\nthree"),
         ("a <nowiki>b</nowiki> c < d and e > f", "a b c < d and e > f"),
@@ -378,6 +380,12 @@ def test_no_wikitext_costs_more_than_linear_time(tail):
         began = time.process_time()
         prose(text)
         assert time.process_time() - began < 1, f"{token!r} with {tail!r}"
+
+
+def test_a_call_of_spaces_costs_linear_time():
+    began = time.process_time()
+    prose("A {{val|" + " " * 3_900 + "!=x}} here.")
+    assert time.process_time() - began < 0.5
 
 
 def test_disambiguation_is_found_in_linear_time():

@@ -76,6 +76,12 @@ def test_text_between_arrays_is_bad(tmp_path):
     assert found == ["One.", "Two."] and problems.lost["bad JSON"]["bytes"] == 5
 
 
+def test_text_behind_a_second_end_tag_is_counted(tmp_path):
+    content = b'<doc id="1">Ends with </doc> in it.</doc>\n<doc id="2">Two.</doc>\n'
+    found, problems = read_all([write(tmp_path / "wiki_00", content)])
+    assert found == ["Ends with ", "Two."] and problems.changed == {"text behind an end tag": 1}
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_columns_without_names_have_numbers(name, tmp_path):
     rows = b"1\tx\tSome words\n2\ty\tMore words\n" if "tsv" in name else b'1,x,"Some\nwords"\n2,y,"More words"\n'

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
+from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import pydoc_corpus, tasks
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, records, write, write_all
 from tests.integration.conftest import command
@@ -123,3 +124,7 @@ def test_large_files_for_one_worker_are_refused(name, tmp_path, monkeypatch):
     for policy in ("stop", "skip"):
         with pytest.raises(BadInput, match=rf"{name}: has about 0\.0 GiB of text; .*split it"):
             plan([path], Problems(policy))
+    monkeypatch.setattr(tasks, "MAX_UNCUT", 100_000)
+    assert len(plan([path])) == 1
+    with pytest.raises(BadInput, match=rf"{name}: has about 0\.0 GiB of text 2 times; .*split it"):
+        tasks.list_ranges([Corpus("input", (str(path),), 2.0)], ReadOptions(), Problems("stop"))
