@@ -85,7 +85,7 @@ def open_run(
     datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
     config = resolve_config(config, datasets)
-    origin = open_run_folder(config, run_dir, world, watchdog.progress)
+    origin = open_run_folder(config, run_dir, world, watchdog.progress, stop.uploaded)
     saved = origin.state["config"]["precision"] if origin.state else ""
     config = replace(config, "precision", precision.choose(config.precision, world, saved))
     watchdog.progress()
@@ -176,19 +176,27 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
 # -- 3. run folder ---------------------------------------------------------------------------------------------------
 
 
-def open_run_folder(config: Config, run_dir: Path, world: World, progress: Callable[[], None]) -> Origin:
-    """Lock the run folder, and its mirror, and find the newest state in it; `progress` while that is copied from the mirror. A collective.
+def open_run_folder(
+    config: Config, run_dir: Path, world: World, progress: Callable[[], None], uploaded: Callable[[float], None]
+) -> Origin:
+    """Lock the run folder, and its mirror, and find the newest state in it; callables as of `mirror.Mirror`. A collective.
     Raises ValueError if another job is running there or no checkpoint is whole."""
     kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
-    copied = mirror.opened(config.checkpoint, run_dir, world, progress)
+    copied = mirror.opened(config.checkpoint, run_dir, world, progress, uploaded)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint, copied)
-    path = checkpoints.latest()
+    copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
+    path, damage = None, None
+    try:
+        path = checkpoints.latest()
+    except ValueError as error:  # on every rank
+        damage = error
     if copied is not None:
         copied.changed()  # the last job may have ended before
     state = {} if path is None else checkpoints.state
-    copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
     saved = on_main(world, checkpoints.steps)
     copy = None if copies is None else copies.newest(state.get("cursor", -1), saved)
+    if damage is not None and copy is None:
+        raise damage
     return Origin(checkpoints, path, copies, copy, state if copy is None else copy.state)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config
 
+# in the lines of an evaluation
+EVALUATED = re.compile('"(eval/|samples")')
 # class of each tracker, and the package that it needs, which is also an extra
 TRACKERS = {
     "tensorboard": ("megabert.trackers.tensorboard:TensorBoard", ""),
@@ -58,17 +61,20 @@ class JsonLines(Sink):
     """One object a line, each with its step, in a file created with the first line. Lines after the step from which a run resumes
     are removed."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, owed: bool = False) -> None:
+        """`owed`: the evaluation of the step is repeated."""
         self._path = path
         self._file: TextIO | None = None
-        self.resume(resume_step)
+        self.resume(resume_step, owed)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, owed: bool = False) -> None:
         """Continue from `step`, also after lines were written."""
         self.close()
         self._file = None
         if self._path.exists():
             kept = [line for line in self._path.read_text().splitlines() if read_step(line) <= step]
+            if owed:
+                kept = [line for line in kept if read_step(line) < step or not EVALUATED.search(line)]
             write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
@@ -159,8 +165,8 @@ class Guarded(Sink):
 class Sinks:
     """All sinks of a run; without a folder there are none."""
 
-    def __init__(self, folder: Path | None, config: Config, saved_step: int) -> None:
-        """Continue from `saved_step`, -1 without a checkpoint. Raises ValueError if a requested sink is unavailable."""
+    def __init__(self, folder: Path | None, config: Config, saved_step: int, owed: bool = False) -> None:
+        """Continue from `saved_step`, -1 without a checkpoint, whose evaluation is repeated if it is `owed`. Raises ValueError if a requested sink is unavailable."""
         self._sinks: list[JsonLines | Guarded] = []
         if folder is None:
             return
@@ -169,7 +175,8 @@ class Sinks:
             return lambda step: tracker(folder, config, step, project)
 
         made = [Guarded(name, opener(tracker, project), saved_step) for name, tracker, project in trackers(config)]
-        self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step), *made]
+        lines = [JsonLines(folder / METRICS, saved_step, owed), SampleLines(folder / SAMPLES, saved_step, owed)]
+        self._sinks += [*lines, *made]
 
     def resume(self, step: int) -> None:
         """Continue from `step`, after a rollback."""

@@ -225,7 +225,8 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     if Path(args.run).is_file() or storage.is_url(args.run):
         raise ValueError(f"--run {args.run}: is a {'URL' if storage.is_url(args.run) else 'file'}; name a folder")
     source = config.init_from
-    if source and not (holds_checkpoint(Path(source)) or holds_checkpoint(Path(args.run))):
+    # a run in its mirror is copied back later, and needs no start
+    if source and not (config.checkpoint.mirror or holds_checkpoint(Path(source)) or holds_checkpoint(Path(args.run))):
         raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")

@@ -21,7 +21,7 @@ from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS
 from megabert.config import Config
 from megabert.data.batch import RowDigest
-from megabert.distributed.ranks import RankRefused, on_main
+from megabert.distributed.ranks import RankRefused, on_every_rank, on_main
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankMetrics, UpdateResult
@@ -82,9 +82,9 @@ class Trainer:
             self.resume(saved)
         if config.schedule.unit == "minutes":
             self.schedule.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
-        resumed = self.state.step > 0 or checkpoints.saved_step >= 0
         # on rank 0 only; log lines after the current step are removed
-        self.sinks = Sinks(run_dir if world.is_main else None, config, self.state.step if resumed else -1)
+        at, folder = self.state.step or min(checkpoints.saved_step, 0), run_dir if world.is_main else None
+        self.sinks = on_every_rank(world, lambda: Sinks(folder, config, at, self.state.evaluation_owed))
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
 
@@ -117,6 +117,7 @@ class Trainer:
         self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
         if self.stopping and not self.schedule.over and self.state.step <= max(self.checkpoints.saved_step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
+            self.checkpoints.finish_mirror()  # the last job may have ended before
             return
         self.watchdog.opened()
         self.start()

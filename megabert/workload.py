@@ -141,7 +141,8 @@ class Pretraining:
             self.engine.progress()
             show(done, of)
 
-        self.datasets[number].fetch_ahead(config.seed, at, fetched)
+        # a shard that is not there ends all ranks, not only the one that copies it
+        on_every_rank(self.world, lambda: self.datasets[number].fetch_ahead(config.seed, at, fetched))
         return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
 
     def evaluation_due(self, step: int) -> bool:

@@ -345,6 +345,20 @@ def test_tensorboards_text_numbers_masks_and_escapes_markup() -> None:
     assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 
 
+def test_an_evaluation_that_is_repeated_has_one_line(tmp_path: Path) -> None:
+    """One was killed behind the lines of an evaluation that it owed."""
+    for owed in (False, True, True):
+        sinks = Sinks(tmp_path, config(), -1 if not owed else 8, owed)
+        if not owed:
+            sinks.write({"step": 8, "train/loss": 7.0})
+        sinks.write({"step": 8, "eval/mlm_loss": 6.0})
+        sinks.show(8, [{"row": 1}])
+        sinks.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 8, "train/loss": 7.0}, {"step": 8, "eval/mlm_loss": 6.0}]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_sink_that_fails_leaves_none_open(tmp_path: Path) -> None:
     sinks = Sinks(tmp_path, config(), -1)
     lines = sinks._sinks[0]

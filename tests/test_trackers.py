@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -70,6 +71,18 @@ def test_mlflow_has_one_run_over_a_restart(tmp_path, monkeypatch):
     samples = {file.path for file in client.list_artifacts(number, "samples")}
     assert samples == {"samples/00000010.json", "samples/00000021.json"}
     assert client.get_experiment(found.info.experiment_id).name == "mine"
+
+
+@needs("mlflow")
+def test_an_mlflow_run_that_is_gone_is_begun_again(tmp_path, monkeypatch, caplog):
+    """As on another machine, whose copy of the run's folder has no `mlruns`."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "elsewhere" / "mini"
+    first = run_twice(tmp_path / "mini", "mlflow")
+    shutil.copytree(tmp_path / "mini", folder, ignore=shutil.ignore_patterns("mlruns"))
+    Sinks(folder, config('log.to=["mlflow=mine"]'), 21).close()
+    assert json.loads((folder / "sinks.json").read_text())["mlflow"] not in ("", first)
+    assert f"log.to=mlflow: run {first} does not exist any more; another is begun" in caplog.text
 
 
 @needs("trackio")

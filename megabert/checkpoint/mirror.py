@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from megabert.common.logs import log
 from megabert.common.run_files import BEST, checkpoint_name
 from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import World, on_main
+from megabert.distributed.ranks import World, on_main_long
 
 # files of the run folder that are not part of the run
 BESIDE = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
@@ -38,25 +39,35 @@ BESIDE = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
 BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 
 
-def opened(settings: CheckpointConfig, run_dir: Path, world: World, progress: Callable[[], None]) -> Mirror | None:
-    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks, with `progress`; on rank 0. A
+def opened(
+    settings: CheckpointConfig,
+    run_dir: Path,
+    world: World,
+    progress: Callable[[], None],
+    uploaded: Callable[[float], None],
+) -> Mirror | None:
+    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks, on rank 0; callables as of `Mirror`. A
     collective. Raises ValueError if another job writes there or another run is there, Failed if the store fails."""
     if not settings.mirror:
         return None
-    mirror = Mirror(settings, run_dir, progress)
-    on_main(world, mirror.open)
+    mirror = Mirror(settings, run_dir, progress, uploaded)
+    on_main_long(world, mirror.open)
     return mirror if world.is_main else None
 
 
 class Mirror:
     """A run's copy, of rank 0, which holds the run's lock."""
 
-    def __init__(self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None) -> None:
-        """`progress` is called often while files are copied to the run folder, and after files that the end of the run waits for."""
+    def __init__(
+        self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None,
+        uploaded: Callable[[float], None] = lambda seconds: None,
+    ) -> None:  # fmt: skip
+        """`progress` is called often while files are copied to the run folder, and after files that the end of the run waits for;
+        `uploaded` with the seconds of each upload of a checkpoint."""
         # as the URLs of its files, with no slash too many
         self.url = storage.join(settings.mirror, "").rstrip("/")
         self.settings, self.run_dir = settings, run_dir
-        self._progress = progress
+        self._progress, self._uploaded_in = progress, uploaded
         self.lock = MirrorLock(self.url)
         # steps that are there whole, with their manifests
         self._there: dict[str, bytes] = {}
@@ -190,18 +201,19 @@ class Mirror:
         while True:
             self._changed.wait()
             self._changed.clear()
-            ending = self._ending
+            ending, began = self._ending, time.monotonic()
             self._problem = None
             try:
-                self.upload()
+                if self.upload():
+                    self._uploaded_in(time.monotonic() - began)
             except Exception as error:
                 self._problem = error
                 log.warning(f"{describe(error)}: the next checkpoint is uploaded with this one's rest")
             if ending:
                 return
 
-    def upload(self) -> None:
-        """Make the store as the run folder, the newest checkpoint first; older ones are removed last."""
+    def upload(self) -> bool:
+        """Make the store as the run folder, the newest checkpoint first; older ones are removed last. Whether a checkpoint was new."""
         files = list(storage.below(self.url))
         folder, uploaded = self.run_dir / "checkpoints", False
         here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
@@ -223,13 +235,14 @@ class Mirror:
         if not uploaded:  # else they were with the checkpoint
             self._upload_others()
         if not any(step in self._there for step in here):
-            return
+            return uploaded
         newest = json.loads(next(self._there[step] for step in here if step in self._there))["state"]
         names = {match[1] for match in map(STEP.fullmatch, files) if match} | (self._there.keys() & set(here))
         steps = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
         for number in obsolete_steps(steps, newest["step"], self.settings, {newest.get("best_step")}):
             if checkpoint_name(number) not in here:
                 self._remove_step(checkpoint_name(number), files)
+        return uploaded
 
     def _known(self, step: str, files: list[str]) -> bytes:
         """The manifest of a checkpoint that is there; b"" if it is not."""

@@ -39,7 +39,7 @@ from megabert.common.files import canonical, compact, put_folder, sync, write_wh
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import World, on_main, refuse_together
+from megabert.distributed.ranks import World, on_main, on_main_long, refuse_together
 
 if TYPE_CHECKING:
     from megabert.checkpoint.mirror import Mirror
@@ -226,7 +226,7 @@ class Checkpoints:
             self.mirror.close()
 
         if self.settings.mirror:
-            on_main(self.world, close)
+            on_main_long(self.world, close)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
@@ -241,6 +241,8 @@ class Checkpoints:
         sync(self.folder)
         sync(self.run_dir)  # `checkpoints` is a new entry at the first save
         write_whole(self.folder / POINTER, canonical({"step": step}))
+        for damaged in sorted(self._damaged):  # no longer one of those to keep
+            os.rename(self.folder / checkpoint_name(damaged), self._aside(damaged, ""))
         steps, best = self.steps(), tree["state"].get("best_step")
         linked = self._link(best, steps, step)
         for old in obsolete_steps(steps, step, self.settings, {best, linked}):
@@ -375,7 +377,7 @@ class Checkpoints:
             log.warning(f"{problem}: the copy in {self.mirror.url} is taken")
             return True
 
-        return on_main(self.world, replaced)
+        return on_main_long(self.world, replaced)
 
     @property
     def step(self) -> int:

@@ -247,6 +247,12 @@ class DataConfig(Section):
     prefetch: int = setting(4, "micro-batches each worker keeps ready", gt=0)
     masking: MaskingConfig = MaskingConfig()
 
+    @field_validator("mix")
+    @classmethod
+    def _in_one_order(cls, mix: dict[str, float]) -> dict[str, float]:
+        """The order of the parts decides that of the rows; a saved configuration is sorted."""
+        return dict(sorted(mix.items()))
+
 
 class BatchConfig(Section):
     """Rows of an update, and rows of a device at a time."""

@@ -7,6 +7,7 @@ use NCCL on CUDA.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +30,8 @@ from megabert.common import environment, errors
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
 # Longer than any work that rank 0 does alone between collectives (hashing, consolidating).
 TIMEOUT = timedelta(minutes=20)
+# Seconds between two meetings of the ranks while rank 0 works longer.
+LONG_SECONDS = 5.0
 # Rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin.
 PORTS = range(20_000, 32_000)
 # Launcher, and its variables for the rank, the number of ranks, and the local rank. The shell of a batch script has SLURM_PROCID
@@ -154,6 +158,15 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
     if code:
         raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
     return result
+
+
+def on_main_long(world: World, action: Callable[[], Result]) -> Result:
+    """As `on_main`, for an action that may take longer than a collective waits, and so runs in a thread."""
+    task = ThreadPoolExecutor(1).submit(action) if world.is_main else None
+    while world.agree_any(task is not None and not task.done()):
+        if task is not None:
+            concurrent.futures.wait([task], LONG_SECONDS)
+    return on_main(world, lambda: task.result() if task is not None else None)  # type: ignore[return-value]
 
 
 def on_every_rank(world: World, action: Callable[[], Result]) -> Result:

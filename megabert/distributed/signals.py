@@ -122,6 +122,7 @@ class Stop:
         self._ends = ends
         self._updates: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
+        self._uploads: deque[float] = deque(maxlen=RECENT)
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
         self._signalled: float | None = None
@@ -143,10 +144,11 @@ class Stop:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the last update must start that can be followed by a save in time; infinite without a limit."""
+        """Seconds until the last update must start that can be followed by a save, and its upload, in time; infinite without a limit."""
         if self._ends is None:
             return float("inf")
         save = max(self._saves, default=self._first_save)
+        save += max(self._uploads, default=0.0)
         return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def updated(self, seconds: float) -> None:
@@ -156,6 +158,10 @@ class Stop:
     def saved(self, seconds: float) -> None:
         """Record the duration of a save until it was committed."""
         self._saves.append(seconds)
+
+    def uploaded(self, seconds: float) -> None:
+        """Record the duration of a checkpoint's upload, for which the end of the job waits."""
+        self._uploads.append(seconds)
 
 
 def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megabert.common.logs import log
 from megabert.config import Config, flat
 from megabert.sinks import Sink, final, keep_id, known_id, numbers
 
@@ -25,6 +26,7 @@ class MLflow(Sink):
         """Raises ValueError where MLflow refuses."""
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
+        self._errors: Any = importlib.import_module("mlflow.exceptions")
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             place = (folder / "mlruns").resolve().as_uri()
@@ -34,17 +36,27 @@ class MLflow(Sink):
             self._client = mlflow.MlflowClient(place)
             experiment = self._client.get_experiment_by_name(project)
             number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-            self._run = known_id(folder, "mlflow", resume_step)
-            if self._run:
-                self._client.update_run(self._run, status="RUNNING")
-            else:
+            self._run = self._known_run(known_id(folder, "mlflow", resume_step))
+            if not self._run:
                 self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
                 settings = flat(config.model_dump())
                 parameters = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
                 self._client.log_batch(self._run, params=parameters)
-        except mlflow.exceptions.MlflowException as error:
+        except self._errors.MlflowException as error:
             raise ValueError(f"log.to=mlflow={project}: {' '.join(str(error).split())}") from None
         keep_id(folder, "mlflow", self._run)
+
+    def _known_run(self, known: str) -> str:
+        """The run to go on with; "" if there is none, or none any more: `mlruns` is not in a run's mirror."""
+        if known:
+            try:
+                self._client.update_run(known, status="RUNNING")
+            except self._errors.MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                log.warning(f"log.to=mlflow: run {known} does not exist any more; another is begun")
+                return ""
+        return known
 
     def write(self, values: dict[str, Any]) -> None:
         self._log(numbers(values), values["step"])

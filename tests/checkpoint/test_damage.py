@@ -13,7 +13,7 @@ from megabert.checkpoint import Checkpoints, load_weights
 from megabert.checkpoint.format import SCHEMA, SEAL
 from megabert.common.files import sealed
 from megabert.distributed.ranks import World
-from tests.checkpoint.test_store import MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings, state, steps
+from tests.checkpoint.test_store import MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, names, saved_run, settings, state, steps
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_ranks import ALONE
@@ -114,6 +114,17 @@ def test_a_forged_manifest_is_damage(tmp_path, capsys):
         reseal(manifest, change)
         assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010", message
         assert message in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_none_of_those_kept(tmp_path):
+    saved_run(tmp_path, (10, 20))
+    (tmp_path / "checkpoints/step-00000020/manifest.json").write_bytes(b"{")
+    checkpoints = Checkpoints(tmp_path, ALONE, settings(keep=2))
+    assert checkpoints.latest() == tmp_path / "checkpoints/step-00000010"
+    checkpoints.save(FakeEngine(24), state(24, tiny.config()))
+    kept = names(tmp_path)
+    assert [name for name in kept if name.startswith("step-")] == ["step-00000010", "step-00000024"]
+    assert sum(name.startswith("damaged-00000020-") for name in kept) == 1
 
 
 def refusal(world: World, run: str) -> str:

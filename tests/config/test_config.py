@@ -6,6 +6,11 @@ from megabert import config as c
 from megabert.common.arguments import presets
 
 
+def test_parts_of_a_mixture_have_one_order() -> None:
+    """A saved configuration is sorted, and the order decides that of the rows."""
+    assert list(c.load("tiny", ['data.mix={"z"=0.2, "a"=0.3}']).data.mix) == ["a", "z"]
+
+
 def test_every_preset_loads() -> None:
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
     names = ["babylm_100m", "babylm_10m", "base", "base_modern", "base_modernbert", "large_24h", "large_modern", *large]

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ import torch.distributed
 
 from benchmarks.common.hardware import free_port
 from megabert.common import environment
-from megabert.common.errors import FAILED, USER_ERROR, exit_code
+from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.distributed import ranks
-from megabert.distributed.ranks import World, discover, first_host, init
+from megabert.distributed.ranks import World, discover, first_host, init, on_main_long
 from tests.helpers.forked import ROOT
 from tests.helpers.ranks import run_ranks
 
@@ -105,6 +107,9 @@ def collectives(world: World) -> None:
     assert [gathered() for gathered in started] == [[[0, 0], [1, -1], [2, -2]]] * 2
     assert world.gather({"text": "ä" * world.rank}) == [{"text": "ä" * rank} for rank in range(3)]
     assert world.broadcast({"from": world.rank}) == {"from": 0}
+    assert on_main_long(world, lambda: time.sleep(0.2) or [7]) == [7]
+    with pytest.raises(Failed, match="no answer"):
+        on_main_long(world, Mock(side_effect=Failed("no answer")))
 
 
 @pytest.mark.dist

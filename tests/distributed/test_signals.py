@@ -44,7 +44,8 @@ def test_a_stop_leaves_time_for_the_save(monkeypatch):
         stop.updated(seconds)
     stop.saved(10.0)
     stop.saved(20.0)
-    now = 2000.0 - 2 * 30 - 20 - signals.MARGIN_SECONDS - 0.1
+    stop.uploaded(7.0)
+    now = 2000.0 - 2 * 30 - 20 - 7 - signals.MARGIN_SECONDS - 0.1
     assert not stop.requested
     now += 0.2
     assert stop.requested

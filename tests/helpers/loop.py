@@ -33,7 +33,7 @@ class StopAt:
     def updated(self, seconds: float) -> None:
         """It reads no clock."""
 
-    saved = updated
+    saved = uploaded = updated
 
 
 class Killed(Exception):

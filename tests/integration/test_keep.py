@@ -67,8 +67,8 @@ def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None
         if line.startswith("step") and "lr" in line:
             break
     process.send_signal(signal.SIGTERM)
-    _, errors = end(process, 85, timeout=90)
-    assert "passed on to 2 rank(s) of this host" in errors and "started again" not in errors
+    output, errors = end(process, 85, timeout=90)
+    assert "passed on to 2 rank(s) of this host" in errors and "started again" not in output
     assert saved_step(run) == max(line["step"] for line in metrics(run))
     listed = ("ps", "-eo", "args")
     wait_until(lambda: str(run) not in subprocess.check_output(listed, text=True), 5)
@@ -146,10 +146,17 @@ def test_waits_without_progress_grow_to_a_limit(tmp_path) -> None:
 
 def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
     process = start_sham("4", tmp_path, RESTART_WAIT="60")
-    assert process.stderr is not None and "started again" in process.stderr.readline()
+    assert process.stdout is not None and "started again" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     end(process, 4, timeout=10)
     assert len(list(tmp_path.glob("start-*"))) == 1
+
+
+def test_nobody_who_reads_the_output_ends_it(tmp_path) -> None:
+    process = start_sham("4", tmp_path, RESTART_WAIT="0")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 4 and len(list(tmp_path.glob("start-*"))) == 1
 
 
 def test_a_mistake_is_one_line() -> None:

@@ -222,7 +222,7 @@ class RemoteShards:
             self._waiting = SimpleQueue()
             for _ in range(CONNECTIONS):  # daemons: the end of a process does not wait for shards that nothing reads
                 threading.Thread(target=self._copy, args=(self._waiting,), name="shards", daemon=True).start()
-        wanted = list(islice(unique(numbers), self.in_use + self.ahead))
+        wanted = list(islice(unique(numbers), max(0, self.in_use + self.ahead)))
         self._wanted, before = wanted, self._copying
         for number in before.keys() - wanted:
             before[number].cancel()
