@@ -94,11 +94,12 @@ class LoadedModel:
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
         """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model. Without gradients;
-        use `model` for those. Raises ValueError for a text too long for the model."""
+        use `model` for those. Raises ValueError for a text too long for the model, and for a model without an MLM head."""
         import torch
 
         from megabert.model import unpacked_inputs
 
+        self.pretrained.refuse_without_mlm_head()
         config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
         if ids.shape[1] > config.model.max_positions:
             raise ValueError(

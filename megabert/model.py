@@ -261,12 +261,14 @@ class Embeddings(nn.Module):
             x = x + F.embedding(position_ids + self.cfg.first_position, self.position)
         if not self.cfg.modern:
             x = x + (F.embedding(segment_ids, self.segment) if self.cfg.segments > 1 else self.segment)
-        normed = norm(x, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
         p = self.cfg.dropout if self.training else 0.0
-        if self.cfg.norm == "post" or (self.cfg.modern and self.cfg.embedding_norm):
-            normed = self.ops.dropout(normed, p, seed, 0)
-            return normed, normed
-        return normed, self.ops.dropout(x, p, seed, 0)
+        from_norm = self.cfg.norm == "post" or (self.cfg.modern and self.cfg.embedding_norm)
+        if not from_norm:  # the norm is the first layer's
+            x = self.ops.dropout(x, p, seed, 0)
+        normed = norm(x, self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps, self.cfg.rms_norm)
+        if from_norm:
+            x = normed = self.ops.dropout(normed, p, seed, 0)
+        return normed, x
 
 
 class MlmTransform(Linear):

@@ -174,6 +174,17 @@ def test_recomputation_replays_dropout(fields: dict[str, Any], choice: OpsConfig
     assert other.mlm_loss_sum != plain.mlm_loss_sum  # dropout is on and follows the seed
 
 
+@pytest.mark.parametrize("fields", [{"norm": "pre"}, KIND["modern"] | {"embedding_norm": False}], ids=["pre", "modern"])
+def test_the_first_norm_is_of_embeddings_behind_dropout(fields: dict[str, Any]) -> None:
+    """Where it is the first layer's."""
+    built = model(**fields, dropout=0.5).train()
+    ids = torch.arange(5, 37)[None].int()
+    normed, x = built.embeddings(ids, ids * 0, ids - 5, torch.tensor([7]))
+    table = built.embeddings
+    assert 0.2 < (x == 0).float().mean() < 0.8
+    assert normed.equal(ops.norm(x, table.norm_weight, table.norm_bias, built.cfg.layer_norm_eps, built.cfg.rms_norm))
+
+
 @needs_library
 def test_a_seed_decides_every_native_mask() -> None:
     built, inputs = model(NATIVE).train(), batch([[30], [12, 20]], 32)

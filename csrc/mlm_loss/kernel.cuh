@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(Threads) mlm_loss_rows(LossRows<T> a) {
     for (int i = 0; i < kGroup; ++i)
       if (x[i] > most) most = x[i], where = static_cast<float>(column + i);  // exact: fewer than 2^24 entries
     if (most > top) sum *= exp2f((top - most) * kLog2e), top = most;
-    if (top == -INFINITY) continue;
+    const float base = top == -INFINITY ? 0.0f : top;  // a NaN is not above it, and still makes the sum NaN
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum += exp2f((x[i] - top) * kLog2e);
+    for (int i = 0; i < kGroup; ++i) sum += exp2f((x[i] - base) * kLog2e);
   }
   const float largest = reduce_row<Largest, Threads>(top, shared);
   if (top > -INFINITY) sum *= exp2f((top - largest) * kLog2e);

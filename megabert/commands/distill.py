@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     from megabert.objectives.distillation import student_overrides
 
     teacher = hf.load(folder)
+    teacher.refuse_without_mlm_head()
     settings = student_overrides(teacher.config, str(folder), args.layers)
     training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")

@@ -10,6 +10,7 @@ megabert export --model RUN --push OWNER/NAME --revisions       to the hub, each
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# files of a repository that an export may write, and so replaces or removes
+EXPORTED = re.compile(
+    r"onnx/.*|1_Pooling/.*|modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json|vocab\.(txt|json)|"
+    r"tokenizer(_config)?\.(json|model)|(special_tokens_map|added_tokens)\.json|merges\.txt"
+)
 # most tokens of a text with which a run's ONNX is checked
 PROBED = 512
 
@@ -56,11 +62,16 @@ def write(
     adds the files of sentence-transformers, for pooled vectors of length 1; `onnx` the masked-language model as ONNX. Raises ValueError
     naming what cannot be exported or a wrong `output`, without writing anything."""
     from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
+    from megabert.hf.read import MLM_HEAD
 
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
     family = mapping.find_family(model)
     if onnx and causal:
         raise ValueError("--onnx: the run is causal, and ONNX is written of masked-language models")
+    if onnx:
+        pretrained.refuse_without_mlm_head()
+    elif not pool and MLM_HEAD in pretrained.initialised:
+        log.warning(f"{pretrained.run_dir}: has no {MLM_HEAD}; the one in the export is new, and predicts at random")
     config = mapping.to_huggingface_config(model, causal, pretrained.tokenizer.special_ids)
     card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
@@ -139,8 +150,11 @@ def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, P
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "model")
             message = write_folder(args, source, folder, args.push)
+            files = files_below(folder)
             for branch in branches + [MAIN] * newest:
-                changed = repository.push(files_below(folder), message, branch)
+                # of an earlier push with other options, beside which these files would be another model
+                old = [path for path in repository.listing() if EXPORTED.fullmatch(path)] if branch == MAIN else []
+                changed = repository.push(files, message, branch, removed=[path for path in old if path not in files])
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
             if newest and args.output:
                 with appearing(args.output, CONFIG, args.overwrite) as output:

@@ -10,7 +10,7 @@ DATASHEET_TFLOPS = {
     r"\bGB200\b": 2500.0,  # GB200 NVL72 datasheet, a GPU
     r"\bB200\b": 2250.0,  # HGX B200 datasheet
     r"\bH100 PCIe\b": 756.0,  # H100 datasheet, 2022
-    r"\bH100 NVL\b": 835.5,  # H100 datasheet, 2024
+    r"\b(H100|H200) NVL\b": 835.5,  # H100 and H200 datasheets, 2024
     r"\b(H100|H200|GH200)\b": 989.0,  # H100 SXM, H200 and GH200 datasheets
     r"\bA100\b": 312.0,  # A100 datasheet, SXM and PCIe
     r"\bA30\b": 165.0,  # A30 datasheet

@@ -13,7 +13,7 @@ from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import appearing, cache_folder, lock
 from megabert.common.logs import log
-from megabert.common.run_files import IN_CHECKPOINT, holds_checkpoint
+from megabert.common.run_files import BEST, IN_CHECKPOINT, holds_checkpoint
 
 # OWNER/NAME
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -69,7 +69,8 @@ def copied(url: str, weights: bool = True) -> Path:
         for name, each in found.items()
         if not name.startswith("lock/") and ((match := IN_CHECKPOINT.fullmatch(name)) is None or match[1] == newest)
     }
-    if weights and not newest and not any(name in files for name in WEIGHTS):
+    names = [folder + name + end for folder in ("", f"{BEST}/") for name in WEIGHTS for end in ("", INDEX)]
+    if weights and not newest and files.keys().isdisjoint(names):
         raise ValueError(f"{url}: no run with a whole checkpoint, and no {' or '.join(WEIGHTS)}, so no model is there")
     of_url = cache_folder("models") / hashlib.sha256(f"{url.rstrip('/')} {weights}".encode()).hexdigest()[:16]
     folder = of_url / hashlib.sha256(repr(sorted(files.values())).encode()).hexdigest()[:16]
@@ -122,3 +123,9 @@ def download(name: str) -> Path:
         denied = isinstance(error, errors.GatedRepoError)
         reason = "asks for access: `hf auth login`" if denied else "has no model of that name, or none that is public"
         raise ValueError(f"{name}: no such folder, and the hub {reason}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in storage.CLIENTS:
+            raise
+        raise Failed(
+            f"{name}: no such folder, and the hub cannot be reached ({type(error).__name__}: {error})"
+        ) from None

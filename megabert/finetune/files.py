@@ -141,7 +141,7 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
             if name != may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
                 raise ValueError(f"{where}: column {name!r} is empty; fill it or remove the line")
             if name in task.text and not isinstance(value, str):
-                raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value):.40}")
+                raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value, default=repr):.40}")
         identity = _plain(where, task.id, cells[task.id]) if task.id else str(number)
         yield TextExample(identity, where, a, b, _label(task, where, cells[task.label]) if labelled else None)
     if cut:
@@ -207,7 +207,9 @@ def _plain(where: str, column: str, value: Any) -> str:
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)
-    raise ValueError(f"{where}: column {column!r} holds {json.dumps(value):.40}, which is neither text nor a number")
+    raise ValueError(
+        f"{where}: column {column!r} holds {json.dumps(value, default=repr):.40}, which is neither text nor a number"
+    )
 
 
 # ---- words and tags

@@ -56,6 +56,8 @@ FILE = re.compile(r"(train|dev|validation)(_matched|_mismatched)?(-00000-of-0000
 # Share of the training examples to hold out, and their largest number.
 SHARE, MOST = 0.1, 2_000
 PAGE = "results.md"
+# fields of a summary's settings in which tasks of one page differ
+OF_A_TASK = ("task", "kind", "text", "label", "labels", "metrics", "files_sha256")
 
 
 # A task with its files: "train" and "reported", for MNLI "reported-m" and "reported-mm".
@@ -139,15 +141,18 @@ def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:
     """Write the table of the finished tasks of the model of `summary`, which is one of them; returns the page and its
-    path. Tasks of other models are left out with a warning."""
+    path. Tasks of other models or settings are left out with a warning."""
     from megabert.finetune.run import SUMMARY
 
     paths = (output / name / SUMMARY for name in GLUE)
     finished = [json.loads(path.read_text()) for path in paths if path.is_file()]
-    weights = summary["settings"]["model_sha256"]
-    same = [task for task in finished if task["settings"]["model_sha256"] == weights]
+
+    def common(task: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in task["settings"].items() if name not in OF_A_TASK}
+
+    same = [task for task in finished if common(task) == common(summary)]
     if others := [task["settings"]["task"] for task in finished if task not in same]:
-        log.warning(f"{output}: {PAGE} leaves out {', '.join(others)}, which are of another model")
+        log.warning(f"{output}: {PAGE} leaves out {', '.join(others)}, which are of another model or of other settings")
     page = render_page(model, same)
     write_whole(output / PAGE, page.encode())
     return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"

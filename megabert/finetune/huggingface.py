@@ -147,7 +147,7 @@ def card(finetuned: Finetuned, name: str) -> str:
         shape["threshold"] = f"`{described.labels[1]}` where its probability is above {described.threshold:.6g}"
     scores = {metric: f"{value:.4f}" for metric, value in results.get("dev", {}).items()}
     tables = {
-        "Settings": shape | results.get("settings", {}),
+        "Settings": results.get("settings", {}) | shape,
         "Scores, on the file that chose these weights": scores or {"scores": "not measured"},
     }
     return page(kind.task, name, about, code, tables)

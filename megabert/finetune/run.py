@@ -2,11 +2,11 @@
 
 A run's settings and files determine its weights bit for bit, also after interruptions. An epoch has every item once, in an order
 that is a function of (seed, epoch); the learning rate warms up and falls linearly. After every epoch the dev set is scored, a
-checkpoint is started, and the best weights are kept. A command with other settings is refused, one that only adds seeds or
-learning rates resumes.
+checkpoint is started, and the best weights are kept. A command with other settings is refused, one that adds seeds, or
+learning rates to several, resumes.
 
     OUTPUT/settings.json            settings common to all runs
-    OUTPUT/summary.json             the command, every learning rate, every run
+    OUTPUT/summary.json             the last command, its learning rates and runs
     OUTPUT/RUN/best/                the best weights (`megabert.finetune.save`)
     OUTPUT/RUN/predictions-dev.*    and predictions-test.*, by the best weights; labels-*.tsv, scores by label
     OUTPUT/RUN/metrics.jsonl        and tensorboard/, as in pre-training
@@ -118,10 +118,6 @@ def encode_splits(
     Raises ValueError naming file and line of another label.
     """
     labels = encoding.collect_labels(task, examples["train"])
-    if settings.threshold != "half" and (task.kind != "classify" or len(labels) != 2):
-        raise ValueError(
-            f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
-        )
     examples = {name: part[: limit or None] for name, part in examples.items()}
     every_token = encoding.tags_every_token(task, labels)
     items_of = TaskEncoding(task, tokenizer, labels, settings.max_length, settings.stride, every_token)
@@ -337,7 +333,12 @@ def train_tasks(
         """The common settings of a task's runs. Raises ValueError for mistakes."""
         examples = read(task, files)["train"]
         configure(start.config, settings, len(examples[: limit or None]), world.size)
-        common = common_settings(task, encoding.collect_labels(task, examples), start, files, settings, limit)
+        labels = encoding.collect_labels(task, examples)
+        if settings.threshold != "half" and (task.kind != "classify" or len(labels) != 2):
+            raise ValueError(
+                f"--threshold {settings.threshold}: is of two labels, {task.name} is {task.kind} of {len(labels)}"
+            )
+        common = common_settings(task, labels, start, files, settings, limit)
         on_main(world, lambda: refuse(folder, common))
         return common
 
@@ -389,6 +390,7 @@ def common_settings(
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
     return {
         "model_sha256": hf.fingerprint(start.trained_weights),
+        "tokenizer_sha256": start.tokenizer.sha256,
         "task": task.name,
         "kind": task.kind,
         "text": list(task.text),
@@ -412,6 +414,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: is damaged; name another --output") from None
         # An earlier version may not have had all settings.
         usual = {each.name: each.default for each in fields(Settings)}
+        usual |= {name: value for name, value in common.items() if name == "tokenizer_sha256"}
         for name in {**common, **there}:
             before, now = (values.get(name, usual.get(name)) for values in (there, common))
             if before != now:

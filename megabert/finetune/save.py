@@ -113,7 +113,8 @@ def base(found: Finetuned) -> Pretrained:
     cfg = Config(model=model, data=DataConfig(masking=old.data.masking))
     state = start_state(found.folder, cfg, found.tokenizer)
     weights = {name: saved.get(name, tensor) for name, tensor in new.items()}
-    initialised = (MLM_HEAD, NSP_HEAD) if model.nsp else (MLM_HEAD,)
+    mlm = f"{MLM_HEAD} (decoder.bias)" if any(name.startswith("mlm.") for name in saved) else MLM_HEAD
+    initialised = (mlm, NSP_HEAD) if model.nsp else (mlm,)
     return Pretrained(found.folder, weights, state, cfg, found.tokenizer, initialised)
 
 

@@ -117,6 +117,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> Student:
     fit the student.
     """
     teacher = hf.load(config.distill.teacher)
+    teacher.refuse_without_mlm_head()
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(
             f"distill.teacher={config.distill.teacher}: its tokenizer is not the dataset's (SHA-256 differs); build the "

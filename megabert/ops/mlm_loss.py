@@ -24,7 +24,7 @@ def mlm_loss(
     The native backend computes gradients together with the loss, without all logits in memory.
     """
     if backend == "native":
-        need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or bias.requires_grad)
         return torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, vocab_size, need_grad)[:2]
     bias = F.pad(bias[:vocab_size], (0, weight.shape[0] - vocab_size), value=-torch.inf)
     logits = F.linear(hidden, weight, bias).float()  # (N, V'), -inf from V on: no probability, no gradient

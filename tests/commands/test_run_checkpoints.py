@@ -169,6 +169,16 @@ def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hu
     assert contents(tmp_path / "hf") == model_hub.files(MODEL)
 
 
+def test_a_push_removes_what_an_earlier_one_wrote(run: Path, model_hub: Hub) -> None:
+    """As pooling, beside which another model would be read; not what the user added."""
+    assert push(run, "--sentence-transformers", "mean") == 0
+    before = model_hub.files(MODEL)
+    assert {"modules.json", "1_Pooling/config.json"} <= before.keys()
+    assert push(run) == 0
+    gone = before.keys() - model_hub.files(MODEL).keys()
+    assert {"modules.json", "1_Pooling/config.json"} <= gone and "model.safetensors" not in gone
+
+
 def test_fine_tuned_models_are_pushed_in_one_commit(model_hub: Hub, tmp_path: Path) -> None:
     task, path = problem("classify", tmp_path)
     best = finetuned.make(tmp_path, task, path)

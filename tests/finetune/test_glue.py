@@ -103,16 +103,20 @@ def test_page_is_of_one_model(tmp_path, caplog) -> None:
     """A folder may have tasks of another one."""
     scores = {"dev": {}, "reported": {"accuracy": {"mean": 0.61, "std": 0.0}}}
     points = [{"point": {"lr": 2e-5}, "runs": 1, "scores": scores}]
-    models = {"sst2": "a", "mrpc": "b", "rte": "b"}
+    models = {"sst2": "a", "mrpc": "b", "rte": "b", "cola": "b"}
     settings = {task: {"task": task, "limit": 0, "model_sha256": weights} for task, weights in models.items()}
+    settings["cola"]["from_scratch"] = True
     summaries = {task: {"settings": settings[task], "points": points} for task in models}
     for task, summary in summaries.items():
         (tmp_path / task).mkdir()
         (tmp_path / task / "summary.json").write_text(json.dumps(summary))
     shown = glue.publish(tmp_path, "runs/b", summaries["rte"])
     page = (tmp_path / "results.md").read_text()
-    assert shown.startswith(page) and [name for name in ("SST-2", "MRPC", "RTE") if name in page] == ["MRPC", "RTE"]
-    assert "results.md leaves out sst2, which are of another model" in caplog.text
+    assert shown.startswith(page) and [name for name in ("CoLA", "SST-2", "MRPC", "RTE") if name in page] == [
+        "MRPC",
+        "RTE",
+    ]
+    assert "results.md leaves out cola, sst2, which are of another model or of other settings" in caplog.text
 
 
 def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:
@@ -120,6 +124,8 @@ def test_mistake_in_a_later_task_writes_nothing(base, tmp_path, capsys) -> None:
     (tmp_path / "glue/WNLI/dev.tsv").write_text("")
     said = refusal(capsys, glue.main, *arguments(base, tmp_path / "out"), "--data", tmp_path / "glue")
     assert "WNLI/dev.tsv: holds no example" in said and not (tmp_path / "out").exists()
+    said = refusal(capsys, glue.main, *arguments(base, tmp_path / "out"), "--threshold", "f1")
+    assert said.startswith("error: --threshold f1: is of two labels, stsb is ") and not (tmp_path / "out").exists()
     (tmp_path / "out/wnli").mkdir(parents=True)
     (tmp_path / "out/wnli/settings.json").write_text('{"epochs": 9}')
     said = refusal(capsys, glue.main, *arguments(base, tmp_path / "out"))

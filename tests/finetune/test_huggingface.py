@@ -1,6 +1,7 @@
 """Exported fine-tuned models in transformers: the same logits on full, padded and windowed input, the same predictions."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from scipy import special
 import megabert
 from megabert.commands import convert, export
 from megabert.distributed.ranks import discover
-from megabert.finetune import files, save, scores, tasks
+from megabert.finetune import files, huggingface, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
@@ -139,7 +140,7 @@ def test_text_classification_pipeline_agrees(kind: str, tmp_path: Path) -> None:
 
 
 def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
-    _, folder, _ = exported("classify", tmp_path)
+    found, folder, _ = exported("classify", tmp_path)
     tree = json.loads((folder / "config.json").read_text())
     assert tree["architectures"] == ["BertForSequenceClassification"]
     assert tree["id2label"] == {"0": "bad", "1": "fine", "2": "good"} and tree["label2id"]["good"] == 2
@@ -148,6 +149,10 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| labels | `bad`, `fine`, `good` |" in card
     assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
+    decided = replace(
+        found, described=replace(found.described, threshold=0.3), results={"settings": {"threshold": "f1"}}
+    )
+    assert "| threshold | `fine` where its probability is above 0.3 |" in huggingface.card(decided, "m")
 
 
 @pytest.mark.parametrize(("kind", "made", "message"), [

@@ -293,7 +293,8 @@ def test_fine_tuned_model_is_a_base(kind: str, fields: dict[str, Any], layers: s
     if pooled:
         assert found.weights["pooler.weight"].equal(saved["head.pooler.weight"])
     if modern:
-        assert found.weights["mlm.norm_weight"].equal(saved["head.transform.norm_weight"])
+        assert found.trained_weights["mlm.norm_weight"].equal(saved["head.transform.norm_weight"])
+    assert any(name.startswith("mlm.") for name in found.trained_weights) == modern
     assert found.tokenizer.sha256 == pretrained.load(tmp_path / "run").tokenizer.sha256
     with pytest.raises(ValueError, match="has no masked-LM head"):
         found.language_model(torch.device("cpu"))

@@ -79,6 +79,18 @@ def test_padded_entries_are_invisible(backend: str) -> None:
     assert ops.mlm_logits(hidden, weight, bias, 100).shape == (20, 100)
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_bias_alone_has_its_gradient(backend: str) -> None:
+    inputs, labels = problem(20, 16, 100, 128)
+    hidden, weight, bias = (t.float() for t in inputs)
+    alone = bias.clone().requires_grad_()
+    ops.mlm_loss(hidden, weight, alone, labels, 100, backend)[0].backward()
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    torch.testing.assert_close(
+        alone.grad, torch.autograd.grad(ops.mlm_loss(*leaves, labels, 100, backend)[0], leaves)[2]
+    )
+
+
 def test_the_torch_head_multiplies_the_whole_padded_matrix() -> None:
     """Products of forward and backward with 1,024 entries, a multiple of 128, none with the 1,000 that are real."""
     inputs, labels = problem(70, 64, 1000, 1024)
