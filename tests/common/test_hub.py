@@ -1,14 +1,33 @@
 """Copies of models in a store."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 
 from megabert.common import storage
-from megabert.common.hub import copied
+from megabert.common.errors import Failed
+from megabert.common.hub import copied, model_folder
 from tests.helpers.object_store import Proxy
 
 pytest.importorskip("s3fs")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "best/model.safetensors", "pytorch_model.bin"])
+def test_a_model_in_a_store_is_known_by_its_weights(name: str, proxy: Proxy) -> None:
+    """Of several files, of a fine-tuning run, or of an older one."""
+    storage.write(f"s3://shelf/{name}/{name}", b"{}")
+    assert (copied(f"s3://shelf/{name}") / name).read_text() == "{}"
+
+
+def test_a_proxy_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = type("ProxyError", (Exception,), {"__module__": "httpx"})("403 Forbidden")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=refused))
+    with pytest.raises(
+        Failed, match=r"^a/b: no such folder, and the hub cannot be reached \(ProxyError: 403 Forbidden\)"
+    ):
+        model_folder("a/b")
 
 
 def test_processes_that_start_together_share_a_copy(proxy: Proxy) -> None:

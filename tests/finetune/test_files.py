@@ -3,6 +3,7 @@
 import gzip
 import json
 from dataclasses import replace
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -200,6 +201,15 @@ def test_squad_file(tmp_path) -> None:
     assert second.answers == ()
     with pytest.raises(ValueError, match=r"question q2: has no answer, which squad1\.1 does not allow"):
         read(SQUAD, path)
+
+
+def test_cells_of_other_types_are_named(tmp_path) -> None:
+    table = pa.table({"text": ["a", "b"], "label": [Decimal("1.5"), Decimal("2.5")]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(
+        ValueError, match=r"column 'label' holds \"Decimal\('1\.5'\)\", which is neither text nor a number"
+    ):
+        read(PLAIN, tmp_path / "x.parquet")
 
 
 BAD = {

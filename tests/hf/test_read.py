@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import megabert
 from megabert import hf as pretrained
 from megabert.commands import convert, export, fill
 from megabert.data.packing import pack
@@ -152,6 +153,8 @@ def test_encoder_of_a_fine_tuned_class_is_read(family: str, ending: str, tmp_pat
     pooled = family == "Bert" and ending == "SequenceClassification"
     assert ("pooler.weight" in found.weights) == found.config.model.nsp == pooled
     assert "has no masked-LM head" in refusal(capsys, fill.main, "--model", tmp_path / "hf", "the [MASK]")
+    with pytest.raises(ValueError, match="has no masked-LM head"):
+        megabert.load(tmp_path / "hf").logits("a text")
 
 
 @pytest.mark.parametrize("kind", [*RELATIVES, "DistilBertModel", "ElectraModel", "ElectraForPreTraining"])
