@@ -4,6 +4,7 @@ evaluation. Fine-tuning is another workload of the same Trainer.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -122,6 +123,7 @@ class Pretraining:
         ceiling = find_ceiling(world, engine.dtype, config.peak_tflops)
         self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
         self.samples: list[dict[str, Any]] = []
+        self._node_ranks = world.gather(socket.gethostname()).count(socket.gethostname())
         # read at the first evaluation
         self._samples: HeldOutSamples | None = None
         log.info(
@@ -132,7 +134,7 @@ class Pretraining:
         number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]
         config, position = self.phases[number], skip_rows_of_earlier_phases(self.datasets, sizes, phase_starts)
         self.engine.enter_phase(config)
-        place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
+        place = {"rank": self.world.rank, "world": self.world.size, "start_step": first, "node_ranks": self._node_ranks}
         place["origin"] = position - phase_starts[-1] * sizes[number]
         at = place["origin"] + first * sizes[number]
         show = log_progress_every(PROGRESS_SECONDS, "shards that the next updates need are copied here")

@@ -47,7 +47,7 @@ class Loader:
 
     `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They
     ignore the signals that stop a run, which needs them until it has saved; `close` ends them. `origin`: the position of update 0,
-    below 0 where an earlier phase took more rows an update. Raises ValueError for a tokenizer that is not the dataset's.
+    below 0 where an earlier phase took more rows an update. `node_ranks` share this machine's memory. Raises ValueError for a tokenizer that is not the dataset's.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Loader:
         start_step: int = 0,
         origin: int = 0,
         pin_memory: bool = False,
+        node_ranks: int = 1,
     ) -> None:
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
@@ -77,7 +78,7 @@ class Loader:
         steps = itertools.count(start_step)
         self._items: Any = map(self._updates.__getitem__, steps)
         self._workers: list[Any] = []
-        if workers and self._room_for(workers * prefetch):
+        if workers and self._room_for(node_ranks * workers * prefetch):
             self._start_workers(steps, workers, prefetch)
         # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
@@ -92,6 +93,7 @@ class Loader:
         world: int = 1,
         start_step: int = 0,
         origin: int = 0,
+        node_ranks: int = 1,
     ) -> Loader:
         """The loader for a phase's configuration; memory is pinned where there is a CUDA device."""
         return Loader(
@@ -108,6 +110,7 @@ class Loader:
             start_step=start_step,
             origin=origin,
             pin_memory=torch.cuda.is_available(),
+            node_ranks=node_ranks,
         )
 
     def __iter__(self) -> Loader:
@@ -141,7 +144,7 @@ class Loader:
         self._end_workers()
 
     def _room_for(self, updates: int) -> bool:
-        """Whether shared memory has room for so many updates; a line says so if it has not."""
+        """Whether shared memory has room for so many of this rank's updates; a line says so if it has not."""
         if not os.path.isdir(SHARED_MEMORY):
             return True
         masking = self._source.masking

@@ -200,6 +200,16 @@ def test_room_is_counted_for_causal_updates(dataset, monkeypatch):
     assert not loader_of(dataset, masking=masking, workers=1, prefetch=2)._workers
 
 
+def test_room_is_counted_for_the_ranks_of_a_node(dataset, monkeypatch):
+    alone = loader_of(dataset)
+    narrow, wide = alone._source.layout(alone.rows, alone._source.masking).sizes()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * (4 * narrow + 8 * wide), f_frsize=1))
+    for ranks in (2, 3):
+        loader = loader_of(dataset, workers=1, prefetch=2, node_ranks=ranks)
+        assert bool(loader._workers) == (ranks == 2)
+        loader.close()
+
+
 def take_and_die(folder, connection):
     loader = loader_of(Dataset(folder), workers=2)
     batches = [next(loader).batches[0].input_ids.tolist() for _ in range(3)]
