@@ -124,7 +124,8 @@ def main() -> None:
         enter(args, track, recipe, kept)
     if args.plot:
         entries = [entry for name in args.track for entry in kept.of(name)]
-        records.plot([entry for entry in entries if entry["recipe"] in (args.recipe or [entry["recipe"]])], args.plot)
+        only = args.recipe if args.show else []
+        records.plot([entry for entry in entries if not only or entry["recipe"] in only], args.plot)
     table = records.history_table if args.history else records.table
     for name in args.track:
         print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))

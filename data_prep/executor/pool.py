@@ -52,10 +52,19 @@ def interrupts_blocked() -> Iterator[None]:
     """Ctrl-C takes effect at the end of the block. Processes started inside never receive it, unless they unblock it: Python's
     handler would print a traceback in each."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    usual, came = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
+    if callable(
+        usual
+    ):  # a library's thread may receive the signal all the same, and Python then calls its handler here
+        signal.signal(signal.SIGINT, lambda *call: came.append(call))
     try:
         yield
     finally:
+        if callable(usual):
+            signal.signal(signal.SIGINT, usual)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came and callable(usual):
+            usual(*came[0])
 
 
 def launched_ranks() -> int:

@@ -113,3 +113,17 @@ def test_signal_at_any_instant_leaves_no_traceback(number: int, instants: int, t
     assert again.returncode == 0, shown
     for _ in range(instants):
         send_after(["prep", "verify", "--workers", "2", str(out)], draw.uniform(0.05, 1.0), number)
+
+
+def test_an_interrupt_of_another_thread_waits_too() -> None:
+    """That of a library, which has not blocked it."""
+    ended, reached = threading.Event(), []
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), pool.interrupts_blocked():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        reached.append("the end")
+    ended.set()
+    thread.join()
+    assert reached == ["the end"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
