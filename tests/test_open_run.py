@@ -23,6 +23,7 @@ from tests.helpers.golden_runs import DATA, held_out_of
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
+from tests.helpers.simulated_ranks import ALONE
 
 CPU = torch.device("cpu")
 
@@ -163,9 +164,8 @@ def test_evaluations_reuse_what_the_first_left_open(tmp_path, reads):
     tokenizer.tokens = list(map(str, range(len(tokenizer.special))))
     sizes = {"vocab_size": len(tokenizer.tokens), "max_positions": 128}
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
-    world = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
     parts = {"terms": 1, "dtype": torch.float32, "eval_sums": eval_sums, "module": module, "describe": str}
-    engine = SimpleNamespace(world=world, **parts)
+    engine = SimpleNamespace(world=ALONE, **parts)
     workload = Pretraining(cfg, engine, [Dataset(tmp_path)], tokenizer)
     reads.clear()
     first = workload.evaluate(0, lambda: None)
