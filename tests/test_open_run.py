@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megabert import open_run as opening
+from megabert import train
 from megabert.common.errors import USER_ERROR, exit_code
+from megabert.config import replace
 from megabert.data.shards import Dataset, Manifest
 from megabert.distributed.ranks import RankRefused
 from megabert.distributed.watchdog import Watchdog
@@ -173,3 +175,13 @@ def test_evaluations_reuse_what_the_first_left_open(tmp_path, reads):
     reads.clear()
     assert workload.evaluate(100, lambda: None) == first and rows == 2 * list(range(90))
     assert workload.samples and not reads
+
+
+def test_a_run_in_its_mirror_needs_no_start(tmp_path) -> None:
+    """Its disk may be empty, and the folder from which it once began be gone."""
+    make_dataset(tmp_path / "data", 20)
+    args = train.parse(["--config", "tiny", "--data", str(tmp_path / "data"), "--run", str(tmp_path / "run")])
+    cfg = config(tmp_path / "data", init_from="gone")
+    with pytest.raises(ValueError, match="init_from=gone: no checkpoint in it"):
+        train.check(args, cfg, 1)
+    assert train.check(args, replace(cfg, "checkpoint.mirror", "s3://runs/large"), 1) == (0, 0)

@@ -100,13 +100,18 @@ def test_build_in_a_container_is_given_its_inputs(tmp_path) -> None:
     for name in ("books", "wiki-1", "image.sif"):
         (tmp_path / name).mkdir()
     (tmp_path / "t.model").touch()
-    values = {"CONTAINER": tmp_path / "image.sif", "CONTAINER_RUNTIME": "pyxis", "MPI": "srun"}
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/mpirun").write_text("#!/bin/sh\nexit 3\n")  # of the node, which pyxis does not reach
+    (tmp_path / "tools/mpirun").chmod(0o755)
+    values = {"CONTAINER": tmp_path / "image.sif", "CONTAINER_RUNTIME": "pyxis"}
     values |= {"CORPUS": f"{tmp_path}/books/*.txt {tmp_path}/wiki-?/x here.txt", "DATA": tmp_path / "data"}
     submit(PREP, tmp_path, code=2, runs="exit 2\n", PREP=f"--tokenizer {tmp_path}/t.model", **values)
     own = [str(ROOT), str(tmp_path / "my runs"), str(tmp_path / "data")]
     assert mounts(tmp_path) == [*own, f"{tmp_path}/books", str(tmp_path), f"{tmp_path}/t.model"]
     assert all(Path(path).exists() for path in mounts(tmp_path))
     assert f"{tmp_path}/books/*.txt" in srun_words(tmp_path)
+    done = submit(PREP, tmp_path, code=2, MPI="mpirun", **values)
+    assert "MPI=mpirun: does not start a container of pyxis; leave MPI unset" in done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no `ip` (iproute2) here")
