@@ -17,11 +17,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+from benchmarks.common.hardware import ROOT
+from benchmarks.race import records
+
 PAGES = ("docs/measurements.md", "README.md")
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+) -->\n.*?(?=<!-- end -->)", re.S)
 
@@ -92,12 +95,12 @@ def minutes(track: str, recipe: str, speedrun: Any) -> float:
 
 def reached(curve: Sequence[Mapping[str, float]], bits: float) -> float:
     """Minutes at which a curve first reaches these bits a byte, interpolated linearly."""
-    for a, b in pairwise(curve):
-        if b["bits"] <= bits < a["bits"]:
-            return (a["seconds"] + (a["bits"] - bits) / (a["bits"] - b["bits"]) * (b["seconds"] - a["seconds"])) / 60
-    raise ValueError(f"a curve ends at {curve[-1]['bits']} bits a byte, above {bits}")
+    if (seconds := records.reached(curve, bits, "seconds")) is None:
+        raise ValueError(f"a curve ends at {curve[-1]['bits']} bits a byte, above {bits}")
+    return seconds / 60
 
 
+# entries of the race against the fair peer: its own, and ours
 PEER, OWN = ("20min-1cores", "hf-modern-8000"), ("4min-1cores", "modern-128-8000")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.common.errors import BadInput
+from data_prep.common.records import normalized
 from data_prep.executor.output_folder import HELD_OUT
 from data_prep.report.inspect_dataset import datasets
 from megabert.common.hub_upload import Repository
@@ -73,10 +74,7 @@ def push(source: str, name: str, private: bool) -> None:
 def _parts(source: str) -> Iterator[tuple[str, Dataset]]:
     """The datasets of a folder or URL and their held-out parts, by the beginning of their paths in the repository."""
     for place in datasets(source):
-        is_source = (
-            Path(place) == Path(source) if isinstance(place, Path) else str(place).rstrip("/") == source.rstrip("/")
-        )
-        at = "" if is_source else f"{posixpath.basename(str(place))}/"
+        at = "" if normalized(str(place)) == normalized(source) else f"{posixpath.basename(str(place))}/"
         dataset = Dataset(place)
         if dataset.manifest.tokenizer["file"].startswith("../") and not at:
             raise BadInput(

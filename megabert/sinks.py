@@ -166,7 +166,8 @@ class Sinks:
     """All sinks of a run; without a folder there are none."""
 
     def __init__(self, folder: Path | None, config: Config, saved_step: int, owed: bool = False) -> None:
-        """Continue from `saved_step`, -1 without a checkpoint, whose evaluation is repeated if it is `owed`. Raises ValueError if a requested sink is unavailable."""
+        """Continue from `saved_step`, -1 without a checkpoint, whose evaluation is repeated if it is `owed`. Raises ValueError if a
+        requested sink is unavailable."""
         self._sinks: list[JsonLines | Guarded] = []
         if folder is None:
             return

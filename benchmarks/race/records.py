@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -173,7 +174,7 @@ def with_spread(entry: Entry, figure: str, form: str) -> str:
     return format(statistics.fmean(values), form) + deviation
 
 
-def reached(curve: list[dict[str, Any]], bits: float, what: str) -> float | None:
+def reached(curve: Sequence[Mapping[str, float]], bits: float, what: str) -> float | None:
     """`what` ("seconds" or "tokens") at which a curve first reaches these bits a byte, interpolated linearly; None: never."""
     for before, after in pairwise(curve):
         if after["bits"] <= bits < before["bits"]:

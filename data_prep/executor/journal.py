@@ -117,7 +117,7 @@ class Stages:
         The results of a stage are part of the key of the next, so a build has to run the same stages in the same order every time.
         """
         began = time.perf_counter()
-        key = _digest(name, function.__name__, job, self._digest, *items)
+        key = self._key(name, function, job, items)
         results = self._recorded(name, key, job)
         if results is None:
             results = self._compute(name, function, job, list(enumerate(items)), unit)
@@ -133,8 +133,13 @@ class Stages:
     ) -> None:
         """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1, unless the whole stage is recorded; other jobs
         compute the others."""
-        if self._recorded(name, _digest(name, function.__name__, job, self._digest, *items), job) is None:
+        # its key takes time, since items may be millions
+        recorded = (self._records / f"{name}.json").exists()
+        if not recorded or self._recorded(name, self._key(name, function, job, items), job) is None:
             self._compute(name, function, job, list(enumerate(items))[part[0] - 1 :: part[1]], "B")
+
+    def _key(self, name: str, function: StageFunction, job: BuildJob, items: Sequence[Any]) -> str:
+        return _digest(name, function.__name__, job, self._digest, *items)
 
     def _recorded(self, name: str, key: str, job: BuildJob) -> list[ItemResult] | None:
         """The results of a stage whose files may be gone; None without a record."""

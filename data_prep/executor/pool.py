@@ -53,9 +53,8 @@ def interrupts_blocked() -> Iterator[None]:
     handler would print a traceback in each."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     usual, came = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
-    if callable(
-        usual
-    ):  # a library's thread may receive the signal all the same, and Python then calls its handler here
+    # a library's thread may receive the signal all the same, and Python then calls its handler here
+    if callable(usual):
         signal.signal(signal.SIGINT, lambda *call: came.append(call))
     try:
         yield

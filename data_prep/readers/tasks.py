@@ -56,8 +56,8 @@ THREADS = 16
 # files of a corpus for the estimate of its unpacked bytes
 RATIO_FILES = 8
 
-# the path without links, its ranges, its problems
-PlannedFile = tuple[str, list[FileRange], Problems]
+# the path without links, its ranges, its problems, and its bytes of text if one worker has to read it
+PlannedFile = tuple[str, list[FileRange], Problems, float]
 
 
 def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[RangeList]:
@@ -75,13 +75,12 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
             source = (number if len(corpora) > 1 else place) if several else 0
             if item == PYDOC and not os.path.exists(item):
                 modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
-                planned = ((os.path.realpath(module.path), [module], Problems("skip")) for module in modules)
+                planned = ((os.path.realpath(module.path), [module], Problems("skip"), 0.0) for module in modules)
             else:
                 planned = _plan_all(files.expand(item, problems, notices), options, problems.policy, threads)
-            for real, parts, its_problems in planned:
+            for real, parts, its_problems, size in planned:
                 if seen.add(real):
-                    for part in parts:
-                        _check_size(part, max(1.0, corpus.weight))
+                    _refuse_large(parts, size, max(1.0, corpus.weight))
                     problems.counts += its_problems.counts
                     add_losses(problems.lost, its_problems.lost)
                     yield from (replace(part, source=source) for part in parts)
@@ -133,7 +132,7 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
         problems.add(path, documents.UNKNOWN, size)
     except OSError as error:
         problems.unreadable(path, error)
-    return _real(path), ranges, problems
+    return _real(path), ranges, problems, max(map(_uncut_size, ranges), default=0.0)
 
 
 def _real(path: str) -> str:
@@ -201,19 +200,22 @@ def cut(file: FileRange, size: int) -> list[FileRange]:
     return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
 
 
-def _check_size(part: FileRange, weight: float) -> None:
-    """Raises BadInput for a file of UNCUT with more text than MAX_UNCUT in all its copies, estimated for a compressed one."""
+def _uncut_size(part: FileRange) -> float:
+    """Bytes of text of a file of UNCUT, estimated for a compressed one; 0 for others."""
     if part.format not in UNCUT or not part.opened:
-        return
+        return 0.0
     if part.format == "zip":
-        size: float = archives.names_and_size(part.path)[1]
-    else:
-        size = part.size * (_ratio(part) if part.compression else 1)
+        return archives.names_and_size(part.path)[1]
+    return part.size * (_ratio(part) if part.compression else 1)
+
+
+def _refuse_large(parts: Sequence[FileRange], size: float, weight: float) -> None:
+    """Raises BadInput for a file of UNCUT whose `size` of text, in all its copies, is above MAX_UNCUT."""
     if size * weight > MAX_UNCUT:
         copies = f" {weight:g} times" * (weight > 1)
         raise BadInput(
-            f"{part.path}: has about {size / 2**30:.1f} GiB of text{copies}; one worker reads a {part.format} file and holds its tokens in "
-            f"memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
+            f"{parts[0].path}: has about {size / 2**30:.1f} GiB of text{copies}; one worker reads a {parts[0].format} file and "
+            f"holds its tokens in memory, so split it into files of at most {MAX_UNCUT >> 30} GiB"
         )
 
 

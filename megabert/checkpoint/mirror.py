@@ -121,7 +121,6 @@ class Mirror:
         if self._fetch_step(step):
             return False
         self._put_step(step)
-        shutil.rmtree(self.run_dir / "checkpoints" / f"{REPLACED}{step}")
         return True
 
     def _whole_steps(self, files: list[str]) -> list[str]:
@@ -168,10 +167,13 @@ class Mirror:
         return self.run_dir / "checkpoints" / f"{SAVING}mirrored-{step}"
 
     def _put_step(self, step: str) -> None:
-        """Give a checkpoint that was copied its name."""
+        """Give a checkpoint that was copied its name, and remove what had it."""
         final = self.run_dir / "checkpoints" / step
-        put_folder(self._temporary(step), final, final.with_name(f"{REPLACED}{step}"))
+        replaced = final.with_name(f"{REPLACED}{step}")
+        put_folder(self._temporary(step), final, replaced)
         sync(final.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
     # -- uploading ---------------------------------------------------------------------------------------------------
 
@@ -201,19 +203,19 @@ class Mirror:
         while True:
             self._changed.wait()
             self._changed.clear()
-            ending, began = self._ending, time.monotonic()
+            ending = self._ending
             self._problem = None
             try:
-                if self.upload():
-                    self._uploaded_in(time.monotonic() - began)
+                self.upload()
             except Exception as error:
                 self._problem = error
                 log.warning(f"{describe(error)}: the next checkpoint is uploaded with this one's rest")
             if ending:
                 return
 
-    def upload(self) -> bool:
-        """Make the store as the run folder, the newest checkpoint first; older ones are removed last. Whether a checkpoint was new."""
+    def upload(self) -> None:
+        """Make the store as the run folder, the newest checkpoint first; older ones are removed last."""
+        began = time.monotonic()
         files = list(storage.below(self.url))
         folder, uploaded = self.run_dir / "checkpoints", False
         here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
@@ -235,14 +237,15 @@ class Mirror:
         if not uploaded:  # else they were with the checkpoint
             self._upload_others()
         if not any(step in self._there for step in here):
-            return uploaded
+            return
         newest = json.loads(next(self._there[step] for step in here if step in self._there))["state"]
         names = {match[1] for match in map(STEP.fullmatch, files) if match} | (self._there.keys() & set(here))
         steps = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
         for number in obsolete_steps(steps, newest["step"], self.settings, {newest.get("best_step")}):
             if checkpoint_name(number) not in here:
                 self._remove_step(checkpoint_name(number), files)
-        return uploaded
+        if uploaded:
+            self._uploaded_in(time.monotonic() - began)
 
     def _known(self, step: str, files: list[str]) -> bytes:
         """The manifest of a checkpoint that is there; b"" if it is not."""

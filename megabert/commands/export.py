@@ -153,8 +153,9 @@ def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, P
             files = files_below(folder)
             for branch in branches + [MAIN] * newest:
                 # of an earlier push with other options, beside which these files would be another model
-                old = [path for path in repository.listing() if EXPORTED.fullmatch(path)] if branch == MAIN else []
-                changed = repository.push(files, message, branch, removed=[path for path in old if path not in files])
+                there = repository.listing() if branch == MAIN else ()
+                old = [path for path in there if EXPORTED.fullmatch(path) and path not in files]
+                changed = repository.push(files, message, branch, removed=old)
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
             if newest and args.output:
                 with appearing(args.output, CONFIG, args.overwrite) as output:

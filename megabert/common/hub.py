@@ -124,7 +124,7 @@ def download(name: str) -> Path:
         reason = "asks for access: `hf auth login`" if denied else "has no model of that name, or none that is public"
         raise ValueError(f"{name}: no such folder, and the hub {reason}") from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in storage.CLIENTS:
+        if not storage.is_of_client(error):
             raise
         raise Failed(
             f"{name}: no such folder, and the hub cannot be reached ({type(error).__name__}: {error})"

@@ -259,6 +259,11 @@ def _object(url: str, info: dict[str, Any]) -> Object:
     return Object(url, int(info["size"]), version)
 
 
+def is_of_client(error: Exception) -> bool:
+    """Whether an error is one of CLIENTS."""
+    return type(error).__module__.partition(".")[0] in CLIENTS
+
+
 def request(url: str, send: Callable[[], T]) -> T:
     """The answer of a store, with retries after transient failures."""
 
@@ -279,7 +284,7 @@ def request(url: str, send: Callable[[], T]) -> T:
                 raise ValueError(
                     f"{url}: access denied; check the credentials, and what the store allows them"
                 ) from None
-            if not (isinstance(error, OSError) or type(error).__module__.partition(".")[0] in CLIENTS):
+            if not (isinstance(error, OSError) or is_of_client(error)):
                 raise
             # the first line, since later ones may hold the request, and without what a URL is signed with
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)

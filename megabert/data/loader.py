@@ -47,7 +47,8 @@ class Loader:
 
     `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They
     ignore the signals that stop a run, which needs them until it has saved; `close` ends them. `origin`: the position of update 0,
-    below 0 where an earlier phase took more rows an update. `node_ranks` share this machine's memory. Raises ValueError for a tokenizer that is not the dataset's.
+    below 0 where an earlier phase took more rows an update. `node_ranks` share this machine's memory. Raises ValueError for a
+    tokenizer that is not the dataset's.
     """
 
     def __init__(

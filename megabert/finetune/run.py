@@ -414,7 +414,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: is damaged; name another --output") from None
         # An earlier version may not have had all settings.
         usual = {each.name: each.default for each in fields(Settings)}
-        usual |= {name: value for name, value in common.items() if name == "tokenizer_sha256"}
+        usual["tokenizer_sha256"] = common.get("tokenizer_sha256")
         for name in {**common, **there}:
             before, now = (values.get(name, usual.get(name)) for values in (there, common))
             if before != now:

@@ -150,10 +150,8 @@ def test_shards_are_fetched_before_they_are_needed(url, tmp_path):
 def test_a_cache_has_just_room_for_few_shards(proxy, tmp_path):
     """Of three, fewer than are copied at a time."""
     folder = sample.make_dataset(tmp_path / "few", 3 * 64, seed=2)
-    local, remote = (
-        Dataset(folder),
-        Dataset(upload(folder, "s3://data/few"), cache=room_for(3.5, folder, tmp_path / "copies")),
-    )
+    cache = room_for(3.5, folder, tmp_path / "copies")
+    local, remote = Dataset(folder), Dataset(upload(folder, "s3://data/few"), cache=cache)
     remote.fetch_ahead(5, 0, lambda *_: None)
     row_ids, _ = local.order(5, np.arange(192))
     np.testing.assert_array_equal(remote.read(row_ids).ids, local.read(row_ids).ids)
